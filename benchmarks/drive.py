@@ -57,9 +57,22 @@ def written(folder: Path, name: str) -> Path:
         places[key] = file
     config.dtype = torch.bfloat16
     config.save_pretrained(target)
+    _bytes_as_tokens().save_pretrained(target)
     index = {"metadata": {}, "weight_map": places}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     return target
+
+
+def _bytes_as_tokens():
+    """Returns a tokenizer with a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>", bos_token="<|end|>")
 
 
 def _of_folder(model: Path) -> list[str]:

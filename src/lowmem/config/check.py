@@ -19,7 +19,7 @@ from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF
 from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
-from lowmem.system.scratch_file import PAGE, Drive
+from lowmem.system.scratch_file import PAGE, Drive, is_memory
 
 # Names under which a model's config may have the length of the longest sequence.
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -105,6 +105,11 @@ def check_places(run: Run) -> None:
 
 def _check_drive(folder: str) -> None:
     """Checks that files can be made in a folder for masters and optimizer state. `plan/` compares its space."""
+    if is_memory(Path(folder).expanduser()):
+        raise Refused(
+            f"weights.drive={folder}: this folder's files are in the host's memory (tmpfs), where nothing would be "
+            "saved. Type a folder on a drive."
+        )
     try:
         file = Drive(Path(folder).expanduser()).file()
         file.grow(PAGE)

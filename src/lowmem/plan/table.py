@@ -161,13 +161,19 @@ def on_drive(prediction: Prediction, target: Target) -> str:
     """Says what a run stores on a drive, what each step costs there, and how fast the drive is."""
     read, written, folder = prediction.drive_read, prediction.drive, target.drive.folder
     rates = drive_rates(folder)
+    seconds = _rounded(rates.seconds(read, written))
     known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"
     sentence = (
         f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
-        f"{written / 1e9:.2g} TB written per 1,000 steps. The drive takes {rates.seconds(read, written):.2g} s of it, "
-        f"at {rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
+        f"{_rounded(written / 1e9)} TB written per 1,000 steps. The drive takes {seconds} s of it, at "
+        f"{rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
     )
     return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
+
+
+def _rounded(number: float) -> str:
+    """Returns a number with two digits, or as a whole number."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def of_prediction(prediction: Prediction, target: Target) -> str:

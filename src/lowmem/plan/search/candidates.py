@@ -15,9 +15,10 @@ from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.search.changes import Change, Tier, changes
-from lowmem.plan.search.derive import DRIVE, ORDER, Compose, reading
+from lowmem.plan.search.derive import DRIVE, DRIVE_HOLDS, ORDER, Compose, reading
 from lowmem.plan.search.derive import micro_batches as of_window
 from lowmem.system.errors import Refused
+from lowmem.techniques.weights.streamed import HOLDS
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,11 @@ class Candidate:
         """Returns whether every pass needs data that waits in host memory."""
         return self.streams or self.run.any("offloads")
 
-    def on_drive(self, folder: str) -> "Candidate":
-        """Returns the same with masters and optimizer state in a folder of a drive."""
-        run = self.run.knowing(weights={"drive": folder})
-        return replace(self, option={**self.option, DRIVE: folder}, run=run)
+    def on_drive(self, folder: str, holds: str) -> "Candidate":
+        """Returns the same with a drive. Args: folder: on it; holds: what it holds, see conf/weights."""
+        run = self.run.knowing(weights={"drive": folder, "drive_holds": holds})
+        option = {**self.option, DRIVE: folder} | ({DRIVE_HOLDS: holds} if holds != HOLDS[0] else {})
+        return replace(self, option=option, run=run)
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[Training]:

@@ -36,6 +36,7 @@ OF_THE_STEP = (*CHANGEABLE, "optim.in_backward")  # overrides for traces of the 
 SHORT = 8  # tokens of a sequence in such a trace
 STAY = "weights.resident_blocks"  # override: blocks that stay on the device while the weights of the others stream
 ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
+DRIVE_HOLDS = "weights.drive_holds"  # override: what is there
 DRIVE = "weights.drive"  # override: a folder for masters and optimizer state of blocks whose weights stream
 # Micro-batches of the windows that are traced if all of them pass through a block together. From four on each place is
 # linear in them; with two, for example, the second gradient completes a sum, which leaves at once.
@@ -186,7 +187,10 @@ class Derivation:
         parameters = {key: recipe[key] for key in OF_THE_STEP if key in recipe}
         if run.streams:  # the precision that it computes as does not stream: the first that does stands for all
             passes["precision"] = self._streaming.setdefault(passes["precision"], recipe["precision"])
-            placed = {key: recipe[key] for key in (PLACED,) if key in recipe} | {STAY: "0", ORDER: run.order}
+            placed = {key: recipe[key] for key in (PLACED, DRIVE_HOLDS) if key in recipe} | {
+                STAY: "0",
+                ORDER: run.order,
+            }
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # the head's weight is then on the host
                 parameters["loss"] = recipe["loss"]

@@ -25,6 +25,7 @@ from lowmem.plan.tracing.trace import trace
 from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.without_gc import undisturbed
+from lowmem.techniques.weights.streamed import HOLDS
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
@@ -168,7 +169,8 @@ class _Search:
         typed = DRIVE in self.typed.values or self.typed.run.drive_folder is not None
         if self.target.drive is not None and not typed:
             streaming = [c for c in waiting if c.streams and not self._is_hopeless(c)]
-            yield [candidate.on_drive(self.target.drive.folder) for candidate in streaming]
+            for holds in HOLDS:
+                yield [candidate.on_drive(self.target.drive.folder, holds) for candidate in streaming]
 
     def _recipes(self, group: list[Candidate]) -> list[Recipe]:
         hopeful = []

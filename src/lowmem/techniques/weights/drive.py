@@ -22,10 +22,11 @@ from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
-from lowmem.system.process import page_out
-from lowmem.system.scratch_file import PAGE, Drive, Moving, ScratchFile, buffer, pages
+from lowmem.system.process import page_out, trim
+from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.techniques.weights.resident import Place
 
+BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
 BUFFERS = 3  # blocks in memory: one is stepped, one is read and one is written
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
@@ -65,9 +66,7 @@ class Shelf:
         self.of_block = of_block
         # bytes, in full pages; the first one stays free, since storages are told apart by their address
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = (
-            None  # (bytes,), of the block's turn, and of the time in which it is read or written
-        )
+        self.memory: Tensor | None = None  # (bytes,), during the block's turn, and while it is read or written
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Place] = {}
@@ -95,23 +94,37 @@ class Shelf:
         """Returns the memory that shelves take while this one, of `size` bytes, has its turn."""
         return BUFFERS * size if self.of_block else size
 
-    def move_into(self, memory: Tensor) -> None:
-        """Moves all tensors into memory of `grown` bytes; those without a place in the file get one."""
+    def store(self, bounce: Tensor) -> None:
+        """Writes the tensors that have no place in the file yet, one by one, and makes them views of it: so those of a
+        first step need no memory beside their own. Args: bounce: (full pages,). Raises: OSError."""
+        if self._file is None:
+            self._file = self.drive.file()
         for key, tensor in self._tensors.items():
-            if key not in self._places:
-                self._places[key] = Place(self.size, tensor.shape, tensor.dtype)
-                self.size += pages(tensor.nbytes)
-            tensor.data = _view(memory.numpy(), self._places[key]).copy_(tensor)
-        self.memory, self._bound = memory, True
+            if key in self._places:
+                continue
+            self._places[key] = place = Place(self.size, tensor.shape, tensor.dtype)
+            self.size += pages(tensor.nbytes)
+            self._file.grow(self.size)
+            pieces = tensor.detach().reshape(-1).view(torch.uint8).split(bounce.numel())
+            for number, piece in enumerate(pieces):
+                bounce[: piece.numel()].copy_(piece)
+                full = memoryview(bounce.numpy())[: pages(piece.numel())]
+                self._file.write(place.start + number * bounce.numel(), full).result()
+            self._map(key, place)
+
+    def _map(self, key: Key, place: Place) -> None:
+        """Makes a tensor a view of the file."""
+        if key not in self._mapped:
+            view = self._file.mapped(place.start, pages(place.size))
+            with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written to
+                self._mapped[key] = _view(view, place._replace(start=0))
+        self._tensors[key].data = self._mapped[key]
 
     def start_reading(self, memory: Tensor) -> None:
         self.memory = memory
         self._moving = self._file.read(0, memoryview(memory.numpy())[: self.size])
 
     def start_writing(self) -> None:
-        if self._file is None:
-            self._file = self.drive.file()
-        self._file.grow(self.size)
         self._moving = self._file.write(0, memoryview(self.memory.numpy())[: self.size])
 
     def moving(self) -> bool:
@@ -125,7 +138,7 @@ class Shelf:
 
     def bind(self) -> None:
         """Points all tensors into memory that has been read."""
-        if self._bound:
+        if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
             self._tensors[key].data = _view(self.memory.numpy(), place)
@@ -134,11 +147,7 @@ class Shelf:
     def leave(self) -> Tensor:
         """Makes all tensors views of the file. Returns: the memory, which is free now."""
         for key, place in self._places.items() if self._bound else ():
-            if key not in self._mapped:
-                view = self._file.mapped(place.start, pages(place.size))
-                with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written to
-                    self._mapped[key] = _view(view, place._replace(start=0))
-            self._tensors[key].data = self._mapped[key]
+            self._map(key, place)
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
@@ -253,14 +262,15 @@ class Shelves:
             return
         if following is not None:
             self._follows[shelf] = following
-        if shelf.grown > shelf.size:
-            memory = self._memory(shelf.grown, waits=True, beside=shelf)
-            with host_side(), torch.no_grad():
-                shelf.move_into(memory)
-            if shelf not in self._inside:
-                self._inside.append(shelf)
         if shelf.memory is not None:
             shelf.start_writing()
+        if shelf.grown > shelf.size:
+            if shelf.memory is not None:  # it has no room for what is new
+                self._release(shelf)
+                self._spare.clear()
+            with host_side(), torch.no_grad():
+                shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
+            trim()  # else the heap keeps what was freed: as much as all state in the first step
 
     def _bring(self, shelf: Shelf, waits: bool) -> None:
         """Starts to read a block that is not in memory. Args: waits: until another one has left; else it is read if
@@ -272,11 +282,11 @@ class Shelves:
             shelf.start_reading(memory)
             self._inside.append(shelf)
 
-    def _memory(self, size: int, waits: bool, beside: Shelf | None = None) -> Tensor | None:
+    def _memory(self, size: int, waits: bool) -> Tensor | None:
         """Returns free memory of a size. Blocks that have been written leave for it, the oldest first."""
         self.room = max(size, *(shelf.room(shelf.size) for shelf in self._every))
         while self._taken() + size > self.room:
-            leaves = (s for s in self._inside if s not in (self._now, beside) and (waits or not s.moving()))
+            leaves = (s for s in self._inside if s is not self._now and (waits or not s.moving()))
             if self._spare and self._spare[-1].nbytes == size:
                 break
             if self._spare:
@@ -284,7 +294,7 @@ class Shelves:
             elif (oldest := next(leaves, None)) is not None:
                 self._release(oldest)
             elif waits:
-                break  # it is larger than all that may be in memory, or it grows
+                break  # it is larger than all that may be in memory
             else:
                 return None
         if self._spare and self._spare[-1].nbytes == size:

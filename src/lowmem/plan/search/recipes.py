@@ -104,9 +104,8 @@ def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
     if not tried:
         raise Refused(next(state.refused()))
     fitting = [r for r in tried if r.prediction.fits(target)]
-    gpu = target.device_memory
     others = [r for r in tried if not r.prediction.fits(target)]
-    others.sort(key=lambda r: (r.prediction.device_need, r.prediction.host_need(gpu)))
+    others.sort(key=lambda r: (r.prediction.device_need, r.prediction.host_peak))
     return Plan(typed, fitting + others, target, state.derivation.traces, len(state.hopeless), state.derivation.machine)
 
 

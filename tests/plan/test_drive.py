@@ -4,6 +4,7 @@ import json
 from datetime import date, timedelta
 
 import pytest
+import torch
 from test_job import planned  # noqa: F401
 from test_trace import MODELS, measured
 from test_window import TAKEN, card, cfg, shapes
@@ -76,6 +77,16 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     assert on_host(in_memory) > 1.1 * highest
     monkeypatch.setattr(shelves, "pages", lambda size: size)
     assert trace(run, on_card=False).drive.files < sum(written)
+
+
+def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memory(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(prediction, "read_in", lambda run, described: torch.bfloat16)
+    typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
+    runs = [config(*typed, f"weights.drive_holds={holds}").resolved() for holds in ("state", "all")]
+    traces = [trace(run, on_card=True) for run in runs]
+    state, both = (prediction.needs(t, run, Target(on_card=True), 0) for t, run in zip(traces, runs, strict=True))
+    more = traces[1].drive.room - traces[0].drive.room + 2 * prediction.SLOT_BYTES  # larger blocks, and staging
+    assert state.phases["load"].host - both.phases["load"].host == traces[1].streamed - more
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

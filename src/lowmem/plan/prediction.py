@@ -387,8 +387,12 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -
     }
     if run.drive_folder is None:
         return by_phase
-    # Masters leave block by block while they are made of the weights that were loaded, all at once.
-    loads = {"load": largest + trace.parameters * loaded - (0 if on_card else trace.weights) + trace.drive.room}
+    # Masters leave block by block while they are made of the weights that were loaded, all at once. Weights that go
+    # there too, in their files' dtype, are pages of those files until then, which the system gives up.
+    read = trace.parameters * loaded
+    if run.reads_weights and loaded == run.product_bytes:
+        read -= trace.streamed
+    loads = {"load": largest + read - (0 if on_card else trace.weights) + trace.drive.room}
     return {name: some + trace.drive.room - trace.drive.tensors for name, some in by_phase.items()} | loads
 
 

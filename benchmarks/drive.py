@@ -80,7 +80,7 @@ def _of_folder(model: Path) -> list[str]:
     return ["model=hf", f"model.name={model}", "tokenizer=null"]
 
 
-def trained(model: str, *more: str) -> dict:
+def train_three_steps(model: str, *more: str) -> dict:
     """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights."""
     from hashlib import sha256
 
@@ -241,7 +241,7 @@ def _eight(folder: Path, holds: str = "state") -> dict:
     return watched(_row("train", str(written(folder, "8b")), *lines))
 
 
-def _one(folder: Path) -> dict:
+def _measure_1b(folder: Path) -> dict:
     model = str(written(folder, "1b"))
     return {
         "memory": watched(_row("train", model)),
@@ -258,7 +258,7 @@ def _time(folder: Path) -> dict:
 PARTS: dict[str, tuple[Callable[[Path], dict], Callable[[Mapping], str]]] = {
     "8b": (_eight, table_of_8b),
     "8b-all": (partial(_eight, holds="all"), partial(table_of_8b, holds="all")),
-    "1b": (_one, table_of_1b),
+    "1b": (_measure_1b, table_of_1b),
     "time": (_time, table_of_time),
 }
 
@@ -271,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.row:
         kind, *arguments = options.row
-        print(json.dumps({"train": trained, "turn": in_turn, "share": share}[kind](*arguments)), flush=True)
+        print(json.dumps({"train": train_three_steps, "turn": in_turn, "share": share}[kind](*arguments)), flush=True)
         return
     file = RESULTS / "drive.json"
     results = json.loads(file.read_text()) if file.exists() else {}

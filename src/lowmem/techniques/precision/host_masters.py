@@ -63,7 +63,7 @@ class HostMasters(BasePrecision):
                 if name in self._rests:
                     master.rest.copy_(self._rests[name])
                 self.weights.bring_in(p)
-                self.weights.put(p, name, master.beside())
+                self.weights.put(p, name, master.master_tensors())
         self._rests = {}
         self.weights.move_in(torch.device(self.device))
         for master in self.masters.values():
@@ -211,7 +211,7 @@ class HostMasters(BasePrecision):
         return (self._stored_beside(optimizer, master) for master in self.masters.values())
 
     def _stored_beside(self, optimizer: Optimizer, master: HostWeight) -> tuple[nn.Parameter, str, dict[str, object]]:
-        return master.weight, master.name, master.beside() | optimizer.state.get(master.wide, {})
+        return master.weight, master.name, master.master_tensors() | optimizer.state.get(master.wide, {})
 
     def restored(self, optimizer: Optimizer, p: nn.Parameter) -> None:
         master = next(master for master in self.masters.values() if master.wide is p)

@@ -61,7 +61,7 @@ class HostWeight:
         """Returns what a checkpoint stores, besides `rest`: not a copy, but with a storage of its own."""
         return self.full_precision
 
-    def beside(self) -> dict[str, Tensor]:
+    def master_tensors(self) -> dict[str, Tensor]:
         """Returns what the host stores of the weight beside its 16 bits, by name."""
         return {"master": self.wide}
 
@@ -155,7 +155,7 @@ class SplitHostWeight(HostWeight):
     def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
 
-    def beside(self) -> dict[str, Tensor]:
+    def master_tensors(self) -> dict[str, Tensor]:
         return {"rest": self.rest}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -199,7 +199,7 @@ class StochasticHostWeight(HostWeight):
     def checkpoint_tensor(self) -> Tensor:
         return by_itself(self.narrow)
 
-    def beside(self) -> dict[str, Tensor]:
+    def master_tensors(self) -> dict[str, Tensor]:
         return {}
 
     def tensors(self) -> Iterator[Tensor]:

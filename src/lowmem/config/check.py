@@ -101,6 +101,8 @@ def check_places(run: Run) -> None:
         raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
     if run.drive_folder is not None:
         _check_drive(run.drive_folder)
+    elif run.weights.arguments.get("drive_holds") == "all":
+        raise Refused("weights.drive_holds=all: there is no drive. Type weights.drive=<a folder on it> beside it.")
 
 
 def _check_drive(folder: str) -> None:

@@ -24,7 +24,7 @@ from lowmem.plan.tracing.traffic import NODE
 from lowmem.report.metrics import LONG
 from lowmem.system import process, rank_environment
 from lowmem.system.errors import Refused
-from lowmem.system.units import GIB, duration
+from lowmem.system.units import GIB, MIB, duration
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
         least, gpu = plan.recipes[0], plan.target.device_memory
         others = [group for group in CHANGEABLE if group not in may_change]
         instead = f"may_change={','.join(CHANGEABLE)}, and it may take others, or " if others else ""
+        drive, size = plan.target.drive, least.prediction.drive
+        if drive is not None and size > drive.size:
+            instead += f"a weights.drive= with {size / MIB:,.0f} MiB (it has {drive.size / MIB:,.0f}), or "
         raise Refused(
             f"plan={run.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
             f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
@@ -176,8 +179,8 @@ def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target
     lines.append(f"The host has {target.host_memory / GIB:.1f} GiB.")
     if prediction.drive and prediction.drive > target.drive.size:
         lines.append(
-            f"weights.drive={target.drive.folder} would take {prediction.drive / GIB:.1f} GiB, and has "
-            f"{target.drive.size / GIB:.1f} GiB free: type a folder on a drive with more."
+            f"weights.drive={target.drive.folder} would take {prediction.drive / MIB:,.0f} MiB, and has "
+            f"{target.drive.size / MIB:,.0f} MiB free: type a folder on a drive with more."
         )
     try:
         plan = _searched(run, typed, target.card)

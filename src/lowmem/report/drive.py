@@ -28,7 +28,7 @@ def figures(drive: Drive | None, rows: Sequence[Mapping], seconds: float | None)
     steps = [row for row in rows if "drive_bytes" in row and row["phase"] != "load"]
     if drive is None or not steps:
         return None
-    moved = {way: median(row[f"drive_{way}_bytes"] for row in steps) for way in WAYS}
+    moved = {way: median(row[f"drive_{way}_bytes"] for row in steps[1:] or steps) for way in WAYS}
     return {
         "bytes": steps[-1]["drive_bytes"],
         "direct": drive.direct,

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Lock
 
 import psutil
 
@@ -56,7 +57,7 @@ class Disk:
 
 def is_memory(folder: Path) -> bool:
     """Returns whether a folder's files are in the host's memory, as those of tmpfs are."""
-    place = folder.absolute()
+    place = folder.resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((mounts[path] for path in (place, *place.parents) if path in mounts), "")
     return kind in ("tmpfs", "ramfs", "devtmpfs")
@@ -85,6 +86,7 @@ class Drive:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
+        self._lock = Lock()  # of the pool and the counts: weights are read by another thread than the one that steps
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()
 
@@ -110,8 +112,9 @@ class Drive:
 
     def start(self, move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> "Moving":
         """Starts to read or write memory from a place of a file on, in pieces."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, "drive")
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(THREADS, "drive")
         places = range(0, len(memory), PIECE)
         pieces = (memory[at : at + PIECE] for at in places)
         return Moving(
@@ -120,6 +123,11 @@ class Drive:
                 for at, piece in zip(places, pieces, strict=True)
             ]
         )
+
+    def count(self, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.read_bytes += read
+            self.written_bytes += written
 
     def close(self) -> None:
         """Ends the threads, which start again with the next access."""
@@ -131,11 +139,13 @@ class Drive:
         """Measures the drive. Returns: bytes per second (read, written)."""
         file, memory = self.file(), buffer(size)
         memory.write(os.urandom(PIECE) * (size // PIECE))  # a drive may compress zeros
-        file.grow(size)
-        written = _seconds(lambda: file.write(0, memoryview(memory)).result())
-        file.sync()
-        read = _seconds(lambda: file.read(0, memoryview(memory)).result())
-        file.close()
+        try:
+            file.grow(size)
+            written = _seconds(lambda: file.write(0, memoryview(memory)).result())
+            file.sync()
+            read = _seconds(lambda: file.read(0, memoryview(memory)).result())
+        finally:
+            file.close()
         return size / read, size / written
 
 
@@ -169,16 +179,16 @@ class ScratchFile:
             self.size = size
 
     def read(self, start: int, into: memoryview) -> Moving:
-        self.drive.read_bytes += len(into)
+        self.drive.count(read=len(into))
         return self.drive.start(self.drive.disk.read, self._file, into, start)
 
     def write(self, start: int, data: memoryview) -> Moving:
-        self.drive.written_bytes += len(data)
+        self.drive.count(written=len(data))
         return self.drive.start(self.drive.disk.write, self._file, data, start)
 
-    def mapped(self, start: int, size: int) -> mmap.mmap:
-        """Returns a view of the file, which cannot be written to; it may outlive this object."""
-        view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+    def mapped(self, size: int) -> mmap.mmap:
+        """Returns a view of the file's first bytes, which cannot be written to; it may outlive this object."""
+        view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         view.madvise(mmap.MADV_SEQUENTIAL)  # the system reads further ahead
         return view
 

@@ -142,7 +142,7 @@ def module(run: Run, data: Data, saved: checkpoint.Saved | None = None, ranks: O
     complete = saved is not None and saved.base is None  # the checkpoint brings all weights
     described = data.described.at_random if complete else data.described
     # A checkpoint brings what a model in 16 bits lacks of its masters.
-    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete)
+    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and run.export is None)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
     if (base := built.ranks.broadcast(digest_of_base(built) if built.ranks.builds else None)) is not None:

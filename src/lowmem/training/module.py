@@ -99,6 +99,8 @@ class CausalLM(LightningModule):
         self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
         # the lower halves of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`
         self._rests: dict[str, Tensor] = {}
+        # gives a precision with masters those of weights in 16 bits; None: there is none, as in an export
+        self._load_rests: Callable[[Mapping[str, Tensor]], None] | None = None
 
     def setup(self, stage: str) -> None:
         """Leaves the optimizer's state, on a resume, where `techniques/optim/build.py` has put it. Lightning would move
@@ -107,8 +109,9 @@ class CausalLM(LightningModule):
         This replaces a method of the strategy that Lightning chose. A subclass would have to be handed to every
         Trainer, together with the device, which Lightning chooses now.
         """
-        strategy = self.trainer.strategy
-        self.trainer.precision_plugin.global_norm = self.ranks.norm
+        strategy, precision = self.trainer.strategy, self.trainer.precision_plugin
+        precision.global_norm = self.ranks.norm
+        self._load_rests = precision.load_rests if precision.optimizer_side == "host" else None
 
         def restore(checkpoint: dict) -> None:
             (optimizer,) = strategy.optimizers
@@ -309,16 +312,17 @@ class CausalLM(LightningModule):
             self._rests = {}
             return None
         held = dict(self.named_parameters())  # tied parameters once
-        narrow = {name for name, p in held.items() if p.dtype != torch.float32 and name in self._rests}
-        precision = self.trainer.precision_plugin
-        for name, p in held.items() if precision.optimizer_side == "host" else ():
+        takes = self._load_rests is not None
+        narrow = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
+        for name, p in held.items() if takes else ():
             if name in state_dict and name not in narrow:  # a master of more bits than the model was read in
                 p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():
             if name not in narrow:
                 held[name].data.copy_(joined(state_dict[name], rest))
-        precision.load_rests({name: self._rests[name] for name in narrow})
+        if takes:
+            self._load_rests({name: self._rests[name] for name in narrow})
         self._rests = {}
         return loaded
 

@@ -281,3 +281,31 @@ def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
             run(config, folder)
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=60)
+
+
+def test_a_drive_changes_nothing_on_the_device(fit, tmp_path):
+    typed = ("precision=bf16-master", "optim=adamw8bit", "weights=streamed", "gradient_checkpointing=every_layer")
+    typed += ("loss=tiled", "clip=null", "max_steps=2", "logger=none", "model.architecture.n_embd=64")
+    peaks = []
+    for holds in ("", "state", "all"):
+        place = (f"weights.drive={tmp_path}/drive", f"weights.drive_holds={holds}") if holds else ()
+        summary, _ = fit(*typed, *place, folder=f"run-{holds}")
+        peaks.append(summary["peak_bytes"]["device"])
+    assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
+    before, blocks = len(os.listdir("/proc/self/fd")), Shelves(Drive(tmp_path))
+    every = [blocks.new() for _ in range(6)]
+    for shelf in (*every, *every):
+        blocks.turn(shelf)
+        more = len(blocks._every[0].tensors())
+        blocks.put(shelf, "weight", {str(number + more): torch.ones(PAGE) for number in range(8)})
+    blocks.finish()
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * len(every)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw4bit", "adamw_fp8"])
+def test_state_of_a_kind_of_its_own_stays_in_memory(config, in_memory, tmp_path, optim):
+    assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", optim, "off", "none", "state")

@@ -18,7 +18,7 @@ from threading import RLock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
@@ -42,7 +42,8 @@ class Sizes(NamedTuple):
 
 def goes_to_drive(tensor: object) -> bool:
     """Returns whether something that belongs to a weight may leave memory: numbers and tables of some bytes stay."""
-    return isinstance(tensor, Tensor) and tensor.nbytes >= PAGE
+    plain = type(tensor) in (Tensor, nn.Parameter)  # a quantised tensor only wraps those that have the bytes
+    return plain and tensor.nbytes >= PAGE
 
 
 class Stored(NamedTuple):
@@ -99,26 +100,27 @@ class Shelf:
         first step need no memory beside their own. Args: bounce: (full pages,). Raises: OSError."""
         if self._file is None:
             self._file = self.drive.file()
-        for key, tensor in self._tensors.items():
-            if key in self._places:
-                continue
-            self._places[key] = place = Place(self.size, tensor.shape, tensor.dtype)
+        new = {key: tensor for key, tensor in self._tensors.items() if key not in self._places}
+        for key, tensor in new.items():
+            self._places[key] = Place(self.size, tensor.shape, tensor.dtype)
             self.size += pages(tensor.nbytes)
-            self._file.grow(self.size)
+        self._file.grow(self.size)
+        self._map()
+        for key in self._places.keys() - new.keys():
+            self._tensors[key].data = self._mapped[key]
+        for key, tensor in new.items():
             pieces = tensor.detach().reshape(-1).view(torch.uint8).split(bounce.numel())
             for number, piece in enumerate(pieces):
                 bounce[: piece.numel()].copy_(piece)
                 full = memoryview(bounce.numpy())[: pages(piece.numel())]
-                self._file.write(place.start + number * bounce.numel(), full).result()
-            self._map(key, place)
+                self._file.write(self._places[key].start + number * bounce.numel(), full).result()
+            tensor.data = self._mapped[key]
 
-    def _map(self, key: Key, place: Place) -> None:
-        """Makes a tensor a view of the file."""
-        if key not in self._mapped:
-            view = self._file.mapped(place.start, pages(place.size))
-            with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written to
-                self._mapped[key] = _view(view, place._replace(start=0))
-        self._tensors[key].data = self._mapped[key]
+    def _map(self) -> None:
+        """Maps the file as it is now: once, since each map takes a file descriptor."""
+        file = self._file.mapped(self.size)
+        with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written to
+            self._mapped = {key: _view(file, place) for key, place in self._places.items()}
 
     def start_reading(self, memory: Tensor) -> None:
         self.memory = memory
@@ -146,8 +148,8 @@ class Shelf:
 
     def leave(self) -> Tensor:
         """Makes all tensors views of the file. Returns: the memory, which is free now."""
-        for key, place in self._places.items() if self._bound else ():
-            self._map(key, place)
+        for key in self._places if self._bound else ():
+            self._tensors[key].data = self._mapped[key]
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
@@ -191,7 +193,7 @@ class Shelves:
 
     def turn(self, shelf: Shelf) -> None:
         """Brings a block into memory, for as long as no other has its turn. Raises: DriveFailed."""
-        with self._lock, failures_told(self.drive):
+        with self._lock, failures_told(self.drive), host_side():
             if shelf is self._now:
                 return
             self._end_turn(shelf)
@@ -211,14 +213,14 @@ class Shelves:
 
     def stored(self, shelf: Shelf, weight: str, name: str) -> Stored:
         """Returns where a tensor is on the drive, once it is there as it was last stepped. Raises: DriveFailed."""
-        with self._lock, failures_told(self.drive):
+        with self._lock, failures_told(self.drive), host_side():
             if shelf is self._now:
                 self._end_turn(None)
             return shelf.stored((weight, name))
 
     def finish(self) -> None:
         """Returns when all of it is on the drive. Raises: DriveFailed."""
-        with self._lock, failures_told(self.drive):
+        with self._lock, failures_told(self.drive), host_side():
             self._end_turn(None)
             for shelf in self._inside:
                 shelf.wait()
@@ -268,7 +270,7 @@ class Shelves:
             if shelf.memory is not None:  # it has no room for what is new
                 self._release(shelf)
                 self._spare.clear()
-            with host_side(), torch.no_grad():
+            with torch.no_grad():
                 shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
             trim()  # else the heap keeps what was freed: as much as all state in the first step
 

@@ -187,9 +187,11 @@ class Streamed(Resident):
     def being_read(self) -> Iterator[None]:
         if self._shelves is not None:
             self._shelves.check()
-        yield
-        if self._shelves is not None:
-            self._shelves.drop_cached()
+        try:
+            yield
+        finally:
+            if self._shelves is not None:
+                self._shelves.drop_cached()
 
     @property
     def drive(self) -> Drive | None:

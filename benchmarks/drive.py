@@ -28,7 +28,7 @@ from lowmem.techniques.weights.drive import Shelves
 
 RESIDENT_ASKED, SHARE_ASKED, SLOWER_ASKED = 20, 0.85, 1.1
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "loss=tiled", "batch_size=1", "seq_len=512"]
-MASTERS += ["gradient_checkpointing=every_layer", "max_steps=3", *QUIET, "lr=1e-4", "scheduler=constant", "log_every=1"]
+MASTERS += ["gradient_checkpointing=every_layer", "max_steps=3", *QUIET, "lr=1e-5", "scheduler=constant", "log_every=1"]
 MASTERS += ["+trainer.limit_val_batches=0"]
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 

@@ -147,20 +147,20 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
 
 
 def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
-    fetch, step, stepped = host_masters.HostMasters._fetch, host_masters._step, []
+    fetch, step, stepped = host_masters.HostMasters._fetch, host_masters.HostMasters._step, []
 
     def broken(self, p, take):
         if self.masters[id(p)].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
             p.grad.fill_(float("inf"))
         fetch(self, p, take)
 
-    def recording(optimizer, group, one, *how):
-        step(optimizer, group, one, *how)
+    def recording(self, optimizer, one, *how):
+        step(self, optimizer, one, *how)
         stepped.append(one.name)
 
     monkeypatch.setattr(refusals, "REFUSALS", ())
     monkeypatch.setattr(host_masters.HostMasters, "_fetch", broken)
-    monkeypatch.setattr(host_masters, "_step", recording)
+    monkeypatch.setattr(host_masters.HostMasters, "_step", recording)
     with pytest.raises(Refused, match=r"layers\.0\.input_layernorm\.weight is not finite"):
         trained(config, "precision=bf16-master", "clip=null", "on_nonfinite=skip")
     assert stepped and not any("layers.0.input_layernorm.weight" in name for name in stepped)

@@ -158,8 +158,8 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
         ),
         (["tokenizer=/no/such"], "tokenizer=/no/such: there is no such folder. Give one that exists, or a hub id"),
         (
-            ["weights=streamed", "weights.drive=/dev/null/drive"],
-            "weights.drive=/dev/null/drive: no file can be written there (Not a directory). Type a folder",
+            ["weights=streamed", "weights.drive=/proc/drive"],
+            "weights.drive=/proc/drive: no file can be written there (No such file or directory). Type a folder",
         ),
         (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),

@@ -33,7 +33,7 @@ def test_the_choices_that_hydra_leaves_in_a_runs_folder_are_in_that_order(comman
     monkeypatch.setattr(picture, "send", lambda *_: None)
     code, said = command("optim=sgd", "precision=bf16", "max_steps=1", "gradient_checkpointing=every_layer")
     assert code == 0, said
-    ((title, (typed, limit)),) = titles
+    ((title, (typed, limit, *_)),) = titles
     assert (
         title == "model=tiny data=text precision=bf16 optim=sgd scheduler=cosine "
         "gradient_checkpointing=every_layer weights=resident loss=full"

@@ -18,7 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.ticker import StrMethodFormatter
 
 from lowmem.memory.tracker import Point
-from lowmem.report import drive
+from lowmem.report import drive_figures
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, unit
 
@@ -157,8 +157,8 @@ def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]
 
 def _of_the_drive(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int], figures: Mapping) -> None:
     _line(axes, rows, "drive_bytes", size, "-", "stored")
-    for way, style in zip(drive.WAYS, ("--", ":"), strict=True):
-        _line(axes, rows, f"drive_{way}_bytes", size, style, f"{way}, {drive.rate(figures, way)}")
+    for way, style in zip(drive_figures.WAYS, ("--", ":"), strict=True):
+        _line(axes, rows, f"drive_{way}_bytes", size, style, f"{way}, {drive_figures.rate(figures, way)}")
     _head(axes, "over the run: the drive, and what each step moves", axes.get_legend_handles_labels()[0])
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lowmem.report import drive
+from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.units import GIB
 
@@ -59,7 +59,7 @@ def table(summary: Mapping) -> str:
         ("peak device memory", _gib(peak["device"])),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
-        *drive.lines(summary["drive"]),
+        *drive_figures.lines(summary["drive"]),
         *_plan_rows(summary),
         *_rank_rows(summary),
     ]

@@ -29,8 +29,8 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows have none
 class Disk:
     """The operating system's calls that reach a drive. Tests put others in their place, which fail or do less."""
 
-    def open(self, folder: Path, direct: bool) -> int:
-        """Opens a file without a name. Returns its descriptor."""
+    def create(self, folder: Path, direct: bool) -> int:
+        """Creates a file without a name. Returns its descriptor."""
         flags = os.O_RDWR | (_DIRECT if direct else 0)
         if hasattr(os, "O_TMPFILE"):
             try:
@@ -97,7 +97,7 @@ class Drive:
         if not _DIRECT:
             return False
         try:
-            file, page = self.disk.open(self.folder, True), buffer(PAGE)
+            file, page = self.disk.create(self.folder, True), buffer(PAGE)
             try:
                 self.disk.reserve(file, 0, PAGE)
                 self.disk.write(file, memoryview(page), 0)
@@ -169,7 +169,7 @@ class ScratchFile:
 
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
-        self._file = drive.disk.open(drive.folder, drive.direct)
+        self._file = drive.disk.create(drive.folder, drive.direct)
         self.close = weakref.finalize(self, os.close, self._file)  # at the latest; what is mapped stays
 
     def grow(self, size: int) -> None:

@@ -9,7 +9,7 @@ from lowmem.config.check import targets
 from lowmem.config.settle import Command, Run
 from lowmem.config.typed_lines import as_lines, as_mapping
 from lowmem.model.trainable import full_shape, parameters, trainable
-from lowmem.report import drive, ran, step
+from lowmem.report import drive_figures, ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.saving.export_adapter import is_adapted
 from lowmem.system.terminal import folded
@@ -43,7 +43,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "peak_bytes": meter.peak_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
-        "drive": drive.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
+        "drive": drive_figures.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": run.batch_size,
         "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),

@@ -25,7 +25,7 @@ from lowmem.data.packing import with_positions
 from lowmem.data.token_store import Tokens
 from lowmem.memory.cap import capped
 from lowmem.memory.snapshot import recorded
-from lowmem.report import drive
+from lowmem.report import drive_figures
 from lowmem.saving import checkpoint
 from lowmem.system import process
 from lowmem.system.deterministic import deterministic
@@ -168,7 +168,7 @@ def _work(training: Training, data: build.Data, task: Task) -> None:
     start = {"ckpt_path": saved.path if saved else None, "weights_only": True}
     val = [Groups(loader, module.at_once) for loader in data.val]
     if task.work == "train":
-        drive.log_access(module.weights.drive)
+        drive_figures.log_access(module.weights.drive)
         trainer.fit(module, data.train, val, **start)
         return
     if saved:

@@ -184,7 +184,7 @@ def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, m
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
 
     if not guarded:
-        monkeypatch.setattr(build, "_restore_in_saved_dtypes", lambda optimizer: None)
+        monkeypatch.setattr(build, "_restore_in_saved_dtypes", lambda optimizer, restored: None)
     model = nn.Linear(64, 128).bfloat16()
     made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
     for group in made.param_groups:

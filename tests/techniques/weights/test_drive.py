@@ -96,7 +96,7 @@ class Made(Disk):
 
     def __init__(self, fails=("", 0, 0), short=1 << 40, late=0.0):
         self.fails, self.short, self.late = fails, short, late
-        self.calls = dict.fromkeys(("open", "reserve", "read", "write"), 0)
+        self.calls = dict.fromkeys(("create", "reserve", "read", "write"), 0)
 
     def _called(self, name):
         time.sleep(self.late)
@@ -105,9 +105,9 @@ class Made(Disk):
         if name == call and self.calls[name] > after:
             raise OSError(number, os.strerror(number))
 
-    def open(self, folder, direct):
-        self._called("open")
-        return super().open(folder, direct)
+    def create(self, folder, direct):
+        self._called("create")
+        return super().create(folder, direct)
 
     def reserve(self, file, start, size):
         self._called("reserve")
@@ -146,7 +146,7 @@ def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(
         ("write", 8, errno.EIO, "this drive failed (Input/output error)"),
         ("write", 8, errno.ENODEV, "this drive failed (No such device)"),
         ("reserve", 6, errno.ENOSPC, "Type a folder of a drive with more room"),
-        ("open", 3, errno.EROFS, "this drive failed (Read-only file system)"),
+        ("create", 3, errno.EROFS, "this drive failed (Read-only file system)"),
     ],
 )
 @pytest.mark.parametrize("lane", [None, 0], ids=["here", "other thread"])
@@ -251,10 +251,10 @@ def test_a_file_system_without_direct_access_is_used_through_the_page_cache(conf
     def refuses(self, folder, direct):
         if direct:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(self, folder, direct)
+        return create(self, folder, direct)
 
-    opened = Disk.open
-    monkeypatch.setattr(Disk, "open", refuses)
+    create = Disk.create
+    monkeypatch.setattr(Disk, "create", refuses)
     assert not Drive(tmp_path).direct
     assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
 

@@ -130,7 +130,7 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("on the host")
 
-    monkeypatch.setattr(masters, "_step", broken)
+    monkeypatch.setattr(masters.HostMasters, "_step", broken)
     with pytest.raises(ZeroDivisionError, match="on the host"):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 

@@ -107,7 +107,9 @@ class StandIn(Optimizer):
             self.state[p] |= {key: _bytes(size, p) for key, size in enumerate(stays)}
         _bytes(rate.scratch, p)
         weight.add_(gradient)  # as a kernel does: reads the gradient, reads and writes weight and state, once
-        torch._foreach_neg_([value for value in self.state[p].values() if isinstance(value, Tensor)])
+        for state in self.state[p].values():
+            if isinstance(state, Tensor):
+                state.neg_()
 
 
 class OnePassStandIn(StandIn, OnePass):

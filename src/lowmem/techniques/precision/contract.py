@@ -76,6 +76,10 @@ class BasePrecision(Precision):
         module calls this with its new optimizer, before the schedule sees it."""
         return optimizer
 
+    def stored_beside(self, optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str, dict[str, object]]]:
+        """Returns (weight, its name, what the host stores of it beside its 16 bits) for each weight that it steps."""
+        return ()
+
     def restored(self, optimizer: Optimizer, p: nn.Parameter) -> None:
         """Is called with each stepped parameter as soon as a checkpoint has restored its state, one after the other."""
 

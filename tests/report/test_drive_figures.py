@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem.report import drive, summary
+from lowmem.report import drive_figures, summary
 from lowmem.system.units import GIB
 
 STREAMED = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
@@ -31,7 +31,7 @@ def test_a_run_with_a_drive_shows_its_bytes_and_rates_everywhere(fit, tmp_path, 
     assert shown["read_bytes_per_step"] > 0 and shown["written_gb_per_second"] > 0
     (said,) = [line for line in caplog.messages if line.startswith(f"weights.drive={tmp_path / 'drive'}: ")]
     assert ("direct access, past" in said) == shown["direct"] != ("buffered" in said)
-    rates = {f"drive_{way}_gb_per_second" for way in drive.WAYS}
+    rates = {f"drive_{way}_gb_per_second" for way in drive_figures.WAYS}
     assert all(float(columns(run / "metrics.csv")[rate][0]) > 0 for rate in rates)
     assert logged >= {"memory/drive_gib", "memory/drive_read_gib", "memory/drive_written_gib"}
     assert logged >= {f"train/{rate}" for rate in rates}
@@ -63,7 +63,7 @@ ROWS.insert(2, {"step": 1, "phase": "evaluation"})
 
 
 def test_the_figures_are_those_of_a_steady_step():
-    shown = drive.figures(SimpleNamespace(direct=True), ROWS, seconds=2.0)
+    shown = drive_figures.figures(SimpleNamespace(direct=True), ROWS, seconds=2.0)
     assert shown == {
         "bytes": 4 * GIB,
         "direct": True,
@@ -74,24 +74,24 @@ def test_the_figures_are_those_of_a_steady_step():
         "written_tb_per_1000_steps": pytest.approx(4 * GIB / 1e9),
     }
     loads = [row | {"phase": "step"} for row in ROWS if row["phase"] == "load"]  # the wrong variant: it counts as steps
-    assert drive.figures(SimpleNamespace(direct=True), [*ROWS, *3 * loads], 2.0) != shown
+    assert drive_figures.figures(SimpleNamespace(direct=True), [*ROWS, *3 * loads], 2.0) != shown
 
 
 def test_the_table_says_the_wear_and_what_is_not_known():
     direct, buffered = (SimpleNamespace(direct=is_direct) for is_direct in (True, False))
-    rows = dict(drive.lines(drive.figures(direct, ROWS, 2.0)))
+    rows = dict(drive_figures.lines(drive_figures.figures(direct, ROWS, 2.0)))
     assert rows["on the drive"] == "4.000 GiB" and rows["  written per step"] == "4.000 GiB, 2.15 GB/s"
     assert rows["  written per 1,000 steps"] == "4.295 TB"
-    rows = dict(drive.lines(drive.figures(buffered, ROWS, None)))  # a resumed run that had no step left
+    rows = dict(drive_figures.lines(drive_figures.figures(buffered, ROWS, None)))  # a resumed run that had no step left
     assert rows["on the drive"] == "4.000 GiB (buffered)" and rows["  read per step"] == "3.000 GiB, - GB/s"
-    assert drive.figures(direct, ROWS[:1], 2.0) is None and drive.figures(None, ROWS, 2.0) is None
-    assert not list(drive.lines(None))
+    assert drive_figures.figures(direct, ROWS[:1], 2.0) is None and drive_figures.figures(None, ROWS, 2.0) is None
+    assert not list(drive_figures.lines(None))
 
 
 @pytest.mark.parametrize(("direct", "says"), [(True, "direct access, past"), (False, "direct access is refused here")])
 def test_the_log_says_how_the_drive_is_accessed(caplog, direct, says):
     with caplog.at_level("INFO", logger="lowmem"):
-        drive.log_access(SimpleNamespace(folder="scratch", direct=direct))
-        drive.log_access(None)
+        drive_figures.log_access(SimpleNamespace(folder="scratch", direct=direct))
+        drive_figures.log_access(None)
     (said,) = caplog.messages
     assert said.startswith("weights.drive=scratch: ") and says in said

@@ -18,12 +18,13 @@ from threading import RLock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
 from lowmem.system.process import page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
+from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.weights.resident import Place
 
 BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
@@ -42,8 +43,9 @@ class Sizes(NamedTuple):
 
 def goes_to_drive(tensor: object) -> bool:
     """Returns whether something that belongs to a weight may leave memory: numbers and tables of some bytes stay."""
-    plain = type(tensor) in (Tensor, nn.Parameter)  # a quantised tensor only wraps those that have the bytes
-    return plain and tensor.nbytes >= PAGE
+    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):  # a quantised one only wraps others
+        return False
+    return tensor.nbytes >= PAGE
 
 
 class Stored(NamedTuple):

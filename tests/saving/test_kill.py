@@ -101,7 +101,7 @@ def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deat
 @pytest.mark.parametrize(
     ("steps", "deaths"),
     [
-        pytest.param(4, [("in a step", PARAMETERS + 5), ("half a file", 1)], id="twice"),
+        pytest.param(4, [("in a step", PARAMETERS + 5), ("half a file", 1), ("in the export", 0)], id="3 times"),
         pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.slow),
     ],
 )

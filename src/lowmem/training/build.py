@@ -137,12 +137,19 @@ def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
     return [prompt_ids(tokens.tokenizer, prompt, tokens.template is not None) for prompt in prompts]
 
 
-def module(run: Run, data: Data, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE) -> CausalLM:
-    """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from."""
+def module(
+    run: Run,
+    data: Data,
+    saved: checkpoint.Saved | None = None,
+    ranks: OneDevice = ONE_DEVICE,
+    trains: bool = False,
+) -> CausalLM:
+    """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from; trains:
+    masters are made of the weights, which may then be read in 16 bits, and not an export."""
     complete = saved is not None and saved.base is None  # the checkpoint brings all weights
     described = data.described.at_random if complete else data.described
     # A checkpoint brings what a model in 16 bits lacks of its masters.
-    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and run.export is None)
+    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
     if (base := built.ranks.broadcast(digest_of_base(built) if built.ranks.builds else None)) is not None:

@@ -111,7 +111,7 @@ def training_session(
         seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
         if run.evaluate is not None:
             log.info(_evaluated(run, data.val))
-        module = build.module(run, data, saved, ranks)
+        module = build.module(run, data, saved, ranks, trains=task.work == "train")
         if saved and task.work == "train":
             saved.check_training(module, data.train)
         network = module.model

@@ -127,8 +127,8 @@ def train_three_steps(model: str, *more: str) -> dict:
 
 
 def _moved(module) -> tuple[int, int]:
-    shelves = module.weights._shelves
-    return (shelves.drive.read_bytes, shelves.drive.written_bytes) if shelves else (0, 0)
+    drive = module.weights.drive
+    return (drive.read_bytes, drive.written_bytes) if drive else (0, 0)
 
 
 def table_of_8b(row: Mapping, holds: str = "state") -> str:

@@ -7,7 +7,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -26,10 +26,12 @@ def _words(words: str, annotation: Any, **bounds: Any) -> Any:
     return Annotated[annotation, Field(description=words, **bounds)]
 
 
-def _size(plain: bool) -> AfterValidator:
-    def check(value: int | str) -> int | str:
+def _read_by(read: Callable[[Any], object]) -> AfterValidator:
+    """Returns a validator that admits what `read` does not refuse."""
+
+    def check(value: Any) -> Any:
         try:
-            cap.parse_bytes(value, plain=plain)
+            read(value)
         except Refused as error:
             raise ValueError from error
         return value
@@ -37,20 +39,8 @@ def _size(plain: bool) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _card(value: str) -> str:
-    try:
-        cards.card(value)
-    except Refused as error:
-        raise ValueError from error
-    return value
-
-
-def _drive(value: str) -> str:
-    try:
-        drives.size_of(value)
-    except Refused as error:
-        raise ValueError from error
-    return value
+def _size(plain: bool) -> AfterValidator:
+    return _read_by(partial(cap.parse_bytes, plain=plain))
 
 
 def _below(pattern: str) -> str:
@@ -91,10 +81,10 @@ Clip = _words("a positive number, or null to switch it off", Positive | None)
 BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["auto"])
 Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
 Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
-Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, AfterValidator(_card)] | None)
+Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, _read_by(cards.card)] | None)
 DriveSpace = _words(
     "a folder, a size such as 200GB or 180GiB, or null for none",
-    Annotated[str, Field(min_length=1), AfterValidator(_drive)] | None,
+    Annotated[str, Field(min_length=1), _read_by(drives.size_of)] | None,
 )
 MayChange = _words(
     f"{', '.join(CHANGEABLE)}, both as in {','.join(CHANGEABLE)}, or null",

@@ -187,7 +187,6 @@ class Shelves:
         self._inside: list[Shelf] = []  # those in memory, the oldest first
         self._spare: list[Tensor] = []  # free memory of blocks, (bytes,) each
         self._follows: dict[Shelf, Shelf] = {}  # which was next last time
-        self.room = 0  # bytes of memory for what is inside, spare memory included
 
     def new(self, of_block: bool = True) -> Shelf:
         self._every.append(shelf := Shelf(self.drive, of_block))
@@ -288,8 +287,8 @@ class Shelves:
 
     def _memory(self, size: int, waits: bool) -> Tensor | None:
         """Returns free memory of a size. Blocks that have been written leave for it, the oldest first."""
-        self.room = max(size, *(shelf.room(shelf.size) for shelf in self._every))
-        while self._taken() + size > self.room:
+        room = max(size, *(shelf.room(shelf.size) for shelf in self._every))
+        while self._taken() + size > room:
             leaves = (s for s in self._inside if s is not self._now and (waits or not s.moving()))
             if self._spare and self._spare[-1].nbytes == size:
                 break

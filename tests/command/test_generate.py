@@ -10,6 +10,7 @@ from lowmem.command import cli
 from lowmem.command.generate import generate
 from lowmem.model.generation import TextGenerator, printable, prompt_ids
 from lowmem.system.errors import Refused
+from lowmem.techniques.weights.streamed import Streamed
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -63,6 +64,23 @@ def test_a_temperature_draws_from_the_seed(config, run):
     assert written("temperature=1.5") == written("temperature=1.5") != written("temperature=1.5", "seed=1")
 
 
+def test_weights_that_stream_write_the_same_and_go_up_once_for_all_prompts(config, run, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def return\nimport\nclass Name\n")
+    lines = [f"generate={run}", f"sample_prompts={file}", "max_new_tokens=6", "temperature=1.5"]
+    resident, fetched = generate(config(*lines)), []
+    assert [json.loads(line)["prompt"] for line in resident.splitlines()] == file.read_text().splitlines()
+    alone = [generate(config(f"generate={run}", f"prompt={p}", *lines[2:])) for p in file.read_text().splitlines()]
+    assert [json.loads(line)["text"] for line in resident.splitlines()] == alone
+    stop = Streamed.stop
+    monkeypatch.setattr(Streamed, "stop", lambda self: (fetched.append(self.fetched), stop(self)))
+    drive = [f"weights.drive={tmp_path}", "weights.drive_holds=all"]
+    for more in ([], ["weights.order=by_micro_batch"], ["batch_size=2"], ["loss=tiled"], drive):
+        assert generate(config(*lines, "weights=streamed", *more)) == resident
+    at_once, one_by_one, in_twos = fetched[:3]
+    assert at_once < in_twos < one_by_one < 3 * at_once + 9  # a stack of two slots keeps what is there
+
+
 def test_with_a_template_the_prompt_is_a_users_turn(run):
     chats = AutoTokenizer.from_pretrained(run / "model")
     chats.chat_template = TEMPLATE
@@ -104,6 +122,8 @@ def test_what_cannot_be_is_a_sentence(command, tmp_path):
         (("generate=/none", "prompt=x"), "there is no such run folder"),
         ((f"generate={tmp_path / 'empty'}", "prompt=x"), "no model is here"),
         ((f"generate={tmp_path}",), "Type prompt='...'"),
+        ((f"generate={tmp_path}", "prompt=x", "sample_prompts=[a]"), "are both typed"),
+        ((f"generate={tmp_path}", "sample_prompts=/none.txt"), "it cannot be read"),
         (("prompt=x",), "Type generate="),
         (("generate=x", "prompt=x", "resume=x"), "one command does one of them"),
     ):

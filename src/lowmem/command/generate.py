@@ -1,43 +1,85 @@
-"""Implements `generate=<folder>`: an exported model, an adapter or a run's model/ continues `prompt=`."""
+"""Implements `generate=<folder>`: an exported model, an adapter or a run's model/ continues `prompt=`, or each of
+`sample_prompts=`."""
 
+import json
 import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
 from lowmem.model import loading
 from lowmem.model.generation import TextGenerator, printable, prompt_ids
+from lowmem.report.sample import prompts
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.adapter.lora import base_dtype, load
+from lowmem.training.passes import MicroBatchPass, seeded
 from lowmem.training.task import is_model, with_model
 
 log = logging.getLogger(__name__)
 
 
 def generate(run: Run) -> str:
-    """Returns the model's continuation of the prompt, which is a user's turn if the tokenizer has a chat template.
+    """Returns the model's continuation of `prompt`, or of each of `sample_prompts`: then it is a line of JSON for each,
+    with its prompt and text. If the tokenizer has a chat template, a text is a user's turn.
 
     Raises:
-        Refused: there is no model, it cannot be read, or it is an adapter that does not name its base.
+        Refused: there is no model, it cannot be read, or it is an adapter that does not name its base; a prompt that is
+            none.
     """
     quiet()
+    asked = [run.prompt] if run.prompt is not None else prompts(run.sample_prompts)
     folder = _folder(Path(run.generate).expanduser())
     network, tokenizer = _loaded(with_model(run, str(folder), "generate"))
-    ids = prompt_ids(tokenizer, run.prompt, chat=tokenizer.chat_template is not None)
-    set_seed(run.seed)
-    network.to(run.runs_on).eval()
-    text = printable(TextGenerator(network, tokenizer).continuation(ids, run.max_new_tokens, run.temperature))
+    chats = tokenizer.chat_template is not None
+    texts = _continued(run, network, tokenizer, [prompt_ids(tokenizer, prompt, chats) for prompt in asked])
+    if run.prompt is None:
+        rows = zip(asked, map(printable, texts), strict=True)
+        return "\n".join(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) for prompt, text in rows)
+    text = printable(texts[0])
     if not text.strip():
         log.warning(
             f"generate={run.generate}: after this prompt the model writes nothing that can be seen: it ends at once, "
             "or writes blanks. Type another prompt=, or temperature=0.8 to draw less likely tokens."
         )
     return text
+
+
+@torch.no_grad()
+def _continued(
+    run: Run, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, each: Sequence[Tensor]
+) -> list[str]:
+    """Returns the continuations of prompts, (1, T) each. All start from the same seed, so none depends on the others.
+    With weights that stream, batch_size of them go through a block in one turn of it."""
+    device = torch.device(run.runs_on)
+    # auto asks what a backward pass computes again, and here is none
+    order = {"order": "by_layer"} if run.weights.arguments.get("order") == "auto" else {}
+    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
+    weights.move_in(device)
+    network.to(device).eval()
+    writer, texts = TextGenerator(network, tokenizer, device), {}
+
+    def write(number: int) -> None:
+        texts[number] = writer.continuation(each[number], run.max_new_tokens, run.temperature)
+
+    passes = [
+        MicroBatchPass(partial(write, number), lambda: None, device, seeded(run.seed, device))
+        for number in range(len(each))
+    ]
+    weights.start()
+    try:
+        for start in range(0, len(passes), run.sized().batch_size):
+            weights.run_micro_batches(passes[start : start + run.sized().batch_size])
+    finally:
+        weights.stop()
+    return [texts[number] for number in range(len(each))]
 
 
 def _folder(place: Path) -> Path:

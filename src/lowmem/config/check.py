@@ -45,9 +45,13 @@ def check_values(run: Run) -> None:
         raise Refused(f"{' and '.join(works)}: one command does one of them. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
         raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
-    if (run.generate is None) != (run.prompt is None):
-        typed, other = ("generate", "prompt='...'") if run.prompt is None else ("prompt", "generate=<a run or model>")
-        raise Refused(f"{typed}={getattr(run, typed)}: generate and prompt go together. Type {other} beside it.")
+    if run.generate is None and run.prompt is not None:
+        raise Refused(f"prompt={run.prompt}: only generate= reads it. Type generate=<a run or model> beside it.")
+    if run.generate is not None and (run.prompt is None) == (run.sample_prompts is None):
+        wrong = "no prompt is typed" if run.prompt is None else "prompt= and sample_prompts= are both typed"
+        raise Refused(
+            f"generate={run.generate}: {wrong}. Type prompt='...', or sample_prompts=<a file with one in each line>."
+        )
     if same := [place for place in _val_places(run.data.arguments) if _same(run.data.path, place)]:
         raise Refused(
             f"data.val_path={same[0]}: this is data.path too, and validation would measure texts that were "

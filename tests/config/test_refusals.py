@@ -392,13 +392,6 @@ def test_proof_a_segment_of_several_blocks_is_open_for_one_micro_batch_alone(con
         streams.trained(config, by_layer, "llama", streams.lines("llama", "max_steps=2", policy="sqrt"))
 
 
-def test_proof_a_base_in_4_bits_does_not_stream(config):
-    lines = parity.overrides("adapter=qlora", "weights=streamed", "precision=bf16-master")
-    module = moved_in(config, *lines)
-    streaming = [name for name, p in module.model.named_parameters() if module.weights.home(p)]
-    assert streaming and not [name for name in streaming if "_proj" in name and "lora" not in name]
-
-
 def test_proof_auto_without_an_effective_batch_would_decide_the_update(config):
 
     from lowmem.plan import batch_size

@@ -1,11 +1,14 @@
 """Models from files: the weights that were saved, in the dtype that was asked for, once in memory."""
 
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from host_memory import Highest, linux
@@ -58,6 +61,40 @@ def test_a_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder
     before, after = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, tmp_path / "run" / "model"))
     moved = (before.get_input_embeddings().weight.float() - after.get_input_embeddings().weight).abs().max()
     assert 0 < moved < 0.1  # fine-tuned, not started over
+
+
+@pytest.mark.rows("llama")
+def test_a_run_with_a_drive_reads_16_bits_wherever_the_files_are(config, folder, tmp_path, monkeypatch):
+    """The files' own headers say it, in a folder, in the hub's cache and on the hub; only a plan believes the yaml."""
+    drive = (
+        "precision=bf16-master",
+        "weights=streamed",
+        "gradient_checkpointing=every_layer",
+        f"weights.drive={tmp_path}",
+    )
+    named = config("model=llama-3.2-1b", *drive)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    headers = {"BF16": 10}
+    monkeypatch.setattr(loading, "get_safetensors_metadata", lambda name: SimpleNamespace(parameter_count=headers))
+
+    def read(run, plans=False, **more):
+        described = loading.describe(run, plans=True)
+        return loading.read_in(run, described._replace(**more), plans=plans)
+
+    assert read(named, plans=True) == torch.bfloat16 == read(named)
+    assert read(config("model=llama-3.2-1b", *drive[:3])) == torch.float32  # no drive
+    assert read(config("model=llama-3.2-1b", "precision=16-master", *drive[1:]), plans=True) == torch.float32
+    headers |= {"F32": 1}  # one that is wider, whatever config.json says
+    assert read(named) == torch.float32
+    monkeypatch.setattr(loading, "get_safetensors_metadata", lambda name: 1 / 0)  # no network
+    assert read(named) == torch.float32
+    cached = tmp_path / "cache" / "models--meta-llama--Llama-3.2-1B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, cached / "snapshots" / "abc")
+    assert read(named) == torch.bfloat16 == read(config("model=hf", f"model.name={folder}", *drive))
+    save_file({"wide": torch.zeros(1)}, cached / "snapshots" / "abc" / "another.safetensors")
+    assert read(named) == torch.float32 == read(named, plans=True)
 
 
 def test_without_weights_it_starts_at_random(folder):

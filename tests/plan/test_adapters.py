@@ -180,3 +180,21 @@ def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
     """So that a recipe with weights in 16 bits is close to the training that was typed."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
+
+
+@pytest.mark.rows("qlora-every_layer")
+@pytest.mark.parametrize(
+    ("adapter", "policy"),
+    [("qlora", "every_layer"), ("qlora", "offload"), pytest.param("lora", "every_layer", marks=pytest.mark.slow)],
+)
+def test_a_run_whose_base_streams_is_predicted(config, fit, adapter, policy):
+    """To the byte in every phase. Wrong on purpose: a base that stays."""
+    typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"adapter={adapter}"]
+    typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
+    _, folder = fit(*typed)
+    found, phases = measured(folder), traced(config(*typed)).phases
+    for phase in PHASES:
+        assert phases[phase].total == found[phase]["live_peak_bytes"], phase
+    assert phases["evaluation"].host == found["evaluation"]["host_tensor_bytes"]
+    stays = traced(config(*typed, "weights=resident")).phases
+    assert stays["evaluation"].bytes["weights"] > phases["evaluation"].bytes["weights"]

@@ -1,6 +1,7 @@
 """A run whose masters and state are on a drive: predicted to the byte, timed, and chosen where nothing else fits."""
 
 import json
+from collections import Counter
 from datetime import date, timedelta
 
 import pytest
@@ -41,11 +42,11 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
 def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkeypatch, precision, optim, holds):
     """The files to the byte, and the host's tensors to a hundredth. Wrong on purpose: files of tensors that are not
     in full pages, and a host without a drive."""
-    ended, inside, stop, memory = [], [], Streamed.stop, Shelves._memory
+    ended, inside, stop, memory = [], Counter(), Streamed.stop, Shelves._memory
 
     def watched(shelves, size, *args, **kwargs):
         taken = memory(shelves, size, *args, **kwargs)
-        inside.append(shelves._taken() + (0 if taken is None else size))
+        inside[shelves] = max(inside[shelves], shelves._taken() + (0 if taken is None else size))
         return taken
 
     monkeypatch.setattr(Streamed, "stop", lambda weights: (ended.append(weights), stop(weights)))
@@ -54,12 +55,15 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     typed += [f"weights.drive_holds={holds}"]
     _, folder = fit(*typed)
     weights, resting = ended[-1], measured(folder)["evaluation"]["host_tensor_bytes"]
-    written = [shelf._file.size for shelf in weights._shelves._every if shelf._file is not None]
+    on_drive = weights._on_drive
+    every = [*on_drive._masters._every, *on_drive._weights._every]
+    written = [shelf._file.size for shelf in every if shelf._file is not None]
+    room = sum(inside[shelves] for shelves in (on_drive._masters, on_drive._weights))
 
     monkeypatch.setattr(Drive, "__init__", None)  # a trace touches no drive
     run = config(*typed).resolved()
     traced = trace(run, on_card=False)
-    assert traced.drive == (sum(t.nbytes for t in weights.drive_tensors()), sum(written), max(inside))
+    assert traced.drive == (sum(t.nbytes for t in weights.drive_tensors()), sum(written), room)
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
     )
@@ -72,7 +76,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
         return needed.phases["evaluation"].host - needed.phases["evaluation"].device - prediction.WOKEN
 
     # between two steps there may be less inside than during one
-    highest = resting + max(inside) - sum(tensor.nbytes for tensor in weights._shelves.memory())
+    highest = resting + room - sum(tensor.nbytes for tensor in on_drive.memory())
     assert on_host(needed) == pytest.approx(highest, rel=0.01)
     assert on_host(in_memory) > 1.1 * highest
     monkeypatch.setattr(shelves, "pages", lambda size: size)
@@ -80,7 +84,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
 
 
 def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memory(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(prediction, "read_in", lambda run, described: torch.bfloat16)
+    monkeypatch.setattr(prediction, "read_in", lambda run, described, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
     runs = [config(*typed, f"weights.drive_holds={holds}").resolved() for holds in ("state", "all")]
     traces = [trace(run, on_card=True) for run in runs]

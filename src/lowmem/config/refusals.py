@@ -166,12 +166,6 @@ REFUSALS = (
         "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone",
     ),
     Refusal(
-        lambda run: run.streams and run.any("freezes_base") and "weights" in run.technique("adapter").saves,
-        "weights=streamed: this adapter holds the model's own weights in a few bits, which stay on the device, and "
-        "only the adapter itself would stream. Type adapter=lora, whose base streams in 16 bits, or weights=resident.",
-        "a_base_in_4_bits_does_not_stream",
-    ),
-    Refusal(
         lambda run: run.batch_size == "auto" and "size" not in run.accumulation.arguments and not run.several,
         "batch_size=auto: the search keeps the effective batch as it is, and this accumulation has none. "
         "Type accumulation=effective_batch accumulation.size=64.",

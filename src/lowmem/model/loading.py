@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
+from huggingface_hub import get_safetensors_metadata, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -37,6 +38,8 @@ from lowmem.model import vocabulary
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the names of safetensors
 
 
 class Described(NamedTuple):
@@ -96,7 +99,7 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
     if spec.pretrained or architecture is None:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
-        config.update(changes)
+        config.update({key: value for key, value in changes.items() if key != "dtype"})  # its own config.json says it
         return config
     if "model_type" not in architecture:
         raise Refused("model.architecture: it names no model_type. Type model.architecture.model_type=llama, say.")
@@ -199,22 +202,47 @@ def _place(name: str, key: str = "model.name") -> str:
     return name
 
 
-def read_in(run: Run, described: Described, narrow: bool = False) -> torch.dtype:
+def read_in(run: Run, described: Described, narrow: bool = False, plans: bool = False) -> torch.dtype:
     """Returns the dtype into which a run's weights are read: with a drive in 16 bits where no bit is lost, since the
-    host has no room for more. Args: narrow: the numbers do not matter."""
+    host has no room for more. Args: narrow: the numbers do not matter; plans: no weight will be loaded, so that nothing
+    is asked over the network."""
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
         return wide
-    return products if narrow or stored_in(described.spec) == products else wide
+    return products if narrow or _stored_in(described, plans) == products else wide
 
 
-def stored_in(spec: schema.Model) -> torch.dtype | None:
-    """Returns the dtype of the weights of a local folder; None: they have several, or are elsewhere."""
+def _stored_in(described: Described, plans: bool) -> torch.dtype | None:
+    """Returns the dtype of a model's published weights; None: they have several, or none are loaded. The headers of its
+    files say it, here or on the hub; a plan believes the configuration until they have been downloaded."""
+    spec = described.spec
+    if not spec.pretrained:
+        return None
+    kinds = _dtypes_here(spec.name) or (_dtypes_on_hub(spec.name) if not plans else {described.config.dtype})
+    return next(iter(kinds)) if len(kinds) == 1 else None
+
+
+def _dtypes_here(name: str) -> set[torch.dtype | None]:
+    """Returns the dtypes of the weights in a folder, or of a hub id's that are in the cache; empty: there are none."""
+    place = _place(name)
+    if not Path(place).is_dir():
+        try:
+            place = snapshot_download(place, local_files_only=True)
+        except OSError:
+            return set()
     kinds = set()
-    for file in Path(_place(spec.name)).glob("*.safetensors") if spec.pretrained else ():
+    for file in Path(place).glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
-            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(*kinds) if len(kinds) == 1 else None
+            kinds |= {_DTYPES.get(weights.get_slice(key).get_dtype()) for key in weights.keys()}  # noqa: SIM118
+    return kinds
+
+
+def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
+    """Returns the dtypes of a hub id's weights from the headers of its files, some kilobytes each."""
+    try:
+        return {_DTYPES.get(kind) for kind in get_safetensors_metadata(name).parameter_count}
+    except Exception:  # what fails here, such as the network, fails again as the weights are loaded, in a sentence
+        return set()
 
 
 def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:

@@ -30,10 +30,18 @@ def full_shape(p: nn.Parameter) -> torch.Size:
 
 
 class Packed:
-    """The base class of layers that hold a matrix in fewer bits than any dtype of torch's parameters."""
+    """The base class of layers that hold a matrix in fewer bits than any dtype of torch's parameters: in buffers, which
+    have no gradient."""
 
     packed_elements: int
     transposed: bool  # it replaces a Conv1D, whose matrix is (in, out)
+
+
+def stored_weights(module: nn.Module) -> list[Tensor]:
+    """Returns the tensors in which a module stores its weights: parameters, and the bits and scales of `Packed`
+    layers."""
+    every = (layer for layer in module.modules() if isinstance(layer, Packed))
+    return [*module.parameters(), *(buffer for layer in every for buffer in layer.buffers(recurse=False))]
 
 
 def packed(model: nn.Module) -> list[int]:

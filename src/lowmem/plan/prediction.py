@@ -25,7 +25,7 @@ from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.units import CATEGORIES, GIB, MIB
 from lowmem.techniques.optim.build import PAGED_FROM
-from lowmem.techniques.weights.drive import BUFFERS, Sizes
+from lowmem.techniques.weights.drive import Sizes
 from lowmem.techniques.weights.link import SLOT_BYTES, SLOTS
 from lowmem.training import build
 
@@ -243,7 +243,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         paged=paged,
         host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
-        drive=Sizes(beside, beside, BUFFERS * beside // layers),
+        drive=Sizes(beside, beside, 2 * beside // layers),  # parts of two blocks are in memory,
     )
 
 
@@ -280,7 +280,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
     if run.drive_folder is not None:
-        loaded = read_in(run, describe(run, plans=True)).itemsize
+        loaded = read_in(run, describe(run, plans=True), plans=True).itemsize
     windows = run.windows if run.several else None
     steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host

@@ -24,6 +24,14 @@ def _this() -> psutil.Process:
     return psutil.Process()
 
 
+def allow_open_files(count: int = 1 << 14) -> None:
+    """Allows this process so many open files, or as many as the system permits: most systems start with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def rss_bytes() -> int:
     return _this().memory_info().rss
 

@@ -167,12 +167,14 @@ RUNS = {
     "dora": ["adapter=dora", "precision=16-master"],
     "frozen": ["freeze=[transformer.h.0.*,transformer.h.2.*,transformer.wte.*]"],
     "fp32 export": ["export_dtype=float32"],
+    "qlora": ["adapter=qlora", "merge=true"],
     "aside": ["adapter=lora", "adapter.target=[c_fc]", "clip=null"],
 }
 
 
 @pytest.mark.parametrize(
-    "lines", [pytest.param(r, marks=[] if n == "frozen" else pytest.mark.slow, id=n) for n, r in RUNS.items()]
+    "lines",
+    [pytest.param(r, marks=[] if n in ("frozen", "qlora") else pytest.mark.slow, id=n) for n, r in RUNS.items()],
 )
 def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
     lines = ["precision=bf16-master", *RUN, *lines]

@@ -1,9 +1,9 @@
 """Stores on a drive what the host keeps of each block beside its 16-bit weights: masters and the optimizer's state.
 
-The host needs them once per step, block by block, in an order that repeats. So each block has a file and is in memory
-for its turn alone: from the step of its first weight to that of its last. The next block is read meanwhile, and the one
-before is written. Outside its turn a tensor is a view of its file: whoever reads it, as a checkpoint does, reads the
-drive, and nobody can write to it.
+The host needs them once per step, weight by weight, in an order that repeats. So a few neighbours in a block have a
+file in common and are in memory for their turn alone: from the step of the first to that of the last. The next ones are
+read meanwhile, and those before are written. Outside its turn a tensor is a view of its file: whoever reads it, as a
+checkpoint does, reads the drive, and nobody can write to it.
 
 With 8-bit state and bf16 masters it saves the host 4.03 of 6.03 bytes per parameter. It reads and writes so many per
 step, which costs no time where the drive is faster than the host's step, and wears the drive: docs/drive.md says by how
@@ -12,8 +12,9 @@ much. Source: Rajbhandari et al. 2021, arXiv 2104.07857, who move 12 to 16 bytes
 
 import errno
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from threading import RLock
 from typing import NamedTuple
 
@@ -22,13 +23,15 @@ from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
-from lowmem.system.process import page_out, trim
+from lowmem.system.process import allow_open_files, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.weights.resident import Place
 
 BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
-BUFFERS = 3  # blocks in memory: one is stepped, one is read and one is written
+PARTS = 4  # of a block, at least: fewer take more memory, and more take more file descriptors, two each
+SMALL = 32  # a weight with so many times fewer elements than its block's largest stays in memory: its turn costs more
+BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
 
@@ -62,18 +65,20 @@ class Stored(NamedTuple):
 
 
 class Shelf:
-    """The tensors of one block, or of a large weight outside the blocks, and their file. A tensor keeps its identity;
-    its data is in memory or a view of the file."""
+    """The tensors of a part of a block, or of a large weight outside the blocks, and their file. A tensor keeps its
+    identity; its data is in memory or a view of the file."""
 
-    def __init__(self, drive: Drive, of_block: bool) -> None:
-        self.of_block = of_block
+    def __init__(self, drive: Drive, buffers: int, alone: bool) -> None:
+        self.buffers = buffers  # so many of its size may be in memory while it has its turn
+        self.alone = alone  # True: it has one weight, so its turn ends with its step
         # bytes, in full pages; the first one stays free, since storages are told apart by their address
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = None  # (bytes,), during the block's turn, and while it is read or written
+        self.memory: Tensor | None = None  # (bytes,), during its turn, and while it is read or written
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Place] = {}
         self._mapped: dict[Key, Tensor] = {}
+        self.ahead = False  # True: it was read, or is being read, before its turn
         self._moving: Moving | None = None
         self._bound = False  # True: the tensors' data is in `memory`
 
@@ -92,10 +97,6 @@ class Shelf:
     def grown(self) -> int:
         """Returns the size of a file that holds all tensors."""
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
-
-    def room(self, size: int) -> int:
-        """Returns the memory that shelves take while this one, of `size` bytes, has its turn."""
-        return BUFFERS * size if self.of_block else size
 
     def store(self, bounce: Tensor) -> None:
         """Writes the tensors that have no place in the file yet, one by one, and makes them views of it: so those of a
@@ -174,55 +175,67 @@ class Shelf:
 
 
 class Shelves:
-    """The blocks of a drive.
+    """Shelves of a drive, which take turns in memory: while one is stepped, one is written, and some are read ahead.
 
-    Args: drive: where they are; None: only `sizes` is read.
+    Args: drive: where they are; None: only `sizes` is read; ahead: how many are read before their turns.
     """
 
-    def __init__(self, drive: Drive | None) -> None:
-        self.drive = drive
+    def __init__(self, drive: Drive | None, ahead: int = 1) -> None:
+        self.drive, self.ahead = drive, ahead
         self._lock = RLock()  # the thread that steps takes turns, and the training loop asks where weights are
         self._every: list[Shelf] = []
         self._now: Shelf | None = None  # whose turn it is
+        self._last: Shelf | None = None  # whose turn it was last, or is
         self._inside: list[Shelf] = []  # those in memory, the oldest first
-        self._spare: list[Tensor] = []  # free memory of blocks, (bytes,) each
+        self._spare: list[Tensor] = []  # free memory of shelves, (bytes,) each
         self._follows: dict[Shelf, Shelf] = {}  # which was next last time
 
-    def new(self, of_block: bool = True) -> Shelf:
-        self._every.append(shelf := Shelf(self.drive, of_block))
+    def new(self, alone: bool = False) -> Shelf:
+        """Returns a new shelf. Args: alone: of one large weight; in its turn there need be no room for others."""
+        self._every.append(shelf := Shelf(self.drive, 1 if alone else self.ahead + 2, alone))
         return shelf
 
     def turn(self, shelf: Shelf) -> None:
-        """Brings a block into memory, for as long as no other has its turn. Raises: DriveFailed."""
+        """Brings a shelf into memory, for as long as no other has its turn. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if shelf is self._now:
                 return
-            self._end_turn(shelf)
-            self._now = shelf
+            self._end_turn()
+            if self._last is not None:
+                self._follows[self._last] = shelf
+            self._now = self._last = shelf
+            if shelf.alone:
+                trim()  # else the heap keeps what blocks have computed with, just when most memory is needed
             self._bring(shelf, waits=True)
             shelf.wait()
             shelf.bind()
-            if (following := self._follows.get(shelf)) is not None:
-                self._bring(following, waits=False)
+            following: Shelf | None = shelf
+            for _ in range(self.ahead):
+                following = self._follows.get(following)
+                if following in (None, shelf) or not self._bring(following, waits=False):
+                    break
 
     def put(self, shelf: Shelf, weight: str, tensors: Mapping[str, object]) -> None:
-        """Takes in tensors of a weight, in the turn of its block."""
+        """Takes in tensors of a weight, in the turn of its shelf. Raises: DriveFailed."""
         with self._lock, host_side(), torch.no_grad():
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
                     shelf.put((weight, name), tensor)
+            if shelf.alone and shelf is self._now:
+                with failures_told(self.drive):
+                    self._end_turn()
 
     def stored(self, shelf: Shelf, weight: str, name: str) -> Stored:
         """Returns where a tensor is on the drive, once it is there as it was last stepped. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if shelf is self._now:
-                self._end_turn(None)
+                self._end_turn()
             return shelf.stored((weight, name))
 
     def finish(self) -> None:
         """Returns when all of it is on the drive. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
-            self._end_turn(None)
+            self._end_turn()
             for shelf in self._inside:
                 shelf.wait()
 
@@ -238,7 +251,7 @@ class Shelves:
             page_out(shelf.mapped())
 
     def memory(self) -> Iterator[Tensor]:
-        """Yields the memory of blocks that are inside, and spare memory, (bytes,) each."""
+        """Yields the memory of shelves that are inside, and spare memory, (bytes,) each."""
         inside = (shelf.memory for shelf in [*self._inside])
         return (memory for memory in [*inside, *self._spare] if memory is not None)
 
@@ -253,18 +266,16 @@ class Shelves:
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
             sum(sizes.values()),
-            max((shelf.room(size) for shelf, size in sizes.items()), default=0),
+            max((shelf.buffers * size for shelf, size in sizes.items()), default=0),
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _end_turn(self, following: Shelf | None) -> None:
-        """Starts to write the block whose turn ends."""
+    def _end_turn(self) -> None:
+        """Starts to write the shelf whose turn ends."""
         shelf, self._now = self._now, None
         if shelf is None:
             return
-        if following is not None:
-            self._follows[shelf] = following
         if shelf.memory is not None:
             shelf.start_writing()
         if shelf.grown > shelf.size:
@@ -275,21 +286,25 @@ class Shelves:
                 shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
             trim()  # else the heap keeps what was freed: as much as all state in the first step
 
-    def _bring(self, shelf: Shelf, waits: bool) -> None:
-        """Starts to read a block that is not in memory. Args: waits: until another one has left; else it is read if
-        there is room."""
-        if shelf in self._inside or shelf.size == PAGE:
-            return
-        memory = self._memory(shelf.size, waits)
-        if memory is not None:
+    def _bring(self, shelf: Shelf, waits: bool) -> bool:
+        """Starts to read a shelf that is not in memory. Args: waits: until another one has left; else it is read ahead,
+        if there is room. Returns: False if there is none."""
+        if shelf.size == PAGE:
+            return True
+        if shelf not in self._inside:
+            memory = self._memory(shelf.size, waits)
+            if memory is None:
+                return False
             shelf.start_reading(memory)
             self._inside.append(shelf)
+        shelf.ahead = not waits
+        return True
 
     def _memory(self, size: int, waits: bool) -> Tensor | None:
-        """Returns free memory of a size. Blocks that have been written leave for it, the oldest first."""
-        room = max(size, *(shelf.room(shelf.size) for shelf in self._every))
+        """Returns free memory of a size. Shelves that have been written leave for it, the oldest first."""
+        room = max(size, *(shelf.buffers * shelf.size for shelf in self._every))
         while self._taken() + size > room:
-            leaves = (s for s in self._inside if s is not self._now and (waits or not s.moving()))
+            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.ahead)))
             if self._spare and self._spare[-1].nbytes == size:
                 break
             if self._spare:
@@ -311,6 +326,88 @@ class Shelves:
         shelf.wait()
         self._spare.append(shelf.leave())
         self._inside.remove(shelf)
+        shelf.ahead = False
+
+
+class OnDrive:
+    """What a drive stores of a model whose weights stream.
+
+    Args: drive: None: only `sizes` is read; blocks: the weights of each that stream; edges: large weights outside the
+    blocks; weights_too: it stores the blocks' 16-bit weights as well, each block's in one tensor.
+    """
+
+    def __init__(
+        self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
+    ) -> None:
+        self.drive = drive
+        if drive is not None:
+            allow_open_files()  # a shelf has two: its file, and the view of it
+        # a block's parts have their turns soon after one another, so all of the next block's are read ahead
+        self._masters, self._weights = Shelves(drive, ahead=PARTS), Shelves(drive)
+        self._masters_of = {edge: self._masters.new(alone=True) for edge in edges}
+        self._weights_of: dict[Tensor, Shelf] = {}
+        for block in blocks:
+            for part in parts(block):
+                self._masters_of |= dict.fromkeys(part, self._masters.new())
+            if weights_too:
+                self._weights_of |= dict.fromkeys(block, self._weights.new())
+
+    def turn(self, p: Tensor) -> None:
+        """Brings into memory what the host steps of a weight. Raises: DriveFailed."""
+        if p in self._weights_of:
+            self._weights.turn(self._weights_of[p])
+        if p in self._masters_of:
+            self._masters.turn(self._masters_of[p])
+
+    def put(self, p: Tensor, name: str, tensors: Mapping[str, object]) -> None:
+        if p in self._masters_of:
+            self._masters.put(self._masters_of[p], name, tensors)
+
+    def put_weights(self, p: Tensor, flat: Tensor) -> None:
+        """Takes in the 16-bit weights of a block. Args: p: one of them. Raises: DriveFailed."""
+        if self.drive is not None:
+            self._weights.turn(self._weights_of[p])
+        self._weights.put(self._weights_of[p], BLOCK, {WEIGHTS: flat})
+
+    def weights(self, p: Tensor) -> Stored:
+        """Returns where the 16-bit weights of a block are, once they are there as last stepped. Raises: DriveFailed."""
+        return self._weights.stored(self._weights_of[p], BLOCK, WEIGHTS)
+
+    def finish(self) -> None:
+        self._masters.finish()
+        self._weights.finish()
+
+    def check(self) -> None:
+        self._masters.check()
+        self._weights.check()
+
+    def drop_cached(self) -> None:
+        self._masters.drop_cached()
+        self._weights.drop_cached()
+
+    def memory(self) -> Iterator[Tensor]:
+        return chain(self._masters.memory(), self._weights.memory())
+
+    def tensors(self) -> Iterator[Tensor]:
+        return chain(self._masters.tensors(), self._weights.tensors())
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(*map(sum, zip(self._masters.sizes, self._weights.sizes, strict=True)))
+
+
+def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divides the large weights of a block, in their order: a part is at most as large as the largest weight, or a
+    quarter of the block."""
+    largest = max(p.numel() for p in block)
+    large = [p for p in block if SMALL * p.numel() >= largest]
+    room = max(largest, sum(p.numel() for p in large) // PARTS)
+    divided: list[list[Tensor]] = [[]]
+    for p in large:
+        if divided[-1] and sum(q.numel() for q in divided[-1]) + p.numel() > room:
+            divided.append([])
+        divided[-1].append(p)
+    return divided
 
 
 @contextmanager

@@ -36,12 +36,12 @@ class Place(NamedTuple):
 
 
 class Home:
-    """Host memory of the weights of one block. Args: parameters: their data is copied here, one after the other."""
+    """Host memory of the weights of one block. Args: weights: their data is copied here, one after the other."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.places: dict[nn.Parameter, Place] = {}
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.places: dict[Tensor, Place] = {}
         end = 0
-        for p in parameters:
+        for p in weights:
             start = -(-end // ALIGNED) * ALIGNED
             self.places[p] = Place(start, p.shape, p.dtype)
             end = start + self.places[p].size
@@ -54,11 +54,11 @@ class Home:
                 view.copy_(p.data)
         belongs(self.flat, "other", "host")
 
-    def tensor(self, p: nn.Parameter) -> Tensor:
+    def tensor(self, p: Tensor) -> Tensor:
         """Returns a weight, where it waits now."""
         return self.places[p].within(self.flat)
 
-    def within(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
+    def within(self, buffer: Tensor) -> dict[Tensor, Tensor]:
         """Returns views of a buffer that is laid out like this one, by weight."""
         return {p: place.within(buffer) for p, place in self.places.items()}
 
@@ -168,6 +168,7 @@ class Resident:
 
 
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns one NaN, expanded to a parameter's shape: it stands in for a weight that is elsewhere, so that reading it
-    too early or too late cannot give a plausible number."""
-    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(p.shape)
+    """Returns one NaN, expanded to a weight's shape: it stands in for a weight that is elsewhere, so that reading it
+    too early or too late cannot give a plausible number. Packed bits have none, but their scales have."""
+    missing = torch.nan if dtype.is_floating_point else 0
+    return torch.full((), missing, dtype=dtype, device=device).expand(p.shape)

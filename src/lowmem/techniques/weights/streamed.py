@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs
+from lowmem.model.trainable import stored_weights
 from lowmem.system.copy_lanes import Lane, Mark, lane_of
 from lowmem.system.errors import Refused
 from lowmem.system.process import share_heap, trim
@@ -28,14 +29,13 @@ from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
-from lowmem.techniques.weights.drive import Shelf, Shelves, Sizes
+from lowmem.techniques.weights.drive import OnDrive, Sizes
 from lowmem.techniques.weights.edges import GradientSink, edges
 from lowmem.techniques.weights.link import Source
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.resident import Home, Pass, Resident, nowhere
 
 HOLDS = ("state", "all")  # of weights.drive_holds
-BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights on a drive
 
 
 class Slot:
@@ -99,18 +99,17 @@ class Streamed(Resident):
         self.edges = edges(network, head_in_tiles)
         self.overlaps = order == "by_layer"
         self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
-        self._in_blocks = {p for block in stack for p in block.parameters()}
+        self._in_blocks = {p for block in stack for p in stored_weights(block)}
         self._sink: GradientSink | None = None
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         if drive_holds not in HOLDS:
             raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
         self._holds_weights = drive_holds == "all"
         self._reads = drive is not None and self._holds_weights  # the blocks' 16-bit weights are on the drive, too
-        self._shelves = None if drive is None else Shelves(Drive(Path(drive).expanduser()))
-        self._shelf_of = {} if self._shelves is None else self._on(self._shelves)
+        self._on_drive = None if drive is None else self._stored_by(Drive(Path(drive).expanduser()))
         self.lane: Lane | None = None
         self._up: Registered | None = None  # the lane from the homes to the device
-        self._home_of: dict[nn.Parameter, Home] = {}
+        self._home_of: dict[Tensor, Home] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
         self._lowest = 0  # the lowest block that the gradient will reach; backward fetches none below it
@@ -125,14 +124,13 @@ class Streamed(Resident):
         for edge in self.edges:
             self._moved([edge.weight])
 
-    def _moved(self, weights: list[nn.Parameter]) -> Home:
+    def _moved(self, weights: list[Tensor]) -> Home:
         home = Home(weights)
         for p in weights:
             self._home_of[p] = home
             p.data = nowhere(p, p.dtype, self.device)
         if self._reads and weights[0] in self._in_blocks:
-            self.bring_in(weights[0])
-            self.put(weights[0], BLOCK, {WEIGHTS: home.flat})
+            self._on_drive.put_weights(weights[0], home.flat)
         trim()  # else small weights leave holes in which no home fits
         return home
 
@@ -144,7 +142,7 @@ class Streamed(Resident):
 
     def host_tensors(self) -> Iterator[Tensor]:
         yield from self._waiting()
-        yield from () if self._shelves is None else self._shelves.memory()
+        yield from () if self._on_drive is None else self._on_drive.memory()
 
     def _waiting(self) -> Iterator[Tensor]:
         """Yields the memory from which weights are copied to the device."""
@@ -153,52 +151,47 @@ class Streamed(Resident):
 
     # --- a drive --------------------------------------------------------------------------------------------------
 
-    def _on(self, shelves: Shelves) -> dict[nn.Parameter, Shelf]:
-        """Returns the place of each weight's tensors on a drive."""
-        shelf_of = {edge.weight: shelves.new(of_block=False) for edge in self.edges}
-        for owned in self._owned:
-            shelf_of |= dict.fromkeys(owned, shelves.new())
-        return shelf_of
+    def _stored_by(self, drive: Drive | None) -> OnDrive:
+        return OnDrive(drive, self._owned, [edge.weight for edge in self.edges], self._holds_weights)
 
     def bring_in(self, p: nn.Parameter) -> None:
-        if p in self._shelf_of:
-            self._shelves.turn(self._shelf_of[p])
+        if self._on_drive is not None:
+            self._on_drive.turn(p)
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        if p in self._shelf_of:
-            self._shelves.put(self._shelf_of[p], name, tensors)
+        if self._on_drive is not None:
+            self._on_drive.put(p, name, tensors)
 
     def on_drive(self, stored: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
         """Returns the sizes on a drive of what the host stores, whether or not there is one. Args: stored: arguments of
         `put`."""
-        shelf_of = self._on(shelves := Shelves(None))
+        on_drive = self._stored_by(None)
         for p, name, tensors in stored:
-            if p in shelf_of:
-                shelves.put(shelf_of[p], name, tensors)
+            on_drive.put(p, name, tensors)
         for home in self.homes if self._holds_weights else ():
-            shelves.put(shelf_of[next(iter(home.places))], BLOCK, {WEIGHTS: home.flat})
-        return shelves.sizes
+            on_drive.put_weights(next(iter(home.places)), home.flat)
+        return on_drive.sizes
 
     def finish(self) -> None:
-        if self._shelves is not None:
-            self._shelves.finish()
+        if self._on_drive is not None:
+            self._on_drive.finish()
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        if self._shelves is not None:
-            self._shelves.check()
+        if self._on_drive is not None:
+            self._on_drive.check()
         try:
             yield
         finally:
-            if self._shelves is not None:
-                self._shelves.drop_cached()
+            if self._on_drive is not None:
+                self._on_drive.drop_cached()
 
     @property
     def drive(self) -> Drive | None:
-        return None if self._shelves is None else self._shelves.drive
+        return None if self._on_drive is None else self._on_drive.drive
 
     def drive_tensors(self) -> Iterable[Tensor]:
-        return () if self._shelves is None else self._shelves.tensors()
+        return () if self._on_drive is None else self._on_drive.tensors()
 
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
@@ -238,10 +231,10 @@ class Streamed(Resident):
             with ignoring_errors:
                 self._up.close()
         self._hooks, self._slots, self._up, self._sink = [], [], None, None
-        if self._shelves is not None:
+        if self._on_drive is not None:
             with ignoring_errors:
-                self._shelves.finish()
-            self._shelves.drive.close()
+                self._on_drive.finish()
+            self._on_drive.drive.close()
         for p, home in self._home_of.items():
             with ignoring_errors:
                 home.wait_for_updates()
@@ -354,7 +347,7 @@ class Streamed(Resident):
         """Returns the weights of a block, in memory or on the drive."""
         if not self._reads:
             return home.flat
-        return self._shelves.stored(self._shelf_of[next(iter(home.places))], BLOCK, WEIGHTS)
+        return self._on_drive.weights(next(iter(home.places)))
 
     def _bind(self, number: int) -> None:
         """Points a block's parameters into its slot, after making the device wait for the copy."""
@@ -391,9 +384,16 @@ def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
-def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Returns block -> its parameters that no other block and no module outside has: shared ones stay on the device."""
-    blocks_with = Counter(p for block in stack for p in block.parameters())
+def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
+    """Returns block -> its weights that no other block and no module outside has: shared ones stay on the device, and
+    so do the few that are trained in a block that is mostly frozen, as an adapter's: its home is only read."""
+    blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}
-    return {block: [p for p in block.parameters() if blocks_with[p] == 1 and p not in outside] for block in stack}
+    owned = {block: [p for p in stored_weights(block) if blocks_with[p] == 1 and p not in outside] for block in stack}
+    return {block: _frozen_if_most_are(weights) for block, weights in owned.items()}
+
+
+def _frozen_if_most_are(weights: list[Tensor]) -> list[Tensor]:
+    frozen = [p for p in weights if not p.requires_grad]
+    return frozen if 2 * sum(p.nbytes for p in frozen) > sum(p.nbytes for p in weights) else weights

@@ -44,9 +44,9 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     in full pages, and a host without a drive."""
     ended, inside, stop, memory = [], Counter(), Streamed.stop, Shelves._memory
 
-    def watched(shelves, size, *args, **kwargs):
-        taken = memory(shelves, size, *args, **kwargs)
-        inside[shelves] = max(inside[shelves], shelves._taken() + (0 if taken is None else size))
+    def watched(shelves, shelf, *args, **kwargs):
+        taken = memory(shelves, shelf, *args, **kwargs)
+        inside[shelves] = max(inside[shelves], shelves._taken() + (0 if taken is None else shelf.size))
         return taken
 
     monkeypatch.setattr(Streamed, "stop", lambda weights: (ended.append(weights), stop(weights)))
@@ -63,7 +63,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     monkeypatch.setattr(Drive, "__init__", None)  # a trace touches no drive
     run = config(*typed).resolved()
     traced = trace(run, on_card=False)
-    assert traced.drive == (sum(t.nbytes for t in weights.drive_tensors()), sum(written), room)
+    assert traced.drive == (sum(t.nbytes for t in weights.drive_tensors()), sum(written), room, sum(written))
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
     )
@@ -84,7 +84,8 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
 
 
 def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memory(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(prediction, "read_in", lambda run, described, plans: torch.bfloat16)
+    for name in ("read_in", "stored_in"):
+        monkeypatch.setattr(prediction, name, lambda *_, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
     runs = [config(*typed, f"weights.drive_holds={holds}").resolved() for holds in ("state", "all")]
     traces = [trace(run, on_card=True) for run in runs]
@@ -101,7 +102,7 @@ def test_an_update_takes_as_long_as_the_drive(monkeypatch, files, waits):
     """It reads 10 bytes a second and writes 5: an update of 3 seconds waits for the 9 that 30 bytes take."""
     monkeypatch.setattr(step_time, "drive_rates", lambda folder: DriveRates(10.0, 5.0))
     lines = ("precision=bf16-master", "clip=1.0", *STREAMED[:2])
-    found = shapes(drive=Sizes(files=files))
+    found = shapes(drive=Sizes(files=files, stepped=files))
     beside, on_drive = cfg(*lines), cfg(*lines, "weights.drive=there")
     for device in (card(1e9, 1e9), card(1e9, 1e9).host):
         whole = [step_time.window(device, run, found, TAKEN | {"forward": 0.0}, 1).step for run in (beside, on_drive)]

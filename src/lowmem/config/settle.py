@@ -105,6 +105,14 @@ class Run(schema.Keys):
         return cap.parse_bytes(self.memory.limit)
 
     @property
+    def device_bytes(self) -> int | None:
+        """Returns the bytes of the card, or of memory.limit; None: a CPU without a limit."""
+        import torch
+
+        of_card = torch.cuda.get_device_properties().total_memory if self.runs_on == "cuda" else None
+        return self.limit or of_card
+
+    @property
     def needs_compiler(self) -> bool:
         """Returns whether a C++ compiler must generate code for a CPU; on a card Triton generates it."""
         return self.runs_on == "cpu" and self.any("generates_code")

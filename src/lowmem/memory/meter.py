@@ -34,19 +34,23 @@ COLUMNS = (
     "host_tensor_bytes",
     *DRIVE_COLUMNS,
     *CUDA_COLUMNS,
+    "device_percent",  # the device's peak, of the card or of memory.limit
 )
 
 
 class MemoryMeter(Callback):
     """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
-    if the device is the CPU; resumed_at: the step until which `file` keeps its rows.
+    if the device is the CPU; resumed_at: the step until which `file` keeps its rows; size: bytes of the device, or of
+    its limit; None: it has none of its own.
     """
 
     tracker = StorageTracker
     first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
 
-    def __init__(self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0) -> None:
-        self.log_every, self.limit = log_every, limit
+    def __init__(
+        self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
+    ) -> None:
+        self.log_every, self.limit, self.size = log_every, limit, size
         if limit:
             self.every = 1
         self.ledger = Ledger()
@@ -208,8 +212,10 @@ class MemoryMeter(Callback):
         """Writes the window's rows, one per phase, and logs them on sampled and every `log_every`-th step."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
-            self._csv.writerow(row)
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
+            if self.size and device:
+                row["device_percent"] = round(100 * device / self.size)
+            self._csv.writerow(row)
             if self.peak_bytes["device"] is not None:
                 self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
             self.peak_bytes["host_rss"] = max(self.peak_bytes["host_rss"], row["rss_peak_bytes"])

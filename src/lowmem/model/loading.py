@@ -209,14 +209,15 @@ def read_in(run: Run, described: Described, narrow: bool = False, plans: bool = 
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
         return wide
-    return products if narrow or _stored_in(described, plans) == products else wide
+    return products if narrow or stored_in(described, plans) == products else wide
 
 
-def _stored_in(described: Described, plans: bool) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights; None: they have several, or none are loaded. The headers of its
-    files say it, here or on the hub; a plan believes the configuration until they have been downloaded."""
+def stored_in(described: Described, plans: bool) -> torch.dtype | None:
+    """Returns the dtype of a model's published weights; None: they have several, or none are loaded as they are. In
+    this dtype a weight that is loaded is a page of its file, which the system gives up if memory is short. The headers
+    of the files say it, here or on the hub; a plan believes the configuration until they have been downloaded."""
     spec = described.spec
-    if not spec.pretrained:
+    if not spec.pretrained or described.added is not None:
         return None
     kinds = _dtypes_here(spec.name) or (_dtypes_on_hub(spec.name) if not plans else {described.config.dtype})
     return next(iter(kinds)) if len(kinds) == 1 else None

@@ -12,7 +12,7 @@ from lowmem.config.cards import COMMUNICATOR
 from lowmem.config.declarations import choice, groups
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
-from lowmem.model.loading import describe, read_in
+from lowmem.model.loading import describe, read_in, stored_in
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
@@ -69,8 +69,9 @@ class Prediction:
     trace: Trace | None = None  # its work tells the time
     mapped: int = 0  # bytes of a file while it is loaded: resident in that phase, and given up if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
-    drive: int = 0  # bytes on a drive, which an optimizer step writes once
-    drive_read: int = 0  # bytes that it reads: each once, and 16-bit weights on the drive also for each pass
+    drive: int = 0  # bytes on a drive
+    drive_read: int = 0  # bytes that a step reads: what it changes, and 16-bit weights on the drive also for each pass
+    drive_written: int = 0  # bytes that a step writes: what it changes
     devices: int = 1  # devices of the run; all figures are for the one that needs most
     node: int = 1  # at most so many of them share a host
     first: int = 0  # host bytes of the load phase that only rank 0 needs
@@ -140,7 +141,7 @@ class Prediction:
             "device_need_bytes": self.device_need,
             "paged_bytes": self.paged,
             "drive_bytes": self.drive,
-            "drive_bytes_per_step": {"read": self.drive_read, "written": self.drive},
+            "drive_bytes_per_step": {"read": self.drive_read, "written": self.drive_written},
             "host_peak_bytes": self.host_peak,
             "peak_phase": self.peak_phase,
             "peak_bytes_by_category": dict(self.by_category),
@@ -243,7 +244,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         paged=paged,
         host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
-        drive=Sizes(beside, beside, 2 * beside // layers),  # parts of two blocks are in memory,
+        drive=Sizes(beside, beside, 2 * beside // layers, beside),  # parts of two blocks are in memory,
     )
 
 
@@ -279,8 +280,11 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     """Computes the needs of a traced run. Args: libraries: resident bytes after imports, before anything is built."""
     on_card = target.on_card
     size, loaded = (getattr(torch, name).itemsize for name in (run.weights_dtype, run.loaded_in))
-    if run.drive_folder is not None:
-        loaded = read_in(run, describe(run, plans=True), plans=True).itemsize
+    maps = False
+    if run.drive_folder is not None or _packs(run):
+        described = describe(run, plans=True)
+        read = read_in(run, described, plans=True)
+        loaded, maps = read.itemsize, stored_in(described, plans=True) == read
     windows = run.windows if run.several else None
     steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host
@@ -296,7 +300,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     }
     base = sum(built_on.values())
     device = _device_bytes(trace, on_card, leaving)
-    host = _host_bytes(trace, run, on_card, size, loaded)
+    host = _host_bytes(trace, run, on_card, size, loaded, maps)
     host["save"] += _merged(run, trace)
     mapped = _mapped(run, trace.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
@@ -317,7 +321,8 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         mapped=mapped,
         paged=trace.paged,
         drive=0 if run.drive_folder is None else trace.drive.files,
-        drive_read=0 if run.drive_folder is None else trace.drive.files + read_by_passes(run, trace),
+        drive_read=0 if run.drive_folder is None else trace.drive.stepped + read_by_passes(run, trace),
+        drive_written=0 if run.drive_folder is None else trace.drive.stepped,
         estimate=trace.estimate,
         devices=run.devices,
         node=target.node,
@@ -352,18 +357,26 @@ def _device_bytes(trace: Trace, on_card: bool, leaving: int) -> dict[str, int]:
     }
 
 
-def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -> dict[str, int]:
+def _packs(run: Run) -> bool:
+    """Returns whether the model's own weights are packed into fewer bits, one by one, once they have been loaded."""
+    return "weights" in run.technique("adapter").saves
+
+
+def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, maps: bool) -> dict[str, int]:
     """Returns, by phase, the bytes of tensors that lie only on the host.
 
-    Args: size: bytes per element of a trainable weight; loaded: bytes per element of the weights as they are read.
+    Args: size: bytes per element of a trainable weight; loaded: bytes per element of the weights as they are read;
+    maps: these are pages of their files, which the system gives up.
     """
     traced = {name: point.host for name, point in trace.phases.items()}
-    largest, weights = trace.largest * loaded, max(trace.parameters * loaded, trace.weights)
+    read = 0 if maps and _packs(run) else trace.parameters * loaded
+    largest, weights = trace.largest * loaded, max(read, trace.weights)
     masters = trace.trained_parameters * size if trace.steps_on_host else 0
     # on a CPU weights are loaded where they stay, and frozen ones are narrowed there
     load = masters + weights if on_card else max(masters, weights - trace.weights)
     if trace.streamed:  # none of these is on the device yet, and weights are split one at a time
         load = trace.host_bytes + (trace.weights if on_card else 0)
+        load = max(load, weights - (0 if on_card else trace.weights)) if _packs(run) else load
     # with a card, pinned memory is allocated in powers of two
     rounding = sum((1 << (n - 1).bit_length()) - n for n in trace.pinned) if on_card else 0
     if not on_card:
@@ -388,11 +401,12 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int) -
     if run.drive_folder is None:
         return by_phase
     # Masters leave block by block while they are made of the weights that were loaded, all at once. Weights that go
-    # there too, in their files' dtype, are pages of those files until then, which the system gives up.
-    read = trace.parameters * loaded
-    if run.reads_weights and loaded == run.product_bytes:
+    # there too, in their files' dtype, are pages of those files until then, which the system gives up. A base is packed
+    # before any of it leaves.
+    if run.reads_weights and maps:
         read -= trace.streamed
-    loads = {"load": largest + read - (0 if on_card else trace.weights) + trace.drive.room}
+    load = load if _packs(run) else read - (0 if on_card else trace.weights)
+    loads = {"load": largest + load + trace.drive.room}
     return {name: some + trace.drive.room - trace.drive.tensors for name, some in by_phase.items()} | loads
 
 
@@ -405,7 +419,7 @@ def _merged(run: Run, trace: Trace) -> int:
 
 
 def _mapped(run: Run, parameters: int, size: int) -> int:
-    """Returns the bytes of a folder's weight files if they are copied into elements of another size.
+    """Returns the bytes of a folder's weight files if they are copied into elements of another size, or packed.
 
     Their pages then stay resident until all are read; else the pages become the tensors' own memory. The sizes of a
     hub's files are not known beforehand.
@@ -414,7 +428,7 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
     if not (run.model.pretrained and folder.is_dir()):
         return 0
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return 0 if round(stored / parameters) == size else stored
+    return stored if _packs(run) or round(stored / parameters) != size else 0
 
 
 def _by_the_allocator(trace: Trace, device_peak: int, leaving: int) -> tuple[int, int]:

@@ -159,7 +159,7 @@ def _paged(prediction: Prediction, gpu: int | None) -> str:
 
 def on_drive(prediction: Prediction, target: Target) -> str:
     """Says what a run stores on a drive, what each step costs there, and how fast the drive is."""
-    read, written, folder = prediction.drive_read, prediction.drive, target.drive.folder
+    read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     rates = drive_rates(folder)
     seconds = _rounded(rates.seconds(read, written))
     known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"

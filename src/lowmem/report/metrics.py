@@ -132,9 +132,11 @@ class Metrics(Callback):
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
-        peak = (self.meter.peak_bytes["device"] or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
+        device, size = self.meter.peak_bytes["device"], self.meter.size
+        peak = (device or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
+        share = f" ({device / size:.0%} of the device)" if device and size else ""
         self._bar.set_postfix_str(
-            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB"
+            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB{share}"
         )
 
     def on_train_end(self, *_) -> None:

@@ -59,8 +59,9 @@ def drawn(
     _of_the_process(axes["process"], rows, size)
     if on_drive:
         _of_the_drive(axes["drive"], rows, size, on_drive)
+    highest = max((row.get("device_percent", 0) for row in rows), default=0)
     for name in ("inside", "device") if limit is not None else ():
-        _mark_limit(axes[name], limit, size)
+        _mark_limit(axes[name], limit, highest, size)
     for plot in axes.values():
         plot.set_ylabel(size[1])
         plot.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -173,16 +174,17 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
         axes.plot(list(by_step), list(by_step.values()), style, color=INK, linewidth=1.2, label=label)
 
 
-def _mark_limit(axes: plt.Axes, limit: int, size: tuple[int, str, int]) -> None:
-    """Marks the limit with a line if it is near, and with a word if it is far above the bytes."""
+def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, int]) -> None:
+    """Marks the limit with a line if it is near, and with a word if it is far above the bytes. Args: highest: per cent
+    of it that were used."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high
-    label = f"the device's limit: {limit / name[0]:,.4g} {name[1]}"
+    label = f"the device's limit: {limit / name[0]:,.4g} {name[1]}, of which {highest} % were used"
     if near:
         axes.set_ylim(low, max(high, 1.12 * at))
         axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1)
         axes.text(0.01, at, label, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
     else:
         place = {"ha": "right", "va": "top", "transform": axes.transAxes}
-        axes.text(0.99, 0.99, f"{label}, far above", color=LIMIT, fontsize=8, **place)
+        axes.text(0.99, 0.99, f"{label}: far above", color=LIMIT, fontsize=8, **place)

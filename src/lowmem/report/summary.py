@@ -56,7 +56,7 @@ def table(summary: Mapping) -> str:
         *_evaluation_rows(summary),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
-        ("peak device memory", _gib(peak["device"])),
+        ("peak device memory", _gib(peak["device"]) + _share(peak["device"], summary["device_bytes"])),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
         *drive_figures.lines(summary["drive"]),
@@ -140,6 +140,10 @@ def _steps(summary: Mapping) -> str:
 
 def _gib(size: int | None) -> str:
     return "not counted: compiled code allocates unseen" if size is None else f"{size / GIB:.3f} GiB"
+
+
+def _share(size: int | None, of: int | None) -> str:
+    return f", {size / of:.0%} of the device" if size and of else ""
 
 
 def _number(value: float | None, spec: str) -> str:

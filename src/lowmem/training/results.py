@@ -41,6 +41,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # each set
         "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
+        "device_bytes": run.device_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
         "drive": drive_figures.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
@@ -100,8 +101,7 @@ def draw(training: Training, command: Command, summary: Mapping[str, object]) ->
     run, folder, meter = command.run, command.folder, training.watchers.meter
     title = " ".join(ran.chosen(command.choices)) or run.model.name
     typed = " ".join(ran.besides(command.choices, command.typed))
-    card = torch.cuda.get_device_properties().total_memory if run.device == "cuda" else None
-    what = (meter.rows(), meter.timeline, title, typed, run.limit or card, summary["drive"])
+    what = (meter.rows(), meter.timeline, title, typed, run.device_bytes, summary["drive"])
     picture.memory_picture(folder / "memory.png", *what)
     step.write(folder / "memory_step.csv", meter.timeline)
     picture.send(folder / "memory.png", training.loggers, summary["steps"])

@@ -4,13 +4,20 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from host_memory import Highest, linux
+from lowmem.config.schema import Model
+from lowmem.model import loading
 from lowmem.model.trainable import stored_weights
 from lowmem.system.errors import NotFinite
+from lowmem.techniques.adapter import nf4
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import LateLane
+from new_process import in_a_new_process
 from streams import MODELS, POLICIES, lines, trained
 
 STAYS, STREAMS = ["weights=resident"], ["weights=streamed"]
@@ -90,6 +97,26 @@ def test_a_block_of_trained_weights_streams_them_all(config):
     weights = trained(config, STREAMS, "llama", lines("llama", "max_steps=1", "freeze=['*.up_proj.*']")).module.weights
     for home, block in zip(weights.homes, weights.blocks, strict=True):
         assert {*home.places} == {*block.parameters()}
+
+
+@linux
+@pytest.mark.parametrize("wrong", [False, True])
+@in_a_new_process
+def test_a_base_is_packed_from_the_pages_of_its_files_one_matrix_after_the_other(tmp_path, wrong):
+    """So the host never has its 16 bits in memory of its own. Wrong on purpose: files of another dtype."""
+    shape = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    config = AutoConfig.for_model("llama", **shape, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    how = {"name": str(tmp_path), "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
+    spec = Model.model_construct(**how, architecture=None)
+    described = loading.Described(spec, loading.architecture(spec))
+    assert loading.stored_in(described, plans=True) == torch.bfloat16
+    with Highest() as highest:
+        network = loading.load(described, torch.float32 if wrong else torch.bfloat16)
+        nf4.quantise(network)
+    packed = sum(buffer.nbytes for buffer in network.buffers())
+    quantising = 20 * 512 * 2048  # bytes of scratch for the largest matrix, see nf4.PIECE
+    assert (highest.rise < packed + quantising + 4e6) != wrong
 
 
 # --- large layers -----------------------------------------------------------------------------------------------------

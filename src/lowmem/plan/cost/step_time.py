@@ -82,7 +82,10 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
     passes = turns * (forward + backward)
     if machine.link is None:
         update = max(update * pace_of_update(machine, run), _of_drive(run, trace))
-        return Window(passes, turns * (taken.get(TRAVEL, 0.0) + taken["sum"]), taken["step"] + update)
+        travels = turns * (taken.get(TRAVEL, 0.0) + taken["sum"])
+        if run.reads_weights:  # the thread that computes reads them
+            travels += (2 * trace.streamed - trace.blocks[1]) * turns / drive_rates(run.drive_folder).read
+        return Window(passes, travels, taken["step"] + update)
     offloaded = sum(trace.pinned) / machine.link
     if not trace.steps_on_host:
         travel = trace.gradients / machine.link if trace.waits_on_host else 0.0  # all weights, once
@@ -120,7 +123,7 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
 
 def _of_drive(run: Run, trace: Trace) -> float:
     """Returns the seconds of a drive, which reads ahead of the update and writes behind it."""
-    size = trace.drive.files
+    size = trace.drive.stepped
     return 0.0 if run.drive_folder is None else drive_rates(run.drive_folder).seconds(read=size, written=size)
 
 

@@ -152,6 +152,7 @@ class Derivation:
                 parameters.bytes(lambda t: t.drive.tensors),
                 parameters.bytes(lambda t: t.drive.files),
                 parameters.any.drive.room,  # that of the largest block, or of a weight outside the blocks
+                parameters.bytes(lambda t: t.drive.stepped),
             ),
             phases={"step": Point("step", by_category | {"activations": 0}, parameters.bytes(_host("step")))},
         )

@@ -40,8 +40,9 @@ class Sizes(NamedTuple):
     """Counts what a drive stores."""
 
     tensors: int = 0  # bytes that leave the host's memory
-    files: int = 0  # the same in full pages, all of which a step reads and writes
+    files: int = 0  # the same in full pages
     room: int = 0  # bytes of memory for what is inside
+    stepped: int = 0  # those of the files that a step reads and writes: all but frozen weights
 
 
 def goes_to_drive(tensor: object) -> bool:
@@ -68,9 +69,10 @@ class Shelf:
     """The tensors of a part of a block, or of a large weight outside the blocks, and their file. A tensor keeps its
     identity; its data is in memory or a view of the file."""
 
-    def __init__(self, drive: Drive, buffers: int, alone: bool) -> None:
+    def __init__(self, drive: Drive, buffers: int, alone: bool, stepped: bool) -> None:
         self.buffers = buffers  # so many of its size may be in memory while it has its turn
         self.alone = alone  # True: it has one weight, so its turn ends with its step
+        self.stepped = stepped
         # bytes, in full pages; the first one stays free, since storages are told apart by their address
         self.drive, self.size = drive, PAGE
         self.memory: Tensor | None = None  # (bytes,), during its turn, and while it is read or written
@@ -190,9 +192,10 @@ class Shelves:
         self._spare: list[Tensor] = []  # free memory of shelves, (bytes,) each
         self._follows: dict[Shelf, Shelf] = {}  # which was next last time
 
-    def new(self, alone: bool = False) -> Shelf:
-        """Returns a new shelf. Args: alone: of one large weight; in its turn there need be no room for others."""
-        self._every.append(shelf := Shelf(self.drive, 1 if alone else self.ahead + 2, alone))
+    def new(self, alone: bool = False, stepped: bool = True) -> Shelf:
+        """Returns a new shelf. Args: alone: of one large weight; in its turn there need be no room for others; stepped:
+        each step changes it."""
+        self._every.append(shelf := Shelf(self.drive, 1 if alone else self.ahead + 2, alone, stepped))
         return shelf
 
     def turn(self, shelf: Shelf) -> None:
@@ -267,6 +270,7 @@ class Shelves:
             sum(tensor.nbytes for tensor in self.tensors()),
             sum(sizes.values()),
             max((shelf.buffers * size for shelf, size in sizes.items()), default=0),
+            sum(size for shelf, size in sizes.items() if shelf.stepped),
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ class Shelves:
         if shelf.size == PAGE:
             return True
         if shelf not in self._inside:
-            memory = self._memory(shelf.size, waits)
+            memory = self._memory(shelf, waits)
             if memory is None:
                 return False
             shelf.start_reading(memory)
@@ -300,9 +304,10 @@ class Shelves:
         shelf.ahead = not waits
         return True
 
-    def _memory(self, size: int, waits: bool) -> Tensor | None:
-        """Returns free memory of a size. Shelves that have been written leave for it, the oldest first."""
-        room = max(size, *(shelf.buffers * shelf.size for shelf in self._every))
+    def _memory(self, shelf: Shelf, waits: bool) -> Tensor | None:
+        """Returns free memory for a shelf. Others that have been written leave for it, the oldest first."""
+        size = shelf.size  # before its first step a large weight has no state yet, which will take memory beside it
+        room = size if shelf.alone else max(size, *(other.buffers * other.size for other in self._every))
         while self._taken() + size > room:
             leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.ahead)))
             if self._spare and self._spare[-1].nbytes == size:
@@ -350,7 +355,8 @@ class OnDrive:
             for part in parts(block):
                 self._masters_of |= dict.fromkeys(part, self._masters.new())
             if weights_too:
-                self._weights_of |= dict.fromkeys(block, self._weights.new())
+                trained = any(p.requires_grad for p in block)
+                self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
 
     def turn(self, p: Tensor) -> None:
         """Brings into memory what the host steps of a weight. Raises: DriveFailed."""

@@ -9,7 +9,7 @@ import json
 from benchmarks.loops import shape
 from benchmarks.runner import measure, medians, ratio, run_train, write
 
-CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload")
+CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 # name -> (model of benchmarks.loops, overrides)
 ROWS = {
     **{f"checkpointing {c}": ("13.9M", [f"gradient_checkpointing={c}"]) for c in CHECKPOINTING},

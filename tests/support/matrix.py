@@ -97,7 +97,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
 
 
 OF_PARTS = "an overflow in one rank's part"  # where each has another
-KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload")
+KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 BUDGET = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
 IN_BLOCKS = ("adam8bit", "adamw8bit", "lion8bit")
 STREAM = ("data.streaming=true", "data.block=8", "data.val_rows=2")

@@ -54,7 +54,7 @@ SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
     *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
-    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "budget")),
+    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "offload_attention", "budget")),
     *("loss=tiled", "adapter=dora", "adapter=qlora", *COMPILED),
 )
 # All that ship: those that were measured, and what they were compared with.

@@ -27,7 +27,7 @@ MODELS = {
     "qwen3": OTHER | SMALL,
     "qwen3_moe": OTHER | SMALL | EXPERTS,
 }
-POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload")}
+POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload", "offload_attention")}
 POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
 SCALE = {"16-master": ["trainer.plugins.precision.init_scale=3e5"]}  # so high that the first steps are skipped
 

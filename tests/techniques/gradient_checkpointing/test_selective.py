@@ -2,6 +2,7 @@
 
 import weakref
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from host_memory import peak
 from lowmem.data.loader import MicroBatch
+from lowmem.system import torch_private
+from lowmem.techniques.gradient_checkpointing import boundary, selective
 from lowmem.techniques.gradient_checkpointing import policies as checkpointing
-from lowmem.techniques.gradient_checkpointing import selective
 from lowmem.techniques.loss import cross_entropy as losses
 from networks import network
 
@@ -246,3 +248,86 @@ def test_flex_attention_is_let_through():
         first = flex_attention(x, x, x)
     with again:
         assert torch.equal(flex_attention(x, x, x), first)
+
+
+# --- attention's results in host memory -------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h):
+        q, k, v = self.qkv(h).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)  # (B, heads, T, D) each
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Counts(torch_private.TorchDispatchMode):
+    """Counts attention's operators, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward, self.backward = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forward += func in torch_private.ATTENTION
+        self.backward += func in torch_private.ATTENTION_BACKWARD
+        return func(*args, **(kwargs or {}))
+
+
+def attending():
+    return nn.Sequential(*(Attends() for _ in range(3))).train()
+
+
+class First(selective.Sent):
+    """The first wrong variant: each block gets the results of the first one."""
+
+    of_first: ClassVar[dict] = {}
+
+    def __init__(self, tensor, send):
+        super().__init__(self.of_first.setdefault(tensor.shape, tensor.detach()), send)
+
+
+class Flat(selective.Sent):
+    """The second: the memory comes back in another order of dimensions."""
+
+    def __init__(self, tensor, send):
+        super().__init__(tensor, send)
+        self.shape = tensor.shape
+
+    def fetch(self):
+        return self._boundary.fetch().view(self.shape)
+
+
+@pytest.mark.parametrize("wrong", [None, First, Flat])
+def test_attention_waits_on_the_host_and_is_not_computed_again(monkeypatch, wrong):
+    kept = gradients(attending, checkpointing.none)
+    if wrong is not None:
+        monkeypatch.setattr(selective, "Sent", wrong)
+    with Counts() as counts:
+        again = gradients(attending, checkpointing.offload_attention)
+    assert (counts.forward, counts.backward) == (3, 3)
+    assert equal(kept, again) == (wrong is None)
+    with Counts() as counts:
+        gradients(attending, checkpointing.offload)
+    assert (counts.forward, counts.backward) == (6, 3)
+
+
+def test_it_waits_in_host_memory_beside_the_boundary():
+    """The device has the activations of one block, as with `offload`; the host has attention's results, too."""
+    on_host = {}
+    for name in ("offload", "offload_attention"):
+        tensors, make = [], boundary.OnHost.__init__
+
+        def seen(self, tensor, *more, tensors=tensors, make=make):
+            make(self, tensor, *more)
+            tensors.append(self.host.nbytes)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(boundary.OnHost, "__init__", seen)
+            gradients(attending, getattr(checkpointing, name))
+        on_host[name] = sum(tensors)
+    results = 3 * BATCH * (TOKENS * WIDTH + 2 * TOKENS) * 4  # the output and a number per head and row, fp32
+    assert on_host["offload_attention"] == on_host["offload"] + results

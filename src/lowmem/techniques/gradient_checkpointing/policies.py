@@ -69,6 +69,15 @@ def offload(model: nn.Module) -> None:
         Alone(block, boundary=partial(chain.make, number))
 
 
+def offload_attention(model: nn.Module) -> None:
+    """Does what `offload` does, and attention's results wait in host memory, too: it alone is not computed again, since
+    its time grows with the square of the sequence."""
+    chain = Chain()
+    for number, block in enumerate(blocks(model)):
+        send = partial(chain.make, number)
+        Alone(block, boundary=send, contexts=partial(kept_results.attention_contexts, send))
+
+
 def budget(model: nn.Module, fraction: float, backend: str) -> None:
     """Lets torch.compile decide what to keep: the fastest choice within a fraction of the activations' bytes.
 

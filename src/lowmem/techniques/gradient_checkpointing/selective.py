@@ -5,13 +5,15 @@ dispatch modes for torch's checkpoint: one keeps results in the forward pass, th
 recomputation. A model may change a result in place (Gemma 3n adds to a product): the kept result would be changed
 twice. So whatever was changed, in its block or after it, is recomputed. torch's own
 `create_selective_checkpoint_contexts` compares only the version of the product, which misses changes to the output of a
-linear layer: that is the same memory, with a version counter of its own.
+linear layer: that is the same memory, with a version counter of its own. A result may also wait in host memory: it is
+copied there at once, so that nobody changes it.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from lowmem.system.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from lowmem.techniques.gradient_checkpointing.boundary import Boundary
 
 aten = torch.ops.aten
 EXPENSIVE = (
@@ -73,14 +76,42 @@ class KeptResult:
         return out
 
 
+class SentResult(KeptResult):
+    """An operator's result, whose tensors wait elsewhere. Args: send: puts a tensor there."""
+
+    def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
+        super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(Sent, send=send), out))
+
+    def see(self, tensor: Tensor) -> None:
+        """Does nothing: a copy stays as it is."""
+
+    def out(self) -> object:
+        return self._out
+
+    def hand_back(self) -> object:
+        return tree_map_only(Sent, Sent.fetch, super().hand_back())
+
+
+class Sent:
+    """A tensor that waits elsewhere, in the order of its memory: attention's results are transposed."""
+
+    def __init__(self, tensor: Tensor, send: Callable[[Tensor], Boundary]) -> None:
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        self._back = [order.index(dimension) for dimension in range(tensor.dim())]
+        self._boundary = send(tensor.permute(order).contiguous())
+
+    def fetch(self) -> Tensor:
+        return self._boundary.fetch().permute(self._back)
+
+
 class Mode(TorchDispatchMode):
-    """The base class of both modes. Args: results: those kept, in order."""
+    """The base class of both modes. Args: results: those kept, in order; operators: whose results are kept."""
 
     supports_higher_order_operators = True  # flex attention is one
 
-    def __init__(self, results: deque[KeptResult]) -> None:
+    def __init__(self, results: deque[KeptResult], operators: Collection[OpOverload]) -> None:
         super().__init__()
-        self.results = results
+        self.results, self.operators = results, operators
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,10 +119,13 @@ class Mode(TorchDispatchMode):
 
 
 class Keep(Mode):
-    """The mode of the forward pass: fills `results`."""
+    """The mode of the forward pass: fills `results`. Args: keep: makes each of them."""
 
-    def __init__(self, results: deque[KeptResult]) -> None:
-        super().__init__(results)
+    def __init__(
+        self, results: deque[KeptResult], operators: Collection[OpOverload], keep: Callable[..., KeptResult]
+    ) -> None:
+        super().__init__(results, operators)
+        self._keep = keep
         self._by_storage: dict[int, KeptResult] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -100,8 +134,8 @@ class Keep(Mode):
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
                 result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func in EXPENSIVE and not _paused.get():
-            self.results.append(KeptResult(func, args, kwargs or {}, out))
+        if func in self.operators and not _paused.get():
+            self.results.append(self._keep(func, args, kwargs or {}, out))
             self._by_storage |= dict.fromkeys(map(storage_key, tensors), self.results[-1])
         for tensor in tensors:
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
@@ -118,11 +152,11 @@ class HandBack(Mode):
     """The mode of the recomputation: empties `results`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in EXPENSIVE and not _paused.get():
+        if func in self.operators and not _paused.get():
             if not self.results or self.results[0].func is not func:
                 raise RuntimeError(
-                    f"A block under gradient_checkpointing=selective was computed again and called {func} where the "
-                    "first pass did not, or backward ran a second time. Type gradient_checkpointing=every_layer."
+                    f"gradient_checkpointing: a block was computed again and called {func} where the first pass did "
+                    "not, or backward ran a second time. Type gradient_checkpointing=every_layer."
                 )
             if (out := self.results.popleft().hand_back()) is not None:
                 return out
@@ -136,7 +170,14 @@ class HandBack(Mode):
 def contexts() -> tuple[Keep, HandBack]:
     """Returns the modes of one forward pass of a block and of its recomputation."""
     results: deque[KeptResult] = deque()
-    return Keep(results), HandBack(results)
+    return Keep(results, EXPENSIVE, KeptResult), HandBack(results, EXPENSIVE)
+
+
+def attention_contexts(send: Callable[[Tensor], Boundary]) -> tuple[Keep, HandBack]:
+    """Returns the modes of a block of which attention's results alone are kept, elsewhere. Args: send: puts a tensor
+    there."""
+    results: deque[KeptResult] = deque()
+    return Keep(results, ATTENTION, partial(SentResult, send=send)), HandBack(results, ATTENTION)
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:

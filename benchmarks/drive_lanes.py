@@ -3,7 +3,7 @@
 The last step of a real training on this CPU, of GPT-2 XL's shapes with 8 blocks: every interval was measured. A CPU
 computes and steps in the same thread, one after the other, and four threads of their own read and write.
 
-python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute
+python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute.
 """
 
 import argparse

@@ -51,7 +51,8 @@ TECHNIQUES = {
     "accumulation=effective_batch": [*USUAL, "accumulation.size=4", "batch_size=2"],
     "accumulation=by_epoch": [*USUAL, *FOUR],
     "accumulation=by_step": [*USUAL, *FOUR],
-    **{f"gradient_checkpointing={g}": USUAL for g in ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")},
+    **{f"gradient_checkpointing={g}": USUAL for g in ("every_layer", "every_k", "sqrt", "selective", "offload")},
+    "gradient_checkpointing=offload_attention": USUAL,
     "gradient_checkpointing=budget": USUAL,
     "loss=chunked": USUAL,
 }

@@ -335,7 +335,7 @@ class Shelves:
 
 
 class OnDrive:
-    """What a drive stores of a model whose weights stream.
+    """Stores on a drive what belongs to a model whose weights stream.
 
     Args: drive: None: only `sizes` is read; blocks: the weights of each that stream; edges: large weights outside the
     blocks; weights_too: it stores the blocks' 16-bit weights as well, each block's in one tensor.

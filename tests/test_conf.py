@@ -203,7 +203,7 @@ def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
 
 def test_the_presets_that_are_promised_are_there():
     assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug", *CARDS}
-    assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb"}
+    assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb", "qlora_8b_4gb"}
 
 
 def test_combine_all_steps_on_the_tokens_of_baseline():

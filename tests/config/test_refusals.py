@@ -56,7 +56,6 @@ TYPED = (
     ["weights=streamed", "precision=bf16-master"],
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=budget"],
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt", "weights.order=by_layer"],
-    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer", "adapter=qlora"],
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
     ["memory.limit=1GiB", "gradient_checkpointing=budget"],

@@ -60,7 +60,8 @@ def _continued(
     With weights that stream, batch_size of them go through a block in one turn of it."""
     device = torch.device(run.runs_on)
     # auto asks what a backward pass computes again, and here is none
-    order = {"order": "by_layer"} if run.weights.arguments.get("order") == "auto" else {}
+    chosen = run.order is not None and run.weights.arguments["order"] != "auto"
+    order = {"order": "by_layer"} if run.streams and not chosen else {}
     weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
     weights.move_in(device)
     network.to(device).eval()

@@ -67,7 +67,6 @@ class Technique:
     adapter:
         stays_wide: its weights stay in fp32 where the model's have 16 bits, unless there are masters.
         freezes_base: it trains none of the model's own weights.
-        lr: the peak step size that it takes in place of the model's; None: the model's.
     strategy:
         one_process: it starts no ranks.
         divides: it shards parameters over devices.
@@ -99,7 +98,6 @@ class Technique:
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False
-    lr: float | None = None
     one_process: bool = False
     divides: bool = False
     overlaps_micro_batches: bool = False

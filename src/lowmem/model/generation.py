@@ -29,6 +29,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     if isinstance(prompt, str) and not chat:
         ids = tokenizer(prompt)["input_ids"]
     else:
+        if tokenizer.chat_template is None:
+            raise Refused(
+                "sample_prompts: one of them has messages, and this model's tokenizer has no chat template that writes "
+                "them as a text. Give texts."
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]

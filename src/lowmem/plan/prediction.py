@@ -244,7 +244,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         paged=paged,
         host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
-        drive=Sizes(beside, beside, 2 * beside // layers, beside),  # parts of two blocks are in memory,
+        drive=Sizes(beside, beside, 2 * beside // layers, beside),  # parts of two blocks are in memory
     )
 
 

@@ -99,7 +99,7 @@ def prompts(setting: list | str) -> list[Prompt]:
                 '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]} in each line.'
             )
     if not listed:
-        raise Refused(f"sample_prompts={setting}: it has no prompt. Type one, or type sample_tokens=0 for no samples.")
+        raise Refused(f"sample_prompts={setting}: it has no prompt. Type some, such as sample_prompts=[a,b].")
     return listed
 
 

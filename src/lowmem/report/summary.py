@@ -143,7 +143,7 @@ def _gib(size: int | None) -> str:
 
 
 def _share(size: int | None, of: int | None) -> str:
-    return f", {size / of:.0%} of the device" if size and of else ""
+    return f", {size / of:.0%} of the device's limit" if size and of else ""
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -17,6 +17,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _KIB = 1024
+OPEN_FILES = 1 << 14
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def _this() -> psutil.Process:
     return psutil.Process()
 
 
-def allow_open_files(count: int = 1 << 14) -> None:
+def allow_open_files(count: int = OPEN_FILES) -> None:
     """Allows this process so many open files, or as many as the system permits: most systems start with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
-from lowmem.system.process import allow_open_files, page_out, trim
+from lowmem.system.process import OPEN_FILES, allow_open_files, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.weights.resident import Place
 
 BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
-PARTS = 4  # of a block, at least: fewer take more memory, and more take more file descriptors, two each
+PARTS = 4  # of a block, about: with fewer more of it is in memory, and each part takes two file descriptors
 SMALL = 32  # a weight with so many times fewer elements than its block's largest stays in memory: its turn costs more
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 
@@ -80,7 +80,7 @@ class Shelf:
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Place] = {}
         self._mapped: dict[Key, Tensor] = {}
-        self.ahead = False  # True: it was read, or is being read, before its turn
+        self.early = False  # True: it was read, or is being read, before its turn
         self._moving: Moving | None = None
         self._bound = False  # True: the tensors' data is in `memory`
 
@@ -301,15 +301,16 @@ class Shelves:
                 return False
             shelf.start_reading(memory)
             self._inside.append(shelf)
-        shelf.ahead = not waits
+        shelf.early = not waits
         return True
 
     def _memory(self, shelf: Shelf, waits: bool) -> Tensor | None:
         """Returns free memory for a shelf. Others that have been written leave for it, the oldest first."""
-        size = shelf.size  # before its first step a large weight has no state yet, which will take memory beside it
+        size = shelf.size
+        # No others beside a large weight: in its first step its state, which is not counted yet, is made beside it.
         room = size if shelf.alone else max(size, *(other.buffers * other.size for other in self._every))
         while self._taken() + size > room:
-            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.ahead)))
+            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.early)))
             if self._spare and self._spare[-1].nbytes == size:
                 break
             if self._spare:
@@ -331,7 +332,7 @@ class Shelves:
         shelf.wait()
         self._spare.append(shelf.leave())
         self._inside.remove(shelf)
-        shelf.ahead = False
+        shelf.early = False
 
 
 class OnDrive:
@@ -425,6 +426,12 @@ def failures_told(drive: Drive) -> Iterator[None]:
         why = error.strerror or str(error)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         instead = "a folder of a drive with more room" if full else "a folder of another drive"
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EFBIG):
+            limit = "ulimit -f unlimited" if error.errno == errno.EFBIG else f"ulimit -n {OPEN_FILES}"
+            raise DriveFailed(
+                f"weights.drive={drive.folder}: the system allows this process no more ({why}). Type {limit} before "
+                "the command, or weights.drive=null to keep everything in memory."
+            ) from error
         raise DriveFailed(
             f"weights.drive={drive.folder}: this drive failed ({why}). Type {instead}, or weights.drive=null to keep "
             "everything in memory."

@@ -104,6 +104,11 @@ class Streamed(Resident):
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         if drive_holds not in HOLDS:
             raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
+        if drive is not None and drive_holds == "state" and not any(p.requires_grad for p in self._taken):
+            raise Refused(
+                f"weights.drive={drive}: all weights that stream are frozen, so that they have no masters and no state "
+                "to put there. Type weights.drive_holds=all, which puts the weights there, or weights.drive=null."
+            )
         self._holds_weights = drive_holds == "all"
         self._reads = drive is not None and self._holds_weights  # the blocks' 16-bit weights are on the drive, too
         self._on_drive = None if drive is None else self._stored_by(Drive(Path(drive).expanduser()))

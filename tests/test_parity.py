@@ -66,7 +66,7 @@ REFUSED_PAIRS = {
     or (other.startswith("accumulation=") and other != "accumulation=none")
 } | {frozenset((master, f"optim=paged_{optim}")) for master in MASTERS for optim in ("adamw8bit", "adamw32bit")}
 NOT_STREAMED = [c for c in CHOICES if c.startswith("precision=") and c not in (*MASTERS, "precision=bf16-sr")]
-NOT_STREAMED += ["gradient_checkpointing=none", "gradient_checkpointing=budget", "adapter=qlora"]
+NOT_STREAMED += ["gradient_checkpointing=none", "gradient_checkpointing=budget"]
 NOT_STREAMED += ["optim=paged_adamw8bit", "optim=paged_adamw32bit", "optim.in_backward=true"]
 REFUSED_PAIRS |= {frozenset(("weights=streamed", other)) for other in NOT_STREAMED}
 

@@ -103,9 +103,11 @@ def test_a_block_of_trained_weights_streams_them_all(config):
 
 PACKING = """
 import sys, torch
+from torch import nn
 from host_memory import Highest
 from lowmem.config.schema import Model
 from lowmem.model import loading
+from lowmem.techniques.adapter import nf4
 how = {"name": sys.argv[1], "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
 spec = Model.model_construct(**how, architecture=None)
 described = loading.Described(spec, loading.architecture(spec))

@@ -20,7 +20,7 @@ from lowmem.report.sample import prompts
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.adapter.lora import base_dtype, load
-from lowmem.training.passes import MicroBatchPass, seeded
+from lowmem.training.passes import run_forward_passes
 from lowmem.training.task import is_model, with_model
 
 log = logging.getLogger(__name__)
@@ -70,14 +70,10 @@ def _continued(
     def write(number: int) -> None:
         texts[number] = writer.continuation(each[number], run.max_new_tokens, run.temperature)
 
-    passes = [
-        MicroBatchPass(partial(write, number), lambda: None, device, seeded(run.seed, device))
-        for number in range(len(each))
-    ]
     weights.start()
     try:
-        for start in range(0, len(passes), run.sized().batch_size):
-            weights.run_micro_batches(passes[start : start + run.sized().batch_size])
+        writes = [partial(write, number) for number in range(len(each))]
+        run_forward_passes(weights, writes, run.sized().batch_size, device, run.seed)
     finally:
         weights.stop()
     return [texts[number] for number in range(len(each))]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lowmem.memory.meter import MemoryMeter
 from lowmem.system import csv_rows
 from lowmem.system.process import seconds_since_start
-from lowmem.system.units import GIB, duration
+from lowmem.system.units import GIB, duration, share_of_limit
 
 COLUMNS = (
     "step",
@@ -134,7 +134,7 @@ class Metrics(Callback):
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
         device, size = self.meter.peak_bytes["device"], self.meter.size
         peak = (device or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
-        share = f" ({device / size:.0%} of the device's limit)" if device and size else ""
+        share = f" ({share})" if (share := share_of_limit(device, size)) else ""
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB{share}"
         )

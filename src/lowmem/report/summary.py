@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
-from lowmem.system.units import GIB
+from lowmem.system.units import GIB, share_of_limit
 
 RANKS = 8  # at most so many ranks have a line each
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
@@ -42,7 +42,7 @@ def _plain(value: object) -> object:
 def table(summary: Mapping) -> str:
     """Returns the run's figures in two columns."""
     peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
-    extra = summary["auxiliary_loss"]
+    extra, share = summary["auxiliary_loss"], share_of_limit(peak["device"], summary["device_bytes"])
     rows = [
         ("parameters", f"{summary['parameters']:,}"),
         *([("  trained", f"{own:,}")] if (own := summary["trained_parameters"]) < summary["parameters"] else []),
@@ -56,7 +56,7 @@ def table(summary: Mapping) -> str:
         *_evaluation_rows(summary),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
-        ("peak device memory", _gib(peak["device"]) + _share(peak["device"], summary["device_bytes"])),
+        ("peak device memory", ", ".join(filter(None, (_gib(peak["device"]), share)))),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
         ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
         *drive_figures.lines(summary["drive"]),
@@ -140,10 +140,6 @@ def _steps(summary: Mapping) -> str:
 
 def _gib(size: int | None) -> str:
     return "not counted: compiled code allocates unseen" if size is None else f"{size / GIB:.3f} GiB"
-
-
-def _share(size: int | None, of: int | None) -> str:
-    return f", {size / of:.0%} of the device's limit" if size and of else ""
 
 
 def _number(value: float | None, spec: str) -> str:

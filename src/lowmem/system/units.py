@@ -7,6 +7,11 @@ MIB, GIB = 2**20, 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 
 
+def share_of_limit(size: int | None, limit: int | None) -> str | None:
+    """Returns a size as per cent of the device's limit, in words; None: there is no limit, or nothing was measured."""
+    return f"{size / limit:.0%} of the device's limit" if size and limit else None
+
+
 def unit(largest: float) -> tuple[int, str, int]:
     """Returns (bytes, name, decimals) of the unit for a table or a chart with this largest size."""
     return (GIB, "GiB", 3) if largest >= GIB else (MIB, "MiB", 1)

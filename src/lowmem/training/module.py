@@ -33,7 +33,7 @@ from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.weights.resident import Resident
 from lowmem.training.non_finite import NonFiniteSteps
-from lowmem.training.passes import MicroBatchPass, seeded, states_of
+from lowmem.training.passes import MicroBatchPass, run_forward_passes, states_of
 
 
 class Update(NamedTuple):
@@ -260,12 +260,7 @@ class CausalLM(LightningModule):
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
         """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
         the random numbers of each; None: they draw none."""
-        for start in range(0, len(computations), self.at_once):
-            passes = []
-            for run in computations[start : start + self.at_once]:
-                states = None if seed is None else seeded(seed, self.device)
-                passes.append(MicroBatchPass(run, lambda: None, self.device, states))
-            self.weights.run_micro_batches(passes)
+        run_forward_passes(self.weights, computations, self.at_once, self.device, seed)
 
     def on_validation_epoch_end(self) -> None:
         if self._val_batches == sum(self.trainer.num_val_batches):

@@ -13,6 +13,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from lowmem.techniques.weights.resident import Resident
+
 States = list[Tensor]  # of the CPU's generator and, with CUDA, the device's
 
 
@@ -38,6 +40,19 @@ class MicroBatchPass:
         if self.states is not None:
             for generator, state in zip(_generators(self.device), self.states, strict=True):
                 generator.set_state(state)
+
+
+def run_forward_passes(
+    weights: Resident, computations: Sequence[Callable[[], None]], at_once: int, device: torch.device, seed: int | None
+) -> None:
+    """Runs forward passes without gradients. Args: at_once: so many of them go through a block of `weights` in one turn
+    of it; seed: of the random numbers of each; None: they draw none."""
+    for start in range(0, len(computations), at_once):
+        passes = []
+        for run in computations[start : start + at_once]:
+            states = None if seed is None else seeded(seed, device)
+            passes.append(MicroBatchPass(run, lambda: None, device, states))
+        weights.run_micro_batches(passes)
 
 
 def states_of(count: int, device: torch.device) -> Sequence[States | None]:

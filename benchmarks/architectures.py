@@ -30,6 +30,7 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run, run_of
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.model import loading
+from lowmem.model.blocks import blocks as blocks_of
 from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
@@ -37,7 +38,6 @@ from lowmem.saving.export_adapter import merge
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.arithmetic.fp32_halves import rounded
-from lowmem.techniques.gradient_checkpointing import policies
 from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
 from lowmem.training.training import mixes_dtypes
@@ -184,7 +184,7 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 def blocks_are_called(architecture: dict) -> bool:
     """Returns whether the blocks are called; a model for images or sound must have those of its text decoder."""
     module, ids = build_module(configured(architecture))
-    blocks, called = policies.blocks(module.model), set()
+    blocks, called = blocks_of(module.model), set()
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
     module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))

@@ -8,8 +8,8 @@ from benchmarks.architectures import CELLS, build_module, configured, family, sh
 
 from lowmem.data.loader import MicroBatch
 from lowmem.fit import fit
+from lowmem.model.blocks import blocks as blocks_of
 from lowmem.system.errors import Refused
-from lowmem.techniques.gradient_checkpointing import policies
 
 FAMILIES = {
     "gemma4": "a text model inside a model that sees and hears, with a cap",
@@ -71,7 +71,7 @@ def test_a_block_that_adds_to_a_cache_is_refused():
 
 def test_the_blocks_are_those_of_the_text_decoder():
     module, _ = build_module(configured(shrunk("got_ocr2")))
-    blocks = policies.blocks(module.model)
+    blocks = blocks_of(module.model)
     assert {id(b) for b in blocks} <= {id(m) for m in module.model.get_decoder().modules()}
 
 

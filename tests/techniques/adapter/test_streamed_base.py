@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from host_memory import linux
+from lowmem.model.blocks import blocks
 from lowmem.model.trainable import stored_weights
 from lowmem.system.errors import NotFinite
 from lowmem.system.scratch_file import PAGE
-from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import LateLane

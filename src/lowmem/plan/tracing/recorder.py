@@ -10,9 +10,9 @@ from torch import nn
 
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import Point, ToldTracker, highest
+from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import in_backward
-from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 
 class Place(NamedTuple):

@@ -6,8 +6,6 @@ costs one more forward pass, about a third of the step. Source: Chen et al. 2016
 A single block is torch's own non-reentrant checkpoint around its forward. A Hugging Face model calls its blocks one by
 one, each with arguments of its own, so a hook of a segment's first block opens the segment and a hook of its last block
 closes it; in between the checkpoint drops what autograd saves.
-
-Blocks are torch modules of any kind: the outermost `ModuleList` of a model, or an `nn.Sequential`.
 """
 
 import math
@@ -19,8 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
+from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import open_checkpoint, within_budget
 from lowmem.techniques.gradient_checkpointing import selective as kept_results
@@ -92,33 +91,6 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
     torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of recompilations
     for block in blocks(model):  # not the full model: all blocks share one compilation
         block.compile(backend=choosing)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that a model calls one after the other; in a model that also sees or hears, those of its text
-    decoder.
-
-    Raises:
-        Refused: a model without a list of blocks.
-    """
-    level = [_text_decoder(model)]
-    while level:  # breadth first: the experts inside a block are a list, too
-        for module in level:
-            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
-                return list(module)
-        level = [child for module in level for child in module.children()]
-    raise Refused(
-        f"gradient_checkpointing: {type(model).__name__} has no list of blocks to keep the inputs of. "
-        "Type gradient_checkpointing=none, and loss=chunked or a smaller batch_size to save memory."
-    )
-
-
-def _text_decoder(model: nn.Module) -> nn.Module:
-    if not isinstance(model, PreTrainedModel):
-        return model
-    decoder = model.get_decoder()
-    # some models call the matrix of their head a decoder
-    return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
 def _segment(blocks: list[nn.Module]) -> None:

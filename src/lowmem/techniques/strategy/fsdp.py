@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lowmem.data.loader import MicroBatch
-from lowmem.techniques.gradient_checkpointing.policies import blocks
+from lowmem.model.blocks import blocks
 from lowmem.techniques.loss.cross_entropy import Loss
 from lowmem.techniques.strategy import load_in_parts
 from lowmem.techniques.strategy.several import Divided

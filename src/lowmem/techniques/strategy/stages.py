@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from lowmem.data.loader import MicroBatch
+from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
-from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 LOOKED_AT = 2  # tokens of the pass that finds the modules
 

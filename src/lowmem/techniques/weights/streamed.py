@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs
+from lowmem.model.blocks import blocks
 from lowmem.model.trainable import stored_weights
 from lowmem.system.copy_lanes import Lane, Mark, lane_of
 from lowmem.system.errors import Refused
 from lowmem.system.process import share_heap, trim
 from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
-from lowmem.techniques.gradient_checkpointing.policies import blocks
 from lowmem.techniques.weights.by_layer import ByLayer
 from lowmem.techniques.weights.drive import OnDrive, Sizes
 from lowmem.techniques.weights.edges import GradientSink, edges

@@ -1,0 +1,33 @@
+"""Finds the blocks of a model: torch modules of any kind in its outermost `ModuleList` or `nn.Sequential`."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem.system.errors import Refused
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that a model calls one after the other; in a model that also sees or hears, those of its text
+    decoder.
+
+    Raises:
+        Refused: a model without a list of blocks.
+    """
+    level = [_text_decoder(model)]
+    while level:  # breadth first: the experts inside a block are a list, too
+        for module in level:
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
+                return list(module)
+        level = [child for module in level for child in module.children()]
+    raise Refused(
+        f"gradient_checkpointing, compile: {type(model).__name__} has no list of blocks to work on. Type "
+        "gradient_checkpointing=none compile=none, and loss=chunked or a smaller batch_size to save memory."
+    )
+
+
+def _text_decoder(model: nn.Module) -> nn.Module:
+    if not isinstance(model, PreTrainedModel):
+        return model
+    decoder = model.get_decoder()
+    # some models call the matrix of their head a decoder
+    return decoder if isinstance(decoder, PreTrainedModel) else model

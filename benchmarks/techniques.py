@@ -37,6 +37,7 @@ SHIPPED = (
     "gradient_checkpointing=none",
     "weights=resident",
     "loss=full",
+    "compile=none",
 )
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_backward=true"]

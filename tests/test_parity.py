@@ -69,6 +69,10 @@ NOT_STREAMED = [c for c in CHOICES if c.startswith("precision=") and c not in (*
 NOT_STREAMED += ["gradient_checkpointing=none", "gradient_checkpointing=budget"]
 NOT_STREAMED += ["optim=paged_adamw8bit", "optim=paged_adamw32bit", "optim.in_backward=true"]
 REFUSED_PAIRS |= {frozenset(("weights=streamed", other)) for other in NOT_STREAMED}
+REFUSED_PAIRS |= {
+    frozenset(("compile=blocks", other))
+    for other in ("gradient_checkpointing=selective", "gradient_checkpointing=offload_attention", "adapter=dora")
+}
 
 
 @pytest.mark.slow

@@ -15,12 +15,15 @@ import streams
 import zero
 from lowmem.config import check, refusals
 from lowmem.config.instantiate import instantiate
-from lowmem.data.loader import Share, WindowLoader
+from lowmem.data.loader import MicroBatch, Share, WindowLoader
 from lowmem.model import loading as model
 from lowmem.plan import at_start, batch_size
 from lowmem.saving import checkpoint_folder
 from lowmem.system import rank_environment
 from lowmem.system.errors import NotFinite, Refused
+from lowmem.techniques.compile.blocks import compile_blocks
+from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.techniques.loss.cross_entropy import full
 from lowmem.techniques.optim.build import pageable
 from lowmem.techniques.precision import host_masters
 from lowmem.techniques.precision.weights_16bit import Float16Weights
@@ -58,6 +61,8 @@ TYPED = (
     ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt", "weights.order=by_layer"],
     ["batch_size=auto", "memory.limit=1GiB"],
     ["batch_size=auto", "accumulation=effective_batch"],
+    ["compile=blocks", "gradient_checkpointing=selective"],
+    ["compile=blocks", "adapter=dora"],
     ["memory.limit=1GiB", "gradient_checkpointing=budget"],
     ["tile.tokens=4", "gradient_checkpointing=budget"],
     ["optim=adamw4bit"],
@@ -408,6 +413,29 @@ def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monke
     assert batch_size.resolve(cfg).batch_size == 4096
 
 
+def products(policy):
+    """Returns how many matrix products a forward and a backward pass of compiled blocks make."""
+    model = network("llama")
+    compile_blocks(model, "aot_eager")
+    policy(model)
+    ids = torch.randint(0, 300, (1, 16))
+    full(model, MicroBatch(ids, ids)).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        full(model, MicroBatch(ids, ids)).backward()
+    return sum(event.count for event in seen.key_averages() if event.key == "aten::mm")
+
+
+def test_proof_compiled_blocks_have_no_operators_to_choose_from():
+    # none of their results is stored: selective computes all of them again, as every_layer does
+    assert products(policies.selective) >= products(policies.every_layer) > products(policies.none)
+
+
+def test_proof_layers_that_torch_compile_cannot_follow(config):
+    compiled = ("adapter=dora", "compile=blocks", "compile.backend=aot_eager")
+    with pytest.raises(Refused, match="gives up on LlamaDecoderLayer"):
+        streams.trained(config, ["weights=resident"], "llama", streams.lines("llama", *compiled))
+
+
 @pytest.mark.slow
 def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
@@ -419,14 +447,10 @@ def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatc
 
 @pytest.mark.slow
 def test_proof_compiled_blocks_do_not_see_into_slices():
-    from lowmem.data.loader import MicroBatch
-    from lowmem.techniques.gradient_checkpointing.policies import budget
     from lowmem.techniques.gradient_checkpointing.slices import Tiles
-    from lowmem.techniques.loss.cross_entropy import full
-    from networks import network
 
     model = network("llama", num_hidden_layers=1)
-    budget(model, 0.5, "aot_eager_decomp_partition")
+    policies.budget(model, 0.5, "aot_eager_decomp_partition")
     Tiles(model, 4)
     ids = torch.randint(0, 300, (1, 16))
     with pytest.raises(ValueError, match="expected 1, got 0"):  # what was kept of a slice is not there

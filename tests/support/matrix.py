@@ -71,6 +71,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         # activations and loss
         **{f"gradient_checkpointing={name}": (also(exact, f"gradient_checkpointing={name}"), FP64) for name in KINDS},
         "gradient_checkpointing=budget": (also(plain, *BUDGET), FP32),
+        "compile=blocks": (also(plain, "compile=blocks", "compile.backend=aot_eager"), FP32),
         "loss=chunked": (also(plain, "loss=chunked", "loss.rows=7"), FP32),
         "loss=tiled": (also(plain, "loss=tiled", "loss.columns=64"), FP32),
         "tile.tokens": (also(exact, "tile.tokens=4"), FP64),

@@ -55,13 +55,13 @@ SIBLINGS = (
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
     *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
     *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "offload_attention", "budget")),
-    *("loss=tiled", "adapter=dora", "adapter=qlora", *COMPILED),
+    *("loss=tiled", "compile=blocks", "adapter=dora", "adapter=qlora", *COMPILED),
 )
 # All that ship: those that were measured, and what they were compared with.
 SHIPPED = (
     *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
-    *("weights=resident", "adapter=none"),
+    *("compile=none", "weights=resident", "adapter=none"),
 )
 # What a choice needs besides its name here.
 WITH = {
@@ -73,6 +73,7 @@ WITH = {
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
     "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
+    "compile=blocks": ["compile.backend=aot_eager"],
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=7"],
     "loss=tiled": ["loss.columns=64"],

@@ -281,12 +281,22 @@ def test_what_asks_for_the_tokens_of_an_expert_is_an_operator():
     assert torch_private.NONZERO in seen.functions and torch_private.SPLIT in seen.functions, message
 
 
-def test_a_module_tells_that_it_was_compiled_itself():
-    module = nn.Linear(2, 2)
-    message = breaks("the meter would track compiled code, which it cannot see into")
-    assert not torch_private.compiled_itself(module), message
-    module.compile(backend="eager")
-    assert torch_private.compiled_itself(module), message
+def test_the_limit_of_graphs_can_be_raised_and_errors_of_compilation_are_told_from_others():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch_private.allow_graphs(64)
+    compiled = torch.compile(lambda x, n: x * n, backend=backend, dynamic=False, fullgraph=True)
+    for n in range(20):
+        compiled(torch.ones(2), n)
+    assert len(graphs) == 20, breaks("compiled blocks with many shapes")
+    branches = torch.compile(lambda x: x if x.sum() > 0 else -x, backend=backend, fullgraph=True)
+    with pytest.raises(torch_private.compilation_errors()):
+        branches(torch.ones(2))
 
 
 class Block(nn.Module):

@@ -60,6 +60,8 @@ class Technique:
         keeps_all: it stores every activation, and nothing is computed again.
         joins_blocks: several blocks are computed again at once.
         inputs_on_host: the inputs of blocks wait in host memory.
+        sees_operators: it decides for each operator of a block whether its result is stored.
+        compiles_hooks: it compiles the call of a block with its hooks, and whoever hooks in later is not called.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
     accumulation:
@@ -67,6 +69,7 @@ class Technique:
     adapter:
         stays_wide: its weights stay in fp32 where the model's have 16 bits, unless there are masters.
         freezes_base: it trains none of the model's own weights.
+        breaks_graphs: torch.compile cannot follow its layers.
     strategy:
         one_process: it starts no ranks.
         divides: it shards parameters over devices.
@@ -91,13 +94,16 @@ class Technique:
     keeps_all: bool = False
     joins_blocks: bool = False
     inputs_on_host: bool = False
+    sees_operators: bool = False
     compiles_blocks: bool = False
+    compiles_hooks: bool = False
     traced_as: str | None = None
     computes_as: str | None = None
     head_in_tiles: bool = False
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False
+    breaks_graphs: bool = False
     one_process: bool = False
     divides: bool = False
     overlaps_micro_batches: bool = False

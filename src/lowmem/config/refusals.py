@@ -129,7 +129,7 @@ REFUSALS = (
     Refusal(
         lambda run: run.any("adds_in_blocks") and run.any("compiles_blocks"),
         "strategy: inside of each block devices add up their results, and torch.compile cannot tell how many bytes "
-        "those have. Type gradient_checkpointing=selective or every_layer.",
+        "those have. Type compile=none gradient_checkpointing=selective, or every_layer.",
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
@@ -153,9 +153,9 @@ REFUSALS = (
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
-        lambda run: run.streams and run.any("compiles_blocks"),
-        "weights=streamed: a block's weights are put into their place when it is called, and compiled blocks skip "
-        "that. Type gradient_checkpointing=every_layer.",
+        lambda run: run.streams and run.any("compiles_hooks"),
+        "weights=streamed: a block's weights are put into their place when it is called, and this "
+        "gradient_checkpointing compiles the call, too. Type gradient_checkpointing=every_layer compile=blocks.",
         "compiled_blocks_do_not_take_their_weights_as_they_are_called",
     ),
     Refusal(
@@ -178,22 +178,34 @@ REFUSALS = (
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
+        lambda run: run.technique("compile").compiles_blocks and run.any("sees_operators"),
+        "compile=blocks: this gradient_checkpointing decides for each operator of a block whether its result is "
+        "stored, and compiled blocks have no operators. Type gradient_checkpointing=budget compile=none, which decides "
+        "it for compiled blocks, or gradient_checkpointing=every_layer.",
+        "compiled_blocks_have_no_operators_to_choose_from",
+    ),
+    Refusal(
+        lambda run: run.technique("compile").compiles_blocks and run.any("breaks_graphs"),
+        "compile=blocks: torch.compile cannot follow the layers of this adapter. Type compile=none, or adapter=lora.",
+        "layers_that_torch_compile_cannot_follow",
+    ),
+    Refusal(
         lambda run: run.limit is not None and run.any("compiles_blocks") and run.runs_on == "cpu",
-        "memory.limit={limit}: on a CPU tensors are counted operator by operator, and the compiled blocks of this "
-        "gradient_checkpointing allocate where they cannot be seen. Type gradient_checkpointing=every_layer, or "
+        "memory.limit={limit}: on a CPU tensors are counted operator by operator, and compiled blocks "
+        "allocate where they cannot be seen. Type compile=none gradient_checkpointing=every_layer, or "
         "memory.limit=null.",
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
         lambda run: run.tile.tokens is not None and run.any("compiles_blocks"),
         "tile.tokens={tokens}: torch.compile decides what these blocks store, and does not see into slices. Type "
-        "gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "compile=none gradient_checkpointing=every_layer, or tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
     ),
     Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
-        "This optim or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install one, or type "
-        "optim=adamw8bit gradient_checkpointing=every_layer.",
+        "This optim, compile or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install "
+        "one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
     Refusal(
@@ -212,7 +224,7 @@ REFUSALS = (
     Refusal(
         lambda run: run.any("gathers_in_hooks") and run.any("compiles_blocks"),
         "strategy: its engine gathers a module's weights when the module is called, and there torch.compile gives up. "
-        "Type gradient_checkpointing=every_layer, or strategy=fsdp.",
+        "Type compile=none gradient_checkpointing=every_layer, or strategy=fsdp.",
         "compiled_blocks_do_not_gather_their_weights",
     ),
     Refusal(

@@ -218,6 +218,7 @@ class Keys(Section):
     scheduler: Node
     accumulation: Node
     gradient_checkpointing: Node
+    compile: Node
     weights: Node
     strategy: Node
     loss: Node

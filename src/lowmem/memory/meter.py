@@ -14,14 +14,12 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from lowmem.memory import ledger
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import Point, StorageTracker, highest
 from lowmem.system import csv_rows, process
 from lowmem.system.scratch_file import Drive
-from lowmem.system.torch_private import compiled_itself
 from lowmem.system.units import CATEGORIES, GIB
 
 log = logging.getLogger(__name__)
@@ -41,14 +39,20 @@ COLUMNS = (
 class MemoryMeter(Callback):
     """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
     if the device is the CPU; resumed_at: the step until which `file` keeps its rows; size: bytes of the device, or of
-    its limit; None: it has none of its own.
+    its limit; None: it has none of its own; compiled: blocks are compiled, and on a CPU what they allocate is not seen.
     """
 
     tracker = StorageTracker
     first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
 
     def __init__(
-        self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
+        self,
+        file: Path,
+        log_every: int = 10,
+        limit: int | None = None,
+        resumed_at: int = 0,
+        size: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self.log_every, self.limit, self.size = log_every, limit, size
         if limit:
@@ -64,7 +68,7 @@ class MemoryMeter(Callback):
         self._step = 0
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
         self._cuda: torch.device | None = None
-        self._compiled = False
+        self._compiled = compiled
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
@@ -93,7 +97,6 @@ class MemoryMeter(Callback):
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), side)
         self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")
-        self._compiled = is_compiled(module)
         if self._compiled:
             log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
             self.peak_bytes["device"] = 0 if self._cuda else None
@@ -303,12 +306,3 @@ def curve(window: dict[str, dict]) -> dict[str, float]:
         top = max(sampled, key=lambda row: row["live_peak_bytes"])
         metrics |= {f"memory/{category}_gib": top[f"{category}_bytes"] / GIB for category in CATEGORIES}
     return metrics
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether any submodule runs through torch.compile."""
-    return any(
-        # by name: to import torch._dynamo only to ask takes over a second
-        compiled_itself(submodule) or type(submodule).__name__ == "OptimizedModule"
-        for submodule in module.modules()
-    )

@@ -168,9 +168,10 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
     libraries = process.rss_bytes()  # this process has imported what the run will import
     if compiled := [group for group in groups() if run.technique(group).compiles_blocks]:
+        counted = " ".join(f"{group}={run.technique(group).traced_as}" for group in compiled)
         for group in compiled:
             run = run.replacing(group, choice(group, run.technique(group).traced_as))
-        why = "compiled blocks cannot be traced. They keep less than the run without checkpointing, which is counted."
+        why = f"compiled blocks cannot be traced. They store less than {counted} would, which is counted."
         return replace(needs(traces(run), run, target, libraries), estimate=why)
     if run.technique("strategy").package:
         why = f"this strategy's engine is counted by its rule: each device holds 1/{run.devices} of what it divides."

@@ -54,10 +54,11 @@ __all__ = (
     "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "allow_graphs",
     "attention_taken",
     "boundaries_count_as_real",
     "check_reduced",
-    "compiled_itself",
+    "compilation_errors",
     "cpu_multiplies_in",
     "deepspeed_fragment",
     "group_of",
@@ -159,9 +160,19 @@ def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> No
         _set_pg_timeout(timeout, group)
 
 
-def compiled_itself(module: nn.Module) -> bool:
-    """Returns whether `module.compile()` was called. Instead: nothing public shows it."""
-    return module._compiled_call_impl is not None
+def allow_graphs(number: int) -> None:
+    """Lets torch.compile make so many graphs of one function. Instead: an argument of torch.compile, which the lowest
+    version lacks."""
+    from torch._dynamo import config  # takes over a second
+
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
+def compilation_errors() -> type[Exception]:
+    """Returns the class of all errors of torch.compile. Instead: nothing public tells them from a model's own."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
 
 
 def within_budget(fraction: float, backend: str) -> Callable:

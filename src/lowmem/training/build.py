@@ -169,9 +169,9 @@ def causal_lm(
     ranks: OneDevice = ONE_DEVICE,
     narrow: bool = False,
 ) -> CausalLM:
-    """Builds the model with its techniques. The order is: load, adapter and frozen weights, checkpointing of blocks,
-    slices of tokens, streamed weights. Args: check: called with the loaded model, if it has numbers and not only
-    shapes; narrow: its numbers are replaced, so that 16 bits are enough for now."""
+    """Builds the model with its techniques. The order is: load, adapter and frozen weights, compiled blocks,
+    checkpointing of blocks, slices of tokens, streamed weights. Args: check: called with the loaded model, if it has
+    numbers and not only shapes; narrow: its numbers are replaced, so that 16 bits are enough for now."""
     loss = _loss(run)
     dtype = loading.read_in(run, described, narrow)
     described = described if ranks.builds else described.at_random
@@ -186,6 +186,7 @@ def causal_lm(
             p.data = p.data if p.requires_grad else p.data.to(dtype)
     if described.added is not None:
         vocabulary.check_trained(network, described.added)
+    instantiate(run.compile)(network)
     instantiate(run.gradient_checkpointing)(network)
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
     order = {"order": run.order if run.accumulates else "by_micro_batch"} if run.streams else {}

@@ -22,7 +22,7 @@ ALWAYS = {
 }
 # What a strategy refuses about a model that it divides, when it does. What a config tells, `refusals.py` has.
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
-REFUSED_BY_CONFIG |= {"gradient_checkpointing=budget", "adapter=qlora"}
+REFUSED_BY_CONFIG |= {"gradient_checkpointing=budget", "compile=blocks", "adapter=qlora"}
 REFUSED = {
     ("tensor_parallel", "adapter=dora"): "DoRA measures rows of whole matrices",
     ("tensor_parallel", "adapter=qlora"): "NF4Linear, and linear layers are divided",

@@ -1,0 +1,174 @@
+"""Compiled blocks compute what eager ones do, in one graph, however they are computed again, wherever weights are."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lowmem.data.loader import MicroBatch
+from lowmem.system.errors import Refused
+from lowmem.techniques.compile.blocks import compile_blocks
+from lowmem.techniques.gradient_checkpointing import policies
+from lowmem.techniques.loss import cross_entropy as losses
+from networks import VOCABULARY, network, shaped
+from streams import lines, trained
+from tolerances import GENERATED, PARTITIONED
+
+SHAPES = ("gpt2", "llama", "qwen3", "opt", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral", "olmo2")
+POLICIES = {
+    "none": policies.none,
+    "every_layer": policies.every_layer,
+    "every_k": partial(policies.every_k, k=2),
+    "sqrt": policies.sqrt,
+    "offload": policies.offload,
+}
+GRAPHS_ALONE = ("compile=blocks", "compile.backend=aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def from_nothing():
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def batch(rows=2, tokens=32):
+    drawn = torch.randint(0, VOCABULARY, (2, rows, tokens), generator=torch.Generator().manual_seed(7))
+    return MicroBatch(*drawn)
+
+
+def gradients(model, read=None):
+    model.zero_grad()
+    torch.manual_seed(1)
+    losses.full(model, read or batch()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def compiled(model, policy=policies.none, backend="aot_eager"):
+    compile_blocks(model, backend)
+    policy(model)
+    return model
+
+
+def apart(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_blocks_of_any_architecture_compile_to_one_graph_with_the_gradients_of_eager_ones(model_type):
+    model = compiled(shaped(model_type))
+    found = [gradients(model) for _ in range(3)]
+    assert graphs() == 1
+    assert all(torch.equal(later, found[0]) for later in found)
+    assert apart(found[0], gradients(shaped(model_type))) < PARTITIONED
+
+
+@pytest.mark.rows("0.3-*")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiled_blocks_that_are_computed_again_have_the_same_bits(policy, dropout):
+    kept = gradients(compiled(shaped("gpt2", dropout=dropout)))
+    again = compiled(shaped("gpt2", dropout=dropout), POLICIES[policy])
+    assert torch.equal(gradients(again), kept)
+    assert graphs() == 2  # one of each model
+
+
+def test_forgetting_the_random_state_is_caught(monkeypatch):
+    """The deliberately wrong variant: the repetition draws other dropout masks."""
+    kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    assert not torch.equal(gradients(compiled(shaped("gpt2", dropout=0.3), policies.every_layer)), kept)
+
+
+def test_from_the_second_shape_on_nothing_is_compiled_again():
+    model = compiled(shaped("llama"), policies.every_layer)
+    for tokens in (32, 31, 24, 17, 32):
+        gradients(model, batch(tokens=tokens))
+    assert graphs() == 2
+
+
+def test_evaluations_and_samples_are_not_compiled():
+    model = compiled(shaped("llama")).eval()
+    with torch.no_grad():
+        model.generate(batch().input_ids, max_new_tokens=4, do_sample=False)
+    losses.full(model, batch())
+    assert graphs() == 0
+
+
+def test_a_block_that_branches_on_its_numbers_is_refused():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    model = nn.Sequential(Branches()).train()
+    compile_blocks(model, "aot_eager")
+    with pytest.raises(Refused, match=r"compile=blocks: torch.compile gives up on Branches .*Type compile=none"):
+        model(torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.rows("offload-by_layer", "every_layer-by_micro_batch")
+@pytest.mark.parametrize("order", ["by_micro_batch", "by_layer"])
+@pytest.mark.parametrize("policy", ["every_layer", "offload", "sqrt"])
+def test_weights_stream_into_compiled_blocks(config, policy, order):
+    if (policy, order) == ("sqrt", "by_layer"):
+        pytest.skip("refused")
+    arguments = lines("llama", *GRAPHS_ALONE, "max_steps=3", precision="bf16-master", policy=policy)
+    resident = trained(config, ["weights=resident"], "llama", arguments)
+    streamed = trained(config, ["weights=streamed", f"weights.order={order}"], "llama", arguments)
+    assert streamed.module.weights.fetched > 0 and streamed.same(resident)
+    assert graphs() <= 2 * 3  # full windows and the short one
+
+
+@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+def test_blocks_with_an_adapter_compile(config, adapter):
+    arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")
+    eager = trained(config, ["weights=resident"], "llama", arguments)
+    quick = trained(config, ["weights=resident"], "llama", (*arguments, *GRAPHS_ALONE))
+    assert graphs() > 0
+    assert quick.losses == pytest.approx(eager.losses, rel=GENERATED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_generated_code_rounds_a_little_differently(policy):
+    model = compiled(network("llama", num_hidden_layers=4), POLICIES[policy], "inductor")
+    found = [gradients(model) for _ in range(3)]
+    assert graphs() == 1 and all(torch.equal(later, found[0]) for later in found)
+    assert apart(found[0], gradients(network("llama", num_hidden_layers=4))) < PARTITIONED
+
+
+def peak_bytes(model, folder) -> int:
+    """Returns the most bytes that a forward and a backward pass have allocated at once, of compiled code, too."""
+    gradients(model, batch(4, 128))
+    model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        gradients(model, batch(4, 128))
+    seen.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    first, *others = sorted((e for e in events if e["name"] == "[memory]"), key=lambda event: event["ts"])
+    before = first["args"]["Total Allocated"] - first["args"]["Bytes"]
+    return max(event["args"]["Total Allocated"] for event in others) - before
+
+
+def deep():
+    return network("llama", num_hidden_layers=6, hidden_size=128, intermediate_size=384, num_attention_heads=4)
+
+
+@pytest.mark.rows("aot_eager-every_layer")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_need_no_more_memory_than_eager_ones(policy, backend, tmp_path):
+    """It is what the planner counts on. Measured: 11 to 21 % less."""
+    eager = deep()
+    POLICIES[policy](eager)
+    limit = 1.02 * peak_bytes(eager, tmp_path)
+    assert peak_bytes(compiled(deep(), POLICIES[policy], backend), tmp_path) <= limit
+    if policy != "none":  # the wrong variant: what is computed again is stored
+        assert peak_bytes(compiled(deep()), tmp_path) > limit

@@ -23,7 +23,9 @@ from benchmarks.architectures import VOCABULARY, _answer, _prepare, build_module
 from benchmarks.runner import write
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.model import packed_attention
+from lowmem.model.document_attention import BY_DOCUMENT, MASKED
 from lowmem.model.loading import check_causal
+from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import full
 
 LENGTHS = (11, 2, 17, 10)  # tokens of the documents of a row
@@ -73,14 +75,19 @@ def measured(architecture: dict) -> dict[str, str | float]:
         right = computed(model, [padded([document]) for document in documents])
         alone = computed(model, [padded(documents)])  # padded rows run without a shared mask
     row = packed(documents)
+    try:
+        packed_attention.verify(model, row.input_ids)
+        apart = True
+    except Refused:
+        apart = False
     errors = [off(a, b) for a, b in zip((*computed(model, [row]), *alone), right * 2, strict=True)]
-    apart = packed_attention.keeps_apart(model, row.input_ids)
     verdict = "exact" if apart else "refused"
     if apart and max(errors[:2]) > EXACT:
         verdict = "wrong: taken"
     if not apart and max(errors[:2]) < EXACT:
         verdict = "wrong: refused"
-    taken = packed_attention.attention_taken(model).replace(packed_attention.SHARED, "sdpa, shared mask")
+    taken = packed_attention.attention_taken(model)
+    taken = {BY_DOCUMENT: "sdpa, by document", MASKED: "sdpa, mask"}.get(taken, taken)
     return dict(zip(COLUMNS, (verdict, taken, *errors), strict=True))
 
 

@@ -20,7 +20,8 @@ from lowmem.system.units import GIB
 
 CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "weights", "loss", "adapter")
+TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "compile")
+TECHNIQUES += ("weights", "loss", "adapter")
 README = (ROOT / "README.md").read_text()
 # What the first cell of each row of its tables names; choices that do the same share a row.
 NAMED = [

@@ -12,6 +12,7 @@ from documents import split
 from lowmem.data.loader import MicroBatch
 from lowmem.data.packing import rows
 from lowmem.model import packed_attention
+from lowmem.model.document_attention import BY_DOCUMENT, MASKED
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 from lowmem.techniques.loss import cross_entropy as losses
@@ -84,9 +85,9 @@ def logits_off(model, packed, **more):
 @pytest.mark.parametrize("model_type", EXACTLY)
 def test_logits_and_gradients_are_those_of_documents_by_themselves(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
-    for shared in (False, True):  # the mask of transformers, and ours
-        if shared:
-            packed_attention.share_mask(model)
+    for way in ("sdpa", MASKED, BY_DOCUMENT):  # the mask of transformers, ours, and none
+        if attention_taken(model) != "eager":
+            model.set_attn_implementation(way)
         assert logits_off(model, packed) < EXACT
         assert max(off(model, packed)) < EXACT
     assert max(off(model, packed, losses.Chunked(7))) < EXACT
@@ -96,7 +97,7 @@ def test_logits_and_gradients_are_those_of_documents_by_themselves(model_type):
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "mistral"])
 def test_wrong_ways_to_say_it_leak_and_are_seen(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
-    packed_attention.share_mask(model)
+    packed_attention.separate(model)
     ones = torch.ones_like(packed.input_ids)
     assert logits_off(model, packed, attention_mask=ones) > 1e-3
     assert logits_off(model, packed, use_cache=True) > 1e-3
@@ -117,7 +118,7 @@ def test_wrong_ways_to_say_it_leak_and_are_seen(model_type):
 def test_a_model_whose_documents_see_each_other_is_refused_by_name(model_type, dtype):
     """They are called as the others are."""
     model = network(model_type, **LEAKS[model_type]).to(dtype).eval()
-    packed_attention.share_mask(model)
+    packed_attention.separate(model)
     with pytest.raises(Refused, match=rf"in {type(model).__name__} documents of a row see each other.*packing=padded"):
         packed_attention.verify(model, batch().input_ids[:, :16])
 
@@ -172,8 +173,10 @@ def test_every_layer_holds_the_same_mask(model_type, different, enabled):
     layers = {"n_layer": 6} if model_type == "gpt2" else {"num_hidden_layers": 6}
     model = network(model_type, **EXACTLY[model_type], **layers)
     assert masks(model, batch(), enabled=enabled) == 6
-    packed_attention.share_mask(model)
+    packed_attention.separate(model, compiled=True)
     assert masks(model, batch(), enabled=enabled) == different
+    model.set_attn_implementation(BY_DOCUMENT)
+    assert masks(model, batch(), enabled=enabled) == different - 1  # a window shorter than the row
 
 
 def test_where_torchs_attention_was_not_taken_nothing_is_changed():
@@ -182,9 +185,9 @@ def test_where_torchs_attention_was_not_taken_nothing_is_changed():
     for block in model.model.layers:
         torch.nn.init.normal_(block.self_attn.sinks)
     right = model(input_ids=ids, use_cache=False).logits
-    packed_attention.share_mask(model)
+    packed_attention.separate(model)
     assert attention_taken(model) == "eager"
-    model.set_attn_implementation(packed_attention.SHARED)  # wrong
+    model.set_attn_implementation(BY_DOCUMENT)  # wrong
     assert (model(input_ids=ids, use_cache=False).logits - right).abs().max() > 0.01 * right.abs().max()
 
 
@@ -198,7 +201,7 @@ def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
     assert summary["steps"] == 2
     again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")
     assert again["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
-    assert packed_attention.SHARED not in (folder / "model" / "config.json").read_text()
+    assert BY_DOCUMENT not in (folder / "model" / "config.json").read_text()
     assert json.loads((folder / "model" / "config.json").read_text())["model_type"] == "gpt2"
     monkeypatch.setattr(packed_attention, "keeps_apart", lambda *_: False)
     fit("max_steps=1", "plan=off", folder="joined")

@@ -2,12 +2,13 @@
 
 import csv
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import parity
+from lowmem.model import packed_attention
+from lowmem.model.document_attention import MASKED
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system import process
@@ -116,8 +117,8 @@ PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_t
         ("llama", ("loss=chunked", "loss.rows=256", "precision=bf16-master")),
     ],
 )
-def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, text_folder, tmp_path, model, more):
-    """At 512 tokens it is as much as all the weights."""
+def test_packed_documents_are_predicted_without_a_mask(config, fit, monkeypatch, text_folder, tmp_path, model, more):
+    """At 512 tokens a mask would be as much as all the weights."""
     for file in text_folder.iterdir():  # documents of a third of a row
         for number, start in enumerate(range(0, 60, 5)):
             lines = file.read_text().splitlines()[start : start + 5]
@@ -127,9 +128,21 @@ def test_the_mask_of_packed_documents_is_predicted(config, fit, monkeypatch, tex
     found, phases = measured(folder), traced(config(*typed)).phases
     for phase in PHASES:
         assert abs(phases[phase].total / found[phase]["live_peak_bytes"] - 1) <= 0.01, phase
-    monkeypatch.setattr("lowmem.plan.tracing.trace.boundaries_count_as_real", nullcontext)
-    blind = traced(config(*typed)).phases
-    assert blind["forward"].total < 0.95 * found["forward"]["live_peak_bytes"]
+    monkeypatch.setattr(packed_attention, "BY_DOCUMENT", MASKED)
+    masked = traced(config(*typed)).phases
+    assert masked["forward"].total > 1.02 * found["forward"]["live_peak_bytes"]
+
+
+def test_on_a_card_one_kernel_computes_all_documents(config):
+    """It stores as much as one document in each row. In fp32 documents take turns, in a fused kernel, where rows of one
+    document, whose queries share keys, take the math kernel."""
+    typed = [*MODELS["llama"], *PACKED]
+    in_bf16, wide = [*typed, "precision=bf16"], [*typed, "precision=32"]
+    documents = [trace(config(*lines, "data.packing=documents"), on_card=True).phases for lines in (in_bf16, wide)]
+    joined = [trace(config(*lines, "data.packing=joined"), on_card=True).phases for lines in (in_bf16, wide)]
+    mask = 2 * 512 * 512 * 2  # bytes; positions, and angles of them for each row, are there too
+    assert documents[0]["forward"].total - joined[0]["forward"].total < mask / 4
+    assert documents[1]["forward"].total < 0.7 * joined[1]["forward"].total
 
 
 def test_slices_of_the_sequence_are_predicted(config, fit):

@@ -1,59 +1,46 @@
-"""Separates documents that share a row: it makes one mask for all layers, and checks that no document sees another.
+"""Checks that no document of a packed row sees another, and chooses how attention keeps them apart.
 
 Given position ids, transformers separates documents by a mask (B, 1, T, T), unless it gets a mask or a cache: both make
-it ignore the boundaries without a warning. torch's attention takes that mask as booleans, converts it to numbers in
-every layer and stores each copy for the backward pass: at 4 x 2048 tokens and 16 layers 1 GiB in fp32. Converted once,
-it is the same tensor for all layers, 64 MiB.
+it ignore the boundaries without a warning. `document_attention.py` does without the mask.
 
 No list says which models hand the positions on to their masks. Some do not, and layers that run along the row (state
 spaces, linear attention) know no boundary at all. So each model is tested before its first step, in the run's
-precision: which tokens a document's logits depend on, and whether they are those that it has alone.
+precision: which tokens a document's logits depend on, and whether they are those that it has alone. A model that
+changes its mask itself is tested again with one.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
+from lowmem.model.document_attention import BY_DOCUMENT, MASKED, has_kernel
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 
-SHARED = "lowmem_packed"  # the attention's name in transformers' configs
+log = logging.getLogger(__name__)
+
 LOOKED_AT = 64  # tokens of a row: more than a rule that sets in at a length is likely to leave out
 SAME = 1e-4  # of the largest logit: other kernels differ by less, lost positions by a hundred times as much
 ROUNDINGS = 8  # tolerated instead, if so many exceed SAME in the coarsest dtype
 
 
-def numbers_once(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
-    """Returns the mask, (B, 1, T, T), in the dtype of the products: 0 where attention may look, else minus infinity or
-    the lowest number."""
-    if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
-        return None
-    if torch.is_autocast_enabled(mask.device.type):
-        dtype = torch.get_autocast_dtype(mask.device.type)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-AttentionInterface.register(SHARED, sdpa_attention_forward)
-AttentionMaskInterface.register(SHARED, numbers_once)
-
-
-def share_mask(model: PreTrainedModel) -> None:
-    """Shares the mask if the model really uses torch's attention. A model without it would accept the name and lose its
-    own additions (GPT-OSS its sinks); the mask of its `eager` consists of numbers already."""
+def separate(model: PreTrainedModel, compiled: bool = False) -> None:
+    """Computes documents by themselves if the model really uses torch's attention. A model without it would accept the
+    name and lose its own additions (GPT-OSS its sinks). Args: compiled: blocks are compiled, which cannot count
+    documents, so they get the mask."""
     if attention_taken(model) == "sdpa":
-        model.set_attn_implementation(SHARED)
+        model.set_attn_implementation(MASKED if compiled else BY_DOCUMENT)
 
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Undoes `share_mask` inside the `with`: a model may need a mask of booleans."""
+    """Undoes `separate` inside the `with`: a model may need a mask of booleans."""
     taken = attention_taken(model)
-    model.set_attn_implementation("sdpa" if taken == SHARED else taken)
+    model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
     try:
         yield
     finally:
@@ -112,13 +99,28 @@ def _depends(logits: Tensor, embedded: Tensor, boundary: int) -> bool:
 
 
 def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
-    """Tests a model. Args: input_ids: (B, T), a few real tokens.
+    """Tests a model, and gives it the mask if it needs one. Args: input_ids: (B, T), a few real tokens.
 
     Raises:
         Refused: the model mixes documents of a row.
     """
+    if attention_taken(model) == BY_DOCUMENT:
+        if _works_without_mask(model, input_ids):
+            at_once = has_kernel(_computed_in(model, input_ids.device.type), input_ids.device)
+            how = "all at once, in torch's kernel for several lengths" if at_once else "one after the other"
+            log.info(f"Documents of a row have no mask of (tokens, tokens): attention computes them {how}.")
+            return
+        log.info(f"Documents of a row have a mask of (tokens, tokens): {type(model).__name__} changes its mask itself.")
+        model.set_attn_implementation(MASKED)
     if not keeps_apart(model, input_ids):
         raise Refused(
             f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever position "
             "ids it gets, so training would mix them. Type data.packing=padded."
         )
+
+
+def _works_without_mask(model: PreTrainedModel, input_ids: Tensor) -> bool:
+    try:
+        return keeps_apart(model, input_ids)
+    except (IndexError, RuntimeError, TypeError):  # it reads the mask as one of four dimensions
+        return False

@@ -170,7 +170,8 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     if compiled := [group for group in groups() if run.technique(group).compiles_blocks]:
         counted = " ".join(f"{group}={run.technique(group).traced_as}" for group in compiled)
         for group in compiled:
-            run = run.replacing(group, choice(group, run.technique(group).traced_as))
+            traced = choice(group, run.technique(group).traced_as)
+            run = run.replacing(group, traced | {"declares": traced.get("declares", {}) | {"compiles_blocks": True}})
         why = f"compiled blocks cannot be traced. They store less than {counted} would, which is counted."
         return replace(needs(traces(run), run, target, libraries), estimate=why)
     if run.technique("strategy").package:

@@ -180,7 +180,7 @@ def causal_lm(
         if ranks.builds:
             check(network)
         if with_positions(run.data.arguments):
-            packed_attention.share_mask(network)
+            packed_attention.separate(network, compiled=run.any("compiles_blocks"))
         choose_trained(run, network)
         for p in network.parameters():
             p.data = p.data if p.requires_grad else p.data.to(dtype)

@@ -40,6 +40,7 @@ from lowmem.data.opening import source_class
 from lowmem.data.packing import with_positions
 from lowmem.memory.ledger import plain_tensors, weights
 from lowmem.memory.tracker import Point
+from lowmem.model import document_attention
 from lowmem.model import loading as model
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.tracing import as_card
@@ -162,7 +163,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         as_rank(run, rank) as ranks,
         mode,
         tensors_count_as_real(),
-        boundaries_count_as_real() if with_positions(run.data.arguments) else nullcontext(),
+        _documents(run, on_card, capability) if with_positions(run.data.arguments) else nullcontext(),
         patch.object(AtOnceLane, "copy", mode.counting("travel", AtOnceLane.copy)),
         as_card.kernels(on_card, capability) as attention,
         tempfile.TemporaryDirectory() as folder,
@@ -216,6 +217,25 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         estimate=EVENLY if mode.spread else None,
         neediest=ranks.neediest,
     )
+
+
+@contextmanager
+def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
+    """Assumes documents in packed rows, which tensors without memory cannot tell apart: two in each row if they take
+    turns in attention, and else one, of which the kernel for all stores as much."""
+    at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
+    number = 1 if at_once else 2
+
+    def first_tokens(_: Callable, rows: int, tokens: int, __: torch.device) -> Tensor:
+        return torch.zeros(number * rows + 1, dtype=torch.int32)
+
+    def lengths_of(first: Tensor, tokens: int) -> list[int]:
+        ends = [tokens * document // (len(first) - 1) for document in range(len(first))]
+        return [end - start for start, end in pairwise(ends)]
+
+    assumed = patch.multiple(document_attention, first_tokens=first_tokens, lengths_of=lengths_of)
+    with boundaries_count_as_real(), assumed:
+        yield
 
 
 def _here(run: Run) -> Run:

@@ -90,6 +90,8 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Trains with the recipe and the batch size that were asked for."""
     loading.check_architecture(command.run)
+    if ranks.rank == 0:
+        hints.tell_lr(command.run)
     run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)

@@ -46,6 +46,7 @@ BASE = (
     "clip=0.5",
     "device=cpu",
     "logger=none",
+    "loss=full",
 )
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 COMPILED = ("optim=adamw4bit", "optim=adamw_fp8")  # seconds per shape: slow wherever they run

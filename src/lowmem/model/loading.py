@@ -223,6 +223,13 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
     return next(iter(kinds)) if len(kinds) == 1 else None
 
 
+def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
+    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`, so that their files' pages
+    may stay what holds them until they are sent to ranks. An adapter draws its numbers in the dtype of its base."""
+    stored = None if run.any("freezes_base") else stored_in(described, plans)
+    return stored if stored is not None and stored.itemsize < dtype.itemsize else None
+
+
 def _dtypes_here(name: str) -> set[torch.dtype | None]:
     """Returns the dtypes of the weights in a folder, or of a hub id's that are in the cache; empty: there are none."""
     place = _place(name)

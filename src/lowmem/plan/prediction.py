@@ -12,7 +12,7 @@ from lowmem.config.cards import COMMUNICATOR
 from lowmem.config.declarations import choice, groups
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
-from lowmem.model.loading import describe, read_in, stored_in
+from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
@@ -287,6 +287,9 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         described = describe(run, plans=True)
         read = read_in(run, described, plans=True)
         loaded, maps = read.itemsize, stored_in(described, plans=True) == read
+    elif run.loads_once:
+        wide = getattr(torch, run.loaded_in)
+        maps = stored_narrower(run, describe(run, plans=True), wide, plans=True) is not None
     windows = run.windows if run.several else None
     steps_beside_card = on_card and trace.steps_on_host
     # bytes of a gradient on its way to the host
@@ -371,7 +374,7 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     maps: these are pages of their files, which the system gives up.
     """
     traced = {name: point.host for name, point in trace.phases.items()}
-    read = 0 if maps and _packs(run) else trace.parameters * loaded
+    read = 0 if maps and (_packs(run) or run.loads_once) else trace.parameters * loaded
     largest, weights = trace.largest * loaded, max(read, trace.weights)
     masters = trace.trained_parameters * size if trace.steps_on_host else 0
     # on a CPU weights are loaded where they stay, and frozen ones are narrowed there

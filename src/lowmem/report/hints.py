@@ -38,5 +38,13 @@ def tell_folders(run: Run, output_dir: Path) -> None:
         log.info(f"resume={run.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
 
 
+def tell_lr(run: Run) -> None:
+    """Logs if an adapter of a published model has the step size that the model's own weights want."""
+    if run.any("freezes_base") and run.model.pretrained and run.lr == run.model.lr:
+        log.info(
+            f"lr={run.lr} suits a training of all weights. An adapter wants ten times as much or more: type lr=2e-4."
+        )
+
+
 def _shown(output_dir: Path) -> Path:
     return output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir

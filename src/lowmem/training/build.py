@@ -152,7 +152,8 @@ def module(
     built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
-    if (base := built.ranks.broadcast(digest_of_base(built) if built.ranks.builds else None)) is not None:
+    digest = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
+    if (base := built.ranks.broadcast(digest)) is not None:
         built.identity["base"] = base
     if data.tokens.template is not None:
         built.identity["template"] = data.tokens.template
@@ -175,6 +176,10 @@ def causal_lm(
     loss = _loss(run)
     dtype = loading.read_in(run, described, narrow)
     described = described if ranks.builds else described.at_random
+    sends = ranks.builds and not ranks.in_numbers
+    if sends and (stored := loading.stored_narrower(run, described, dtype)) is not None:
+        ranks.widen(stored, dtype)
+        dtype = stored
     with ranks.building():
         network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or dtype)
         if ranks.builds:

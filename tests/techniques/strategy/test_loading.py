@@ -140,6 +140,39 @@ def test_published_weights_with_more_tokens_are_read_by_one_rank(config, monkeyp
             assert made.model.config.vocab_size == whole.model.config.vocab_size > 301
 
 
+PUBLISHED = {
+    "fp32": ("precision=32",),
+    "frozen": ("precision=32", "freeze=['*embed*','*layers.0.*']"),
+    "adapter": ("precision=32", "adapter=lora"),  # which draws its numbers in the dtype of its base
+    "16 bits": ("precision=bf16-sr",),  # as the files have
+}
+
+
+@pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_weights_of_fewer_bits_are_widened_as_they_are_sent(config, monkeypatch, tmp_path, case, strategy):
+    """They are the same bits, with the same digest of a frozen base, as in one process that reads them in fp32."""
+    typed = [line for line in published(config, tmp_path / "published") if "added_tokens" not in line]
+    cfg = config(*typed, *PUBLISHED[case], "plan=off")
+    data, tape, load = build.data(cfg), Tape(), loading.load
+    torch.manual_seed(0)
+    whole, read = build.module(cfg, data), []
+    monkeypatch.setattr(loading, "load", lambda described, dtype: read.append(dtype) or load(described, dtype))
+    for rank in range(RANKS):
+        with one_of(rank, strategy) as ranks:
+            ranks.broadcast = tape.of(rank, monkeypatch)
+            torch.manual_seed(0)
+            made = build.module(cfg, data, None, ranks)
+            assert made.identity == whole.identity
+            if strategy is FullyShard:
+                same(parts_of(ranks, made.model), expected(ranks, whole.model))
+            else:
+                torch.manual_seed(0)
+                ranks._lay_out(alone := build.module(cfg, data))
+                same(parts_of(ranks, made.model), parts_of(ranks, alone.model))
+    assert read[0] == (torch.float32 if case == "adapter" else torch.bfloat16)
+
+
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.slow)])
 def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, case):
     """They are what the engine makes if every rank has the values."""

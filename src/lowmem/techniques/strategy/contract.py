@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from weakref import ref
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -75,6 +76,14 @@ class OneDevice:
     def building(self) -> AbstractContextManager:
         """Wraps the code that makes the model's modules."""
         return nullcontext()
+
+    def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
+        """Is told that rank 0 has read weights in another dtype than the run's, to which they are widened as they are
+        sent."""
+
+    def sent_as(self, tensor: Tensor) -> torch.dtype:
+        """Returns the dtype that a tensor of the loaded model has in the run."""
+        return tensor.dtype
 
     def shard(self, module: LightningModule) -> None:
         """Keeps only this rank's shard of the module. Before, the full module is on the host, the same on every rank,

@@ -2,8 +2,10 @@
 
 All ranks build the same modules: rank 0 with weights, the others on the meta device, where tensors have shapes and no
 memory. Then rank 0 detaches its weights, so that an engine shards a model without memory; each rank allocates its
-shards; and rank 0 sends one full tensor after the other and frees it. So host memory holds the model once, on rank 0,
-and on each other rank its shards and one tensor. It costs the time to send the model once.
+shards; and rank 0 sends one full tensor after the other and frees it. Published weights of fewer bits than the run's
+stay pages of their files on rank 0, which the system may drop, and are widened one by one as they are sent. So each
+rank has its shards and one tensor, and rank 0 has the full model only if it was drawn or is read in the run's dtype. It
+costs the time to send the model once.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -32,16 +34,16 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
     return result
 
 
-def detach_weights(model: nn.Module) -> Numbers:
+def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
     """Detaches parameters (a tied one once) and buffers, and returns them by name. The model keeps tensors without
-    memory in their place."""
+    memory in their place, in the run's dtype."""
     numbers = {}
     for name, p in model.named_parameters():
-        detached = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
         torch.utils.swap_tensors(p, detached)  # references to the parameter, and its ties, stay valid
         numbers[name] = detached.detach()
     for name, holder, key, buffer in buffers(model):
-        setattr(holder, key, torch.empty_like(buffer, device="meta"))
+        setattr(holder, key, torch.empty_like(buffer, device="meta", dtype=ranks.sent_as(buffer)))
         numbers[name] = buffer
     return numbers
 
@@ -76,7 +78,7 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 def _check(model: nn.Module, ranks: OneDevice) -> None:
     """Checks that all ranks have the same modules: published weights may differ from their architecture, for example
     untie one."""
-    ours = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+    ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
     theirs = ranks.broadcast(ours)  # each rank looks by itself; rank 0 has nothing to compare
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
@@ -87,8 +89,9 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
     """Yields one full tensor after the other, in host memory, on every rank."""
-    for name, shape, dtype in ranks.broadcast([(name, full.shape, full.dtype) for name, full in numbers.items()]):
-        full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
+    sent = [(name, full.shape, ranks.sent_as(full)) for name, full in numbers.items()]
+    for name, shape, dtype in ranks.broadcast(sent):
+        full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).to(dtype).contiguous()
         if full.numel():
             dist.broadcast(full.view(-1).view(torch.uint8), 0)
         yield name, full
@@ -108,7 +111,7 @@ def shard_and_send(
     """Shards the model and sends rank 0's weights into every rank's shards. Args: lay_out: shards a model on the meta
     device, and returns the modules whose own tensors only other ranks have, if there are any; device: of the shards."""
     _check(model, ranks)
-    numbers = {} if ranks.rank else detach_weights(model)
+    numbers = {} if ranks.rank else detach_weights(model, ranks)
     elsewhere = lay_out()
     allocate_on(model, device, elsewhere or ())
     receive_weights(model, numbers, ranks)

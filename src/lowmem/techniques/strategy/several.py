@@ -152,6 +152,13 @@ class Divided(Several):
         super().__init__(device, devices, timeout)
         # local parameter -> the number of processes that hold the same elements
         self._holders: dict[nn.Parameter, int] = {}
+        self._widened: dict[torch.dtype, torch.dtype] = {}
+
+    def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
+        self._widened = {read: dtype}
+
+    def sent_as(self, tensor: Tensor) -> torch.dtype:
+        return self._widened.get(tensor.dtype, tensor.dtype)
 
     @property
     def builds(self) -> bool:

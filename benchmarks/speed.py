@@ -8,9 +8,12 @@ import argparse
 import json
 
 from benchmarks.loops import shape
-from benchmarks.runner import measure, medians, ratio, run_train, write
+from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
+# A row of 16k tokens, where attention takes most of the time
+LONG = ("seq_len=16384", "model.architecture.n_positions=16384", "model.architecture.n_layer=2", "batch_size=1")
+LONG += ("max_steps=3", "val_every=3", "val_sequences=1", "sample_tokens=0", "loss=chunked")
 # name -> (model of benchmarks.loops, overrides)
 ROWS = {
     **{f"checkpointing {c}": ("13.9M", [f"gradient_checkpointing={c}"]) for c in CHECKPOINTING},
@@ -18,6 +21,8 @@ ROWS = {
     "compiled every_layer": ("13.9M", ["compile=blocks", "gradient_checkpointing=every_layer"]),
     "bf16": ("13.9M", ["precision=bf16"]),
     "compiled bf16": ("13.9M", ["precision=bf16", "compile=blocks"]),
+    "long offload": ("13.9M", [*LONG, "gradient_checkpointing=offload"]),
+    "long offload_attention": ("13.9M", [*LONG, "gradient_checkpointing=offload_attention"]),
     "tiny full": ("tiny", ["loss=full"]),
     "tiny chunked": ("tiny", ["loss=chunked"]),
     "50k full": ("tiny", ["loss=full", "model.architecture.vocab_size=50257"]),
@@ -34,6 +39,7 @@ LIMITS = (
     ("compiled", "checkpointing none", "seconds_per_step", "-"),
     ("compiled every_layer", "checkpointing every_layer", "seconds_per_step", "-"),
     ("compiled bf16", "bf16", "seconds_per_step", "-"),
+    ("long offload_attention", "long offload", "seconds_per_step", "-"),
     ("tiny chunked", "tiny full", "seconds_per_step", "<= 1.10"),
     ("50k chunked", "50k full", "seconds_per_step", "<= 0.95"),
     ("50k chunked", "50k full", "activations", "-"),
@@ -128,13 +134,17 @@ def table(results: dict, alone: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--add", nargs="*", choices=ROWS, help="measure these rows; keep the others")
     parser.add_argument("--row", help="run one row in this process; 'alone': the loss by itself")
     options = parser.parse_args()
     if options.row is not None:
         print(json.dumps(loss_alone() if options.row == "alone" else row(options.row)), flush=True)
         return
-    rows = {name: ["-m", "benchmarks.speed", "--row", name] for name in [*ROWS, "alone"]}
-    results = measure(rows, options.rounds)
+    names = options.add or [*ROWS, "alone"]
+    results = measure({name: ["-m", "benchmarks.speed", "--row", name] for name in names}, options.rounds)
+    if options.add:
+        before = json.loads((RESULTS / "speed.json").read_text())
+        results = before["rounds"] | {"alone": before["alone"]} | results
     alone = results.pop("alone")
     middle = sorted(alone, key=lambda figures: figures["time"])[len(alone) // 2]
     write("speed", {"rounds": results, "alone": alone}, table(results, middle))

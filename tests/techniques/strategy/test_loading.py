@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from as_rank import as_rank
+from host_memory import Highest, linux
 from lowmem.memory.meter import MemoryMeter
 from lowmem.model import loading
 from lowmem.report.end_of_evaluation import EndOfEvaluation
@@ -114,9 +115,9 @@ def test_each_rank_has_its_parts_of_what_one_process_builds(config, monkeypatch,
     assert tape.largest == max(p.nbytes for p in whole.parameters())  # never more than one tensor at a time
 
 
-def published(config, folder):
+def published(config, folder, *shape):
     """Weights in 16 bits with a tokenizer, and with an end token that their architecture does not name."""
-    cfg = config(*LLAMA)
+    cfg = config(*LLAMA, *shape)
     data = build.data(cfg)
     network = build.module(cfg, data).model.to(torch.bfloat16)
     network.generation_config.eos_token_id = 7
@@ -171,6 +172,32 @@ def test_published_weights_of_fewer_bits_are_widened_as_they_are_sent(config, mo
                 ranks._lay_out(alone := build.module(cfg, data))
                 same(parts_of(ranks, made.model), parts_of(ranks, alone.model))
     assert read[0] == (torch.float32 if case == "adapter" else torch.bfloat16)
+
+
+WIDE = ("model.architecture.hidden_size=512", "model.architecture.intermediate_size=1408")
+WIDE += ("model.architecture.num_hidden_layers=8",)
+
+
+@linux
+@pytest.mark.parametrize("narrower", [True, False])
+def test_rank_0_has_its_shards_and_one_tensor_beside_the_files_pages(config, monkeypatch, tmp_path, narrower):
+    """The wrong variant reads the model in the run's dtype first, as one process does."""
+    folder = tmp_path / "published"
+    typed = [line for line in published(config, folder, *WIDE) if "added_tokens" not in line]
+    cfg = config(*typed, "plan=off")
+    data = build.data(cfg)
+    if not narrower:
+        monkeypatch.setattr(loading, "stored_narrower", lambda *_: None)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: None)
+    with one_of(0) as ranks:
+        ranks.broadcast = lambda said: said
+        with Highest() as memory:
+            made = build.module(cfg, data, None, ranks)
+    full = 4 * sum(p.numel() for p in made.model.parameters())
+    largest = 4 * max(p.numel() for p in made.model.parameters())
+    slack = full / 8  # modules, and pages of the heap
+    assert (memory.rise < full / RANKS + 2 * largest + slack) == narrower
+    assert narrower or memory.rise > full
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.slow)])

@@ -28,7 +28,18 @@ from lowmem.command import folder_lock, help, launch, sweep
 from lowmem.config import spelling
 from lowmem.config.check import check_places, check_values
 from lowmem.config.settle import Run, settled
-from lowmem.config.typed_lines import CONF, composed, in_place_of, key, keys_replaced, parted, quoted, unquoted, without
+from lowmem.config.typed_lines import (
+    CONF,
+    composed,
+    in_place_of,
+    key,
+    keys_of_other_choices,
+    keys_replaced,
+    parted,
+    quoted,
+    unquoted,
+    without,
+)
 from lowmem.plan.search.helper import helper
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
@@ -121,7 +132,8 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     shows = [flag for flag in flags if flag.partition("=")[0] in ("-c", "--cfg", "-i", "--info")]
     if shows and {*flags} & {*SWEEP}:
         raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
-    lines = without(keys_replaced(typed), _resumed_overrides(typed)) + typed
+    earlier = _resumed_overrides(typed)
+    lines = without(keys_replaced(typed) | keys_of_other_choices(typed, earlier), earlier) + typed
     lines += in_place_of(lines)
     if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]

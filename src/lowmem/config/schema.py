@@ -49,6 +49,12 @@ def _below(pattern: str) -> str:
     return pattern
 
 
+def _no_switch(place: str) -> str:
+    if place in ("true", "false"):
+        raise ValueError
+    return place
+
+
 def _changeable(groups: str) -> str:
     if not {*groups.split(",")} <= {*CHANGEABLE}:
         raise ValueError
@@ -334,7 +340,7 @@ ARGUMENTS: dict[str, Any] = {
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
-    "drive": _words("a folder, or null", Place | None),
+    "drive": _words("a folder on it, or null", Annotated[Place, AfterValidator(_no_switch)] | None),
     "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),

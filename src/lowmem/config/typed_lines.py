@@ -55,6 +55,20 @@ def keys_replaced(lines: Iterable[str]) -> set[str]:
     return keys.union(*(pair for pair in EITHER if keys.intersection(pair)))
 
 
+def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[str]:
+    """Returns the keys that earlier lines set for a choice of a group, such as weights.drive for weights=streamed, if
+    another choice is typed now that has no such key."""
+    chosen = {group: name for group, name in as_mapping(typed).items() if is_group(group)}
+    lost = set()
+    for group, name in chosen.items():
+        file = CONF / group / f"{name}.yaml"
+        if file.is_file() and "@package" not in (text := file.read_text(encoding="utf-8")):
+            has = OmegaConf.merge(OmegaConf.load(CONF / "config.yaml").get(group) or {}, OmegaConf.create(text))
+            below = [key(line) for line in earlier if key(line).startswith(f"{group}.")]
+            lost |= {name for name in below if name.split(".")[1] not in has}
+    return lost
+
+
 def in_place_of(lines: Sequence[str]) -> list[str]:
     """Returns lines that undo a key of an experiment's yaml if its alternative was typed."""
     keys = set(map(key, lines))

@@ -21,3 +21,17 @@ def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, s
     growths = [one.phases["load"].host - one.host_categories["libraries"] for one in (drawn, loaded)]
     assert growths[1] - growths[0] == loaded.mapped
     assert loaded.host_need(None) <= loaded.host_peak  # the system takes a file's pages back before it runs out
+
+
+def test_rank_0_does_not_count_pages_that_it_widens_as_it_sends_them(config, tmp_path):
+    """It has its shard and one tensor if the files have fewer bits than the run, else the full model."""
+    cfg = config("precision=32", "model.architecture.n_embd=256").resolved()
+    network, needs = load(describe(cfg), torch.float32), {}
+    for saved in ("float32", "bfloat16"):
+        folder = tmp_path / saved
+        network.to(getattr(torch, saved)).save_pretrained(folder)
+        divided = config("model=hf", f"model.name={folder}", "seq_len=16", "strategy=fsdp", "devices=2", "plan=off")
+        predicted = predict(divided.resolved(), Target(on_card=True))
+        needs[saved] = predicted.phases["load"].host - predicted.host_categories["libraries"] - predicted.mapped
+    full = 4 * sum(p.numel() for p in network.parameters())
+    assert needs["float32"] - needs["bfloat16"] == pytest.approx(full / 2, rel=0.1)  # the other half is the shard

@@ -97,6 +97,7 @@ class Published:
 
 
 RUN = ("model=hf", "model.name=published", "model.pretrained=false", "lr=1e-4", "clip=null", "scheduler=constant")
+RUN += ("loss=full",)
 PURE = ("weights_dtype=bfloat16", "trainer.plugins.precision._target_=benchmarks.published.PureBFloat16")
 FOREACH = "optim.fused=false"  # torch chooses this if a run does not set it
 

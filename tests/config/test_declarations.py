@@ -23,6 +23,7 @@ NAMED = {
     ("plan/search/derive.py", "none"): "and everything else is the same in a window of any size",
     ("plan/search/candidates.py", "fixed"): "a smaller micro-batch needs a window that makes up for it",
     ("plan/job.py", "none"): "a word of a sentence",
+    ("plan/tracing/trace.py", "blocks"): "those of the model",
     ("config/schema.py", "offload"): "an argument of another group has this name",
     ("plan/prediction.py", "offload"): "the same argument",
     ("techniques/adapter/lora.py", "none"): "peft's word for biases that are not trained",
@@ -82,8 +83,10 @@ def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
     # weights stream beside a precision and a checkpointing that are chosen with them, and who has one device has no
-    # others to share with: that is a plan's advice
-    assert len(advised) == (group not in ("weights", "strategy")) and all(every[name].saves for name in advised)
+    # others to share with: that is a plan's advice; compiled blocks save time first
+    assert len(advised) == (group not in ("weights", "strategy", "compile")) and all(
+        every[name].saves for name in advised
+    )
     for technique in every.values():
         assert technique.on_host is None or technique.on_host in every
         assert technique.computes_as is None or technique.computes_as in every

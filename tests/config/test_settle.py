@@ -31,6 +31,8 @@ KEYS_OF_YAML = {  # their parameters are keys of conf/, which people type
 CALLED_BY_TORCH = {  # with these arguments
     "techniques.loss.cross_entropy._ChunkedCrossEntropy.forward",
     "plan.tracing.attend.Attend.__call__",
+    "model.document_attention.attend",  # by transformers
+    "model.document_attention.first_tokens_or_mask",
     "techniques.loss.tiled._TiledCrossEntropy.forward",
 }
 KEYS_OF_SEVERAL = {"data.sources.records.records"}  # the keys that the yamls of all records have

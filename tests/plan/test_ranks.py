@@ -41,7 +41,7 @@ WORDS = 64  # bytes: of losses and norms
 def typed(config):
     def typed(*lines):
         shape = [f"model.architecture.{key}={value}" for key, value in SHAPE.items()]
-        sizes = (f"batch_size={S.B}", f"seq_len={S.T}", "precision=32", "optim=adamw")
+        sizes = (f"batch_size={S.B}", f"seq_len={S.T}", "precision=32", "optim=adamw", "loss=full")
         cfg = config("model=llama-3.2-1b", "model.pretrained=false", *shape, *sizes, *lines)
         return cfg.resolved()
 

@@ -39,20 +39,14 @@ COLUMNS = (
 class MemoryMeter(Callback):
     """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
     if the device is the CPU; resumed_at: the step until which `file` keeps its rows; size: bytes of the device, or of
-    its limit; None: it has none of its own; compiled: blocks are compiled, and on a CPU what they allocate is not seen.
+    its limit; None: it has none of its own.
     """
 
     tracker = StorageTracker
     first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
 
     def __init__(
-        self,
-        file: Path,
-        log_every: int = 10,
-        limit: int | None = None,
-        resumed_at: int = 0,
-        size: int | None = None,
-        compiled: bool = False,
+        self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
     ) -> None:
         self.log_every, self.limit, self.size = log_every, limit, size
         if limit:
@@ -68,7 +62,7 @@ class MemoryMeter(Callback):
         self._step = 0
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
         self._cuda: torch.device | None = None
-        self._compiled = compiled
+        self.compiled = False  # True: blocks are compiled, and on a CPU what they allocate is not seen
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
@@ -97,7 +91,7 @@ class MemoryMeter(Callback):
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), side)
         self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")
-        if self._compiled:
+        if self.compiled:
             log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
             self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = trainer.global_step
@@ -233,7 +227,7 @@ class MemoryMeter(Callback):
     # --- live tensors by category ---------------------------------------------------------------------------------
 
     def _track(self) -> None:
-        if not self._compiled:
+        if not self.compiled:
             self._tracker = self.tracker(self.ledger.storages(), self.limit)
             self._tracker.__enter__()
 

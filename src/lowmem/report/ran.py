@@ -12,7 +12,8 @@ def chosen(choices: Mapping[str, str | None]) -> list[str]:
         choices: as Hydra lists them, the last group of the config's defaults first.
     """
     ours = {group: choice for group, choice in choices.items() if "/" not in group and group != "logger"}
-    return [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in IDLE]
+    named = [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in IDLE]
+    return sorted(named, key=lambda line: not line.startswith("model="))
 
 
 def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ def seen(fit, monkeypatch):
         monkeypatch.setattr(CPUAccelerator, "setup_device", lambda *_: None)  # which asks for a CPU
         monkeypatch.setattr(CausalLM, "training_step", step)
         how = ("strategy=fsdp_offload", "max_steps=1", "clip=null", "+trainer.limit_val_batches=0", "optim=adamw")
-        summary, _ = fit(*LLAMA, *how, "export=null")
+        summary, _ = fit(*LLAMA, *how, "export=null", "loss=full")
         found["told"] = summary["ranks"][0]["weights"] / summary["weights_bytes"]
         return found
 

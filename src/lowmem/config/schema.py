@@ -49,8 +49,11 @@ def _below(pattern: str) -> str:
     return pattern
 
 
-def _no_switch(place: str) -> str:
-    if place in ("true", "false"):
+_NO_FOLDER = re.compile(r"true|false|yes|no|on|off|[\d.]+ *([kmgt]i?b)?|\w+://.*", re.IGNORECASE)
+
+
+def _folder(place: str) -> str:
+    if _NO_FOLDER.fullmatch(place):
         raise ValueError
     return place
 
@@ -340,7 +343,7 @@ ARGUMENTS: dict[str, Any] = {
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
-    "drive": _words("a folder on it, or null", Annotated[Place, AfterValidator(_no_switch)] | None),
+    "drive": _words("a folder on it, or null", Annotated[Place, AfterValidator(_folder)] | None),
     "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
     "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),

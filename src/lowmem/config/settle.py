@@ -134,6 +134,11 @@ class Run(schema.Keys):
         return not self._strategy_class.in_numbers
 
     @property
+    def widens_as_sent(self) -> bool:
+        """Returns whether rank 0 may read weights in the fewer bits of their files, and widen them as it sends them."""
+        return self._strategy_class.widens
+
+    @property
     def saves_parts(self) -> bool:
         """Returns whether each process writes its shard of the model and of the optimizer's state."""
         return self._strategy_class.divides

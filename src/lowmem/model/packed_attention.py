@@ -74,6 +74,12 @@ def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
     """Returns whether no document depends on an earlier one: the gradient is exactly zero there, in any precision."""
+    return not any(_depends(model, packed, boundary) for boundary in (lengths[0], lengths[0] + lengths[1]))
+
+
+def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -> bool:
+    """Returns whether tokens from `boundary` on depend on those before it. Each question has a pass of its own, since
+    compiled code gives up what it has stored in its backward pass."""
     embedded: list[Tensor] = []
 
     def caught(_, __, output: Tensor) -> Tensor:
@@ -85,16 +91,12 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
         with torch.inference_mode(False), torch.enable_grad():  # an evaluation has inference mode on and gradients off
             packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits.float()  # (B, T, V)
+            behind = logits[:, boundary:].logsumexp(-1).sum()
     finally:
         hook.remove()
-    boundaries = [lengths[0], lengths[0] + lengths[1]]
-    return bool(embedded) and not any(_depends(logits, embedded[0], boundary) for boundary in boundaries)
-
-
-def _depends(logits: Tensor, embedded: Tensor, boundary: int) -> bool:
-    with torch.inference_mode(False), torch.enable_grad():
-        behind = logits[:, boundary:].logsumexp(-1).sum()
-    gradient = torch.autograd.grad(behind, embedded, retain_graph=True)[0]  # (B, T, H)
+    if not embedded:
+        return True
+    gradient = torch.autograd.grad(behind, embedded[0])[0]  # (B, T, H)
     return bool(gradient[:, :boundary].any())
 
 
@@ -108,15 +110,19 @@ def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
         if _works_without_mask(model, input_ids):
             at_once = has_kernel(_computed_in(model, input_ids.device.type), input_ids.device)
             how = "all at once, in torch's kernel for several lengths" if at_once else "one after the other"
-            log.info(f"Documents of a row have no mask of (tokens, tokens): attention computes them {how}.")
+            log.info(
+                f"Attention computes the documents of a row {how}, without a mask of (tokens, tokens) but in layers "
+                "whose window is shorter than a row."
+            )
             return
-        log.info(f"Documents of a row have a mask of (tokens, tokens): {type(model).__name__} changes its mask itself.")
         model.set_attn_implementation(MASKED)
     if not keeps_apart(model, input_ids):
         raise Refused(
             f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever position "
             "ids it gets, so training would mix them. Type data.packing=padded."
         )
+    if attention_taken(model) == MASKED:
+        log.info("The documents of a row have a mask of (tokens, tokens) in each layer.")
 
 
 def _works_without_mask(model: PreTrainedModel, input_ids: Tensor) -> bool:

@@ -287,7 +287,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         described = describe(run, plans=True)
         read = read_in(run, described, plans=True)
         loaded, maps = read.itemsize, stored_in(described, plans=True) == read
-    elif run.loads_once:
+    elif run.loads_once and run.widens_as_sent:
         wide = getattr(torch, run.loaded_in)
         maps = stored_narrower(run, describe(run, plans=True), wide, plans=True) is not None
     windows = run.windows if run.several else None
@@ -374,7 +374,7 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     maps: these are pages of their files, which the system gives up.
     """
     traced = {name: point.host for name, point in trace.phases.items()}
-    read = 0 if maps and (_packs(run) or run.loads_once) else trace.parameters * loaded
+    read = 0 if maps and (_packs(run) or run.widens_as_sent) else trace.parameters * loaded
     largest, weights = trace.largest * loaded, max(read, trace.weights)
     masters = trace.trained_parameters * size if trace.steps_on_host else 0
     # on a CPU weights are loaded where they stay, and frozen ones are narrowed there

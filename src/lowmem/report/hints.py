@@ -40,9 +40,10 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 def tell_lr(run: Run) -> None:
     """Logs if an adapter of a published model has the step size that the model's own weights want."""
-    if run.any("freezes_base") and run.model.pretrained and run.lr == run.model.lr:
+    if run.any("freezes_base") and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
-            f"lr={run.lr} suits a training of all weights. An adapter wants ten times as much or more: type lr=2e-4."
+            f"lr={run.lr} suits a training of all weights. An adapter wants ten times as much or more: with AdamW "
+            "lr=2e-4."
         )
 
 

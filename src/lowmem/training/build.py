@@ -176,12 +176,16 @@ def causal_lm(
     loss = _loss(run)
     dtype = loading.read_in(run, described, narrow)
     described = described if ranks.builds else described.at_random
-    sends = ranks.builds and not ranks.in_numbers
-    if sends and (stored := loading.stored_narrower(run, described, dtype)) is not None:
-        ranks.widen(stored, dtype)
-        dtype = stored
+    sends = ranks.builds and ranks.widens and not ranks.in_numbers
+    stored = loading.stored_narrower(run, described, dtype) if sends else None
     with ranks.building():
-        network = loading.load(described, base_dtype(run.adapter.arguments.get("path")) or dtype)
+        network = loading.load(described, stored or base_dtype(run.adapter.arguments.get("path")) or dtype)
+        if stored is not None and any(buffer.dtype == stored for buffer in network.buffers()):
+            # what a model computes itself, such as Gemma's factor of embeddings, would be rounded
+            network, stored = loading.load(described, dtype), None
+        if stored is not None:
+            ranks.widen(stored, dtype)
+            dtype = stored
         if ranks.builds:
             check(network)
         if with_positions(run.data.arguments):

@@ -21,6 +21,7 @@ from lowmem.techniques.strategy.fsdp import FullyShard
 from lowmem.techniques.strategy.rank_0_turns import Turns
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 from lowmem.training import build
+from networks import network
 
 RANKS = 2
 LLAMA = ("model=llama-3.2-1b", "model.pretrained=false", "model.architecture.hidden_size=32")
@@ -172,6 +173,19 @@ def test_published_weights_of_fewer_bits_are_widened_as_they_are_sent(config, mo
                 ranks._lay_out(alone := build.module(cfg, data))
                 same(parts_of(ranks, made.model), parts_of(ranks, alone.model))
     assert read[0] == (torch.float32 if case == "adapter" else torch.bfloat16)
+
+
+def test_what_a_model_computes_itself_is_not_rounded(config, monkeypatch, tmp_path):
+    """Gemma multiplies embeddings by the root of their width, a buffer: read in 16 bits it would be another factor."""
+    network("gemma3_text", hidden_size=80).to(torch.bfloat16).save_pretrained(tmp_path)
+    build.data(config(*LLAMA)).tokens.tokenizer.save_pretrained(tmp_path)
+    cfg = config("model=hf", f"model.name={tmp_path}", "device=cpu", "seq_len=16", "plan=off")
+    data, tape = build.data(cfg), Tape()
+    whole = build.module(cfg, data)
+    for rank in range(RANKS):
+        with one_of(rank) as ranks:
+            ranks.broadcast = tape.of(rank, monkeypatch)
+            same(parts_of(ranks, build.module(cfg, data, None, ranks).model), expected(ranks, whole.model))
 
 
 WIDE = ("model.architecture.hidden_size=512", "model.architecture.intermediate_size=1408")

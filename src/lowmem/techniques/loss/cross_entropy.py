@@ -120,9 +120,10 @@ class Verified(Callback):
     """
 
     def __init__(self, packed: bool = False) -> None:
-        self.packed = packed
+        self.packed, self.done = packed, False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.done = True
         if not (self.packed or module.loss.own_logits or module.tiles):
             return
         two_rows = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
@@ -139,8 +140,9 @@ class Verified(Callback):
                     module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if not (trainer.validating and (self.packed or module.tiles)):  # an evaluation alone, without training
+        if self.done or not (trainer.validating and (self.packed or module.tiles)):  # not before training either
             return
+        self.done = True
         two_rows = _two_rows(next(iter(trainer.val_dataloaders[0]))[0], module)
         with trainer.precision_plugin.forward_context():
             if self.packed:

@@ -40,6 +40,7 @@ class OneDevice:
     side: Side = "device"  # where sharded tensors wait, and are stepped
     side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
     divides = False  # True if a process has only a shard of the parameters
+    widens = False  # True if weights that rank 0 has read in fewer bits may be widened as they are sent
     in_numbers = True  # True if every rank has the weights before `shard`; False: only rank 0 has them
     builds = True  # this rank reads or draws the model's weights; False: they come from rank 0
     neediest = (0,)  # ranks worth tracing: no other needs more memory than the worst of these

@@ -25,6 +25,7 @@ class FullyShard(Divided):
     """Shards with torch's fully_shard. Args: offload: keep the shards in host memory."""
 
     in_numbers = False
+    widens = True
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
         super().__init__(device, devices, timeout)

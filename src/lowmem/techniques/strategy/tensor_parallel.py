@@ -194,6 +194,7 @@ class TensorParallel(Divided):
     from it."""
 
     in_numbers = False
+    widens = True
     tensor_parallel_size: int | None = None  # ranks of a group; None: all
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:

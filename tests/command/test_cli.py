@@ -64,6 +64,13 @@ def test_what_was_typed_for_another_choice_is_not_repeated(earlier):
     ]
 
 
+@pytest.mark.parametrize("value", ["true", "Yes", "200GB", "http://x"])
+def test_what_is_no_folder_makes_none(value):
+    streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")
+    with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on it"):
+        cli.prepare([*streamed, f"weights.drive={value}"])
+
+
 def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
 

@@ -49,7 +49,7 @@ def _below(pattern: str) -> str:
     return pattern
 
 
-_NO_FOLDER = re.compile(r"true|false|yes|no|on|off|[\d.]+ *([kmgt]i?b)?|\w+://.*", re.IGNORECASE)
+_NO_FOLDER = re.compile(r"true|false|yes|no|on|off|[\d.]+ *[kmgt]i?b|\w+://.*", re.IGNORECASE)
 
 
 def _folder(place: str) -> str:

@@ -113,7 +113,7 @@ PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_t
     ("model", "more"),
     [
         ("gpt2", ("loss=full", "model.architecture.n_positions=512")),
-        ("llama", ("gradient_checkpointing=every_layer", "precision=bf16")),
+        ("llama", ("gradient_checkpointing=every_layer", "precision=bf16", "loss=full")),
         ("llama", ("loss=chunked", "loss.rows=256", "precision=bf16-master")),
     ],
 )

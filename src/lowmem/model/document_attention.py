@@ -32,8 +32,7 @@ def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
     the lowest number."""
     if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
         return None
-    if torch.is_autocast_enabled(mask.device.type):
-        dtype = torch.get_autocast_dtype(mask.device.type)
+    dtype = by_autocast(dtype, mask.device.type)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
@@ -104,7 +103,8 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     rows, tokens = query.shape[0], query.shape[2]
-    flat = [_by_autocast(tensor).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # (B x T, heads, D)
+    dtype = by_autocast(query.dtype, query.device.type)
+    flat = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # (B x T, heads, D)
     if takes_all_at_once(flat[0], flat[2], dropout):
         out = _at_once(*flat, attention_mask, tokens, scaling)
     else:
@@ -159,10 +159,9 @@ def _in_turn(
     return torch.cat([heads[0].transpose(0, 1) for heads in done])
 
 
-def _by_autocast(tensor: Tensor) -> Tensor:
-    """Casts as autocast does with the inputs of torch's own attention."""
-    device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+def by_autocast(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Returns the dtype to which autocast would cast the inputs of torch's own attention."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 AttentionInterface.register(BY_DOCUMENT, attend)

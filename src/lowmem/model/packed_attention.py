@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowmem.model.document_attention import BY_DOCUMENT, MASKED, has_kernel
+from lowmem.model.document_attention import BY_DOCUMENT, MASKED, by_autocast, has_kernel
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 
@@ -68,8 +68,7 @@ def _same(model: PreTrainedModel, packed: dict[str, Tensor], alone: Tensor) -> b
 
 
 def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
-    dtype = model.get_input_embeddings().weight.dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    return by_autocast(model.get_input_embeddings().weight.dtype, device)
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:

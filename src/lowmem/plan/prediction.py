@@ -287,7 +287,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         described = describe(run, plans=True)
         read = read_in(run, described, plans=True)
         loaded, maps = read.itemsize, stored_in(described, plans=True) == read
-    elif run.loads_once and run.widens_as_sent:
+    elif run.widens_as_sent:
         wide = getattr(torch, run.loaded_in)
         maps = stored_narrower(run, describe(run, plans=True), wide, plans=True) is not None
     windows = run.windows if run.several else None

@@ -161,6 +161,7 @@ class Checkpoint(Section):
 
 class EarlyStop(Section):
     patience: _words("a whole number of at least 1, or null: off", Count | None)
+    watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
 class Plugins(BaseModel):

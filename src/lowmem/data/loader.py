@@ -208,7 +208,7 @@ class WindowLoader:
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
-        per_step, end = self.share.rows_per_step, self._after(start)
+        per_step, end = self.share.rows_per_step, self.after(start)
         stop = end.sequence or len(order)
         micro_batches, tokens, weight = [], 0, 0
         for begin in range(start.sequence, stop, per_step):
@@ -218,7 +218,7 @@ class WindowLoader:
             micro_batches.append(self.share.rows_of(batch))
         return Window(micro_batches, tokens, weight, end)
 
-    def _after(self, start: Position) -> Position:
+    def after(self, start: Position) -> Position:
         """Returns the end of the window that begins at `start`."""
         stop = start.sequence + self.share.rows_per_step * self.window_size(start.epoch, start.window)
         if stop < len(self.sequences):
@@ -229,7 +229,7 @@ class WindowLoader:
         """Returns the number of windows of so many epochs; nothing is read."""
         position = START
         while position.epoch < epochs:
-            position = self._after(position)
+            position = self.after(position)
         return position.window
 
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data import packing
 from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.packing import rows
-from lowmem.data.sources.source import Source
-from lowmem.data.token_store import Tokens, tokenize
+from lowmem.data.sources.source import Source, SplitName
+from lowmem.data.token_store import Split, Tokens, tokenize
 from lowmem.system.errors import Refused
 
 
@@ -76,6 +76,12 @@ class StoredSource(Openable):
     """A source whose documents are encoded once, into the token store."""
 
     def opened(self, wanted: Wanted) -> Opened:
-        how = wanted.seq_len, self.packing, self.too_long
         tokens = tokenize(self, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)
-        return Opened(tokens, rows(tokens.train, *how, "train"), {"": rows(tokens.val, *how, "val")})
+        train, val = (
+            self.rows(split, wanted.seq_len, name) for name, split in (("train", tokens.train), ("val", tokens.val))
+        )
+        return Opened(tokens, train, {"": val})
+
+    def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
+        """Makes the rows of a split."""
+        return rows(split, seq_len, self.packing, self.too_long, name)

@@ -110,7 +110,16 @@ class _Apart(Rows):
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         self.split, self.seq_len, self.too_long = split, seq_len, too_long
-        self.pieces, self.report = pieces(split, seq_len, too_long, name)
+        self.pieces, self.report = self._chosen(name)
+
+    def _chosen(self, name: str) -> tuple[Pieces, dict]:
+        """Returns the pieces to learn from, and counts of what became of the documents."""
+        return pieces(self.split, self.seq_len, self.too_long, name)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Returns the tokens of what is put into rows as a unit, (units,): here of each piece."""
+        return self.pieces.lengths
 
     @property
     def order(self) -> dict:
@@ -135,22 +144,23 @@ class Documents(_Apart):
     """Rows of complete documents. The unused end of a row is its own document, with nothing to learn."""
 
     positions = True
+    stored_as = "rows"  # the beginning of the name of the file with the packed order
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
         # the pieces, row after row, and their number up to the end of each row
         self.packed, self.ends = self._packed_once(split, name)
-        tokens = int(self.pieces.lengths.sum())
+        tokens = int(self.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Packs once and stores the result beside the tokens on disk: 5 million documents take seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # the tokens are in memory alone
-            return packed(self.pieces.lengths, self.seq_len)
-        file = Path(where).with_name(f"{name}_rows_{self.seq_len}_{self.too_long}.npz")
+            return packed(self.lengths, self.seq_len)
+        file = Path(where).with_name(f"{name}_{self.stored_as}_{self.seq_len}_{self.too_long}.npz")
         if not file.exists():
-            order, ends = packed(self.pieces.lengths, self.seq_len)
+            order, ends = packed(self.lengths, self.seq_len)
             _save(file, order=order, ends=ends)
         with np.load(file) as stored:
             return stored["order"], stored["ends"]
@@ -160,6 +170,10 @@ class Documents(_Apart):
 
     def documents(self, row: int) -> np.ndarray:
         """Returns the pieces of a row, in their order."""
+        return self.units(row)
+
+    def units(self, row: int) -> np.ndarray:
+        """Returns the numbers of what was packed into a row, in their order."""
         return self.packed[self.ends[row - 1] if row else 0 : self.ends[row]]
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -184,12 +198,12 @@ class Padded(_Apart):
         self.report |= {"rows": len(self)}
 
     def __len__(self) -> int:
-        return len(self.pieces.starts)
+        return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
         """Sorts documents by length within pools. The pools and their order depend on the seed alone; which documents
         make a micro-batch depends on its size, so a resumed run keeps the size that it began with."""
-        lengths = self.pieces.lengths
+        lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # ascending and descending in turn, so that a micro-batch across two pools does not mix long and short ones
         ordered = np.concatenate(
@@ -227,8 +241,9 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     return packed_rows
 
 
-def describe_split(report: Mapping, name: str, packing: str) -> str:
-    """Returns a sentence about the documents of a split: how many there are, and how many were left out."""
+def describe_split(report: Mapping, name: str, packing: str, units: str = "documents") -> str:
+    """Returns a sentence about the documents of a split: how many there are, and how many were left out. Args: units:
+    what the report counts."""
     left_out = {
         "longer than a row were cut": report["cut"],
         "longer than a row were dropped": report["too_long"],
@@ -236,9 +251,7 @@ def describe_split(report: Mapping, name: str, packing: str) -> str:
     }
     notes = "".join(f"; {count:,} {fate}" for fate, count in left_out.items() if count)
     filled = f", {report['fill']:.1%} filled" if "fill" in report else ""
-    return (
-        f"data.packing={packing}, {name}: {report['documents']:,} documents in {report['rows']:,} rows{filled}{notes}."
-    )
+    return f"data.packing={packing}, {name}: {report['documents']:,} {units} in {report['rows']:,} rows{filled}{notes}."
 
 
 def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
@@ -276,7 +289,7 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
         )
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
     cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)
-    learnt = cut.chosen(_labels_that_count(split, cut) > 0)
+    learnt = cut.chosen(labels_that_count(split, cut) > 0)
     documents = np.searchsorted(ends, learnt.starts, side="right")  # the document of each piece
     report = {
         "documents": len(np.unique(documents)),
@@ -297,7 +310,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
     return Pieces(starts[document] + number * seq_len, np.minimum(left, seq_len), left <= seq_len)
 
 
-def _labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
+def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
     """Returns the number of labels that count in each piece, (pieces,)."""
     known = cut.lengths - cut.last
     if split.learnt_bits is None:

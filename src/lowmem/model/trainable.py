@@ -5,7 +5,7 @@ resume builds it again, from the same files or the same seed, and a digest in th
 same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 
 import torch
@@ -71,11 +71,17 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 def digest_of_base(model: nn.Module, sent_as: Callable[[Tensor], torch.dtype]) -> str | None:
     """Returns a digest of the names, shapes, dtypes and numbers that a checkpoint does not hold; None: it holds all.
     Args: sent_as: returns the dtype in which the run has a tensor."""
-    stored, digest = checkpoint_state(model), sha256()
+    stored = checkpoint_state(model)
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
-    for name, tensor in base.items():
+    return digest(base, sent_as) if base else None
+
+
+def digest(tensors: Mapping[str, Tensor], sent_as: Callable[[Tensor], torch.dtype]) -> str:
+    """Returns a digest of names, shapes, dtypes and some of the numbers. Args: sent_as: see `digest_of_base`."""
+    digest = sha256()
+    for name, tensor in tensors.items():
         flat = tensor.detach().flatten()
         some = flat[:: 1 + flat.numel() // SAMPLE].cpu().to(sent_as(tensor)).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {some.dtype}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if base else None
+    return digest.hexdigest()

@@ -94,6 +94,7 @@ def differing(runs: Sequence[RunFolder]) -> list[str]:
 # column -> how it is read from a summary, and written
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
+    "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
     "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
@@ -104,8 +105,9 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the names of the figures, those of a drive only if a run has one."""
-    return [name for name in FIGURES if "drive" not in name or any(figure(run, name) is not None for run in runs)]
+    """Returns the names of the figures, those of a drive and of pairs only if a run has them."""
+    rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
+    return [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
 
 
 def figure(run: RunFolder, column: str) -> float | None:

@@ -69,7 +69,7 @@ class Metrics(Callback):
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
         self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 where a model adds nothing
-        self._loss_tokens = 0
+        self._loss_weight = 0
         self._since = 0.0
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
         self._file = file
@@ -87,10 +87,10 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
-            self._loss_sum += outputs["loss"] * outputs["tokens"]
-            self._loss_tokens += outputs["tokens"]
+            self._loss_sum += outputs["loss"] * outputs["weight"]
+            self._loss_weight += outputs["weight"]
             if outputs["auxiliary_loss"] is not None:
-                self._auxiliary_sum += outputs["auxiliary_loss"] * outputs["tokens"]
+                self._auxiliary_sum += outputs["auxiliary_loss"] * outputs["weight"]
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds_since_start()
         self._count_time(outputs["tokens"])
@@ -110,10 +110,10 @@ class Metrics(Callback):
         self._since = now
 
     def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
-        self.train_loss = float(self._loss_sum) / self._loss_tokens
+        self.train_loss = float(self._loss_sum) / self._loss_weight
         if isinstance(self._auxiliary_sum, torch.Tensor):
-            self.auxiliary_loss = float(self._auxiliary_sum) / self._loss_tokens
-        self._loss_sum, self._auxiliary_sum, self._loss_tokens = 0.0, 0.0, 0
+            self.auxiliary_loss = float(self._auxiliary_sum) / self._loss_weight
+        self._loss_sum, self._auxiliary_sum, self._loss_weight = 0.0, 0.0, 0
         metrics = {
             "train_loss": self.train_loss,
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),  # torchao keeps a tensor
@@ -163,8 +163,10 @@ class Metrics(Callback):
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
         if module.val_loss is None:  # the evaluation was cut short
             return
-        losses = zip(self.sets.items(), module.val_losses, strict=True)
-        self.evaluated = [evaluation(name, loss, bits(loss)) for (name, bits), loss in losses]
+        losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
+        self.evaluated = [evaluation(name, loss, figures or bits(loss)) for (name, bits), loss, figures in losses]
+        if "accuracy" in self.evaluated[0]:
+            trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
         self._write(trainer, module, "val", metrics | self.own)
         message = "; ".join(map(_evaluated, self.evaluated))
@@ -208,10 +210,13 @@ class Metrics(Callback):
         self._out.close()
 
 
-def evaluation(name: str, loss: float, bits_per_byte: float) -> dict[str, object]:
-    """Returns the results of a validation set. Args: loss: nats per token that counts."""
+def evaluation(name: str, loss: float, more: float | dict[str, float]) -> dict[str, object]:
+    """Returns the results of a validation set. Args: loss: nats per token that counts, or a mean over pairs; more: bits
+    per byte, or what a loss of pairs shows besides itself."""
+    if isinstance(more, dict):
+        return {"name": name, "loss": loss} | more
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+    return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": more}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
@@ -222,4 +227,9 @@ def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, obj
 
 def _evaluated(results: dict[str, object]) -> str:
     name = f" of {results['name']}" if results["name"] else ""
-    return f"validation{name} {results['loss']:.3f}, {results['bits_per_byte']:.3f} bits per byte"
+    beside = (
+        f"accuracy {results['accuracy']:.3f}"
+        if "accuracy" in results
+        else f"{results['bits_per_byte']:.3f} bits per byte"
+    )
+    return f"validation{name} {results['loss']:.3f}, {beside}"

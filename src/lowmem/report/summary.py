@@ -52,7 +52,6 @@ def table(summary: Mapping) -> str:
         ("train loss", _number(summary["train_loss"], ".4f")),
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
-        ("bits per byte", _number(summary["bits_per_byte"], ".3f")),
         *_evaluation_rows(summary),
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
@@ -70,11 +69,11 @@ def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
     """Yields rows for each validation set if there are several, and for a user's own metric."""
     sets = summary["validation"]
     for data_set in sets:
-        loss, perplexity, bits = (_number(data_set[key], ".4g") for key in ("loss", "perplexity", "bits_per_byte"))
+        figures = [(key.replace("_", " "), _number(value, ".4g")) for key, value in data_set.items() if key != "name"]
         if len(sets) == 1:
-            yield "perplexity", perplexity
+            yield from figures[1:]  # the loss stands above
         else:
-            yield f"  {data_set['name']}", f"loss {loss}, perplexity {perplexity}, {bits} bits per byte"
+            yield f"  {data_set['name']}", ", ".join(f"{name} {value}" for name, value in figures)
     yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
 
 

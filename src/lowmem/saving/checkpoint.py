@@ -314,6 +314,7 @@ class Saved:
             self.optimizer = ours["optimizer"]
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: written without
             self.template = ours.get("template")  # of conversations; None: there were none
+            self.start = ours.get("start")  # digest of the weights at the beginning, with which a loss compares
             self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch raises a dozen errors for a file of another kind

@@ -41,7 +41,8 @@ def _sections(summary: Mapping) -> Iterator[str]:
     yield f"# {(base or summary['architecture']).rpartition('/')[2]}, trained on {data}"
     yield f"Trained from {start} on {data} with lowmem."
     yield "## Measured"
-    yield _table(("set", "loss (nats per token)", "perplexity", "bits per byte"), _evaluated(summary))
+    if summary["validation"]:
+        yield _table(*_evaluated(summary["validation"]))
     yield _table(("", ""), _figures(summary))
     yield "## How"
     typed = command(summary["overrides"])
@@ -54,12 +55,13 @@ def _sections(summary: Mapping) -> Iterator[str]:
     yield ", ".join(f"{name} {version}" for name, version in summary["versions"].items()) + f"; on {summary['device']}."
 
 
-def _evaluated(summary: Mapping) -> Iterator[tuple[str, ...]]:
-    for data_set in summary["validation"]:
-        yield (
-            data_set["name"] or "validation",
-            *(_number(data_set[figure]) for figure in ("loss", "perplexity", "bits_per_byte")),
-        )
+def _evaluated(sets: Sequence[Mapping]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns the head and the rows of a table of the validation sets."""
+    names = [name for name in sets[0] if name != "name"]
+    of_tokens = "perplexity" in names
+    head = ("loss (nats per token)" if name == "loss" and of_tokens else name.replace("_", " ") for name in names)
+    rows = [(one["name"] or "validation", *(_number(one[name]) for name in names)) for one in sets]
+    return ("set", *head), rows
 
 
 def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:

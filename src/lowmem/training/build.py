@@ -14,12 +14,12 @@ from lowmem.config.schema import Node
 from lowmem.config.settle import Run
 from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
 from lowmem.data.opening import Openable, Wanted, openable, source_class
-from lowmem.data.packing import Joined, rows, with_positions
+from lowmem.data.packing import Joined, with_positions
 from lowmem.data.token_store import Tokens, held_out, rows_of
 from lowmem.model import loading, packed_attention, vocabulary
 from lowmem.model.generation import prompt_ids
 from lowmem.model.loading import Described
-from lowmem.model.trainable import digest_of_base
+from lowmem.model.trainable import digest, digest_of_base
 from lowmem.report import sample
 from lowmem.saving import checkpoint
 from lowmem.system.errors import Refused
@@ -33,6 +33,7 @@ from lowmem.training.module import CausalLM, Placement, Update
 
 log = logging.getLogger(__name__)
 
+DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # names that layers of transformers use
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
@@ -84,7 +85,7 @@ def open_texts(run: Run) -> Texts:
     sets = {name: val[""]} if others else val
     for name, other in others:
         split = held_out(other, wanted.cache_dir, tokens.tokenizer)
-        sets[name] = rows(split, run.seq_len, other.packing, other.too_long, "val")
+        sets[name] = other.rows(split, run.seq_len, "val")
     return Texts(described, tokens, train, sets)
 
 
@@ -155,12 +156,23 @@ def module(
     digest = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
     if (base := built.ranks.broadcast(digest)) is not None:
         built.identity["base"] = base
+    if built.own_loss.compares:
+        own = _start(run, built, base) if built.ranks.builds and not saved else None
+        built.identity["start"] = saved.start if saved else built.ranks.broadcast(own)
     if data.tokens.template is not None:
         built.identity["template"] = data.tokens.template
     if saved:
         saved.check(built, data.tokens.tokenizer)
     built.ranks.shard(built)
     return built
+
+
+def _start(run: Run, built: CausalLM, base: str | None) -> str:
+    """Returns a digest of the weights that training starts from. An adapter that begins with zeros is left out, so that
+    runs with other ones share a reference."""
+    if run.technique("adapter").freezes_base and not run.adapter.arguments.get("path"):
+        return base
+    return digest(built.model.state_dict(), built.ranks.sent_as)
 
 
 def causal_lm(
@@ -188,6 +200,8 @@ def causal_lm(
             dtype = stored
         if ranks.builds:
             check(network)
+        if loss.compares:
+            without_dropout(network)
         if with_positions(run.data.arguments):
             packed_attention.separate(network, compiled=run.any("compiles_blocks"))
         choose_trained(run, network)
@@ -210,12 +224,20 @@ def _loss(run: Run) -> Loss:
     """Makes the loss. Raises: Refused: it needs other micro-batches than the data make."""
     loss, data = as_loss(instantiate(run.loss)), run.data
     makes = type(source_class(data.target).example(data.arguments, 1, 1))
-    if loss.needs is not makes:
+    if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
         raise Refused(
             f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
             f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=."
         )
     return loss
+
+
+def without_dropout(network: PreTrainedModel) -> None:
+    """Sets dropout to 0: a reference has none, and a difference from it would be noise."""
+    for module in network.modules():
+        for name in DROPOUT & vars(module).keys():
+            if isinstance(getattr(module, name), float):
+                setattr(module, name, 0.0)
 
 
 def choose_trained(run: Run, network: PreTrainedModel) -> None:

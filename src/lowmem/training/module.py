@@ -83,7 +83,7 @@ class CausalLM(LightningModule):
         placement = placement or Placement()
         self.automatic_optimization = False
         self.model, self.update = model, update
-        self.loss = as_loss(loss)
+        self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         self.at_once = placement.at_once
         # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
@@ -151,7 +151,8 @@ class CausalLM(LightningModule):
         self.position = window.end
         self.tokens += window.tokens
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / window.weight
-        return {"loss": mean, "auxiliary_loss": auxiliary_loss, "tokens": window.tokens, "stepped": stepped}
+        weighed = {"tokens": window.tokens, "weight": window.weight}
+        return {"loss": mean, "auxiliary_loss": auxiliary_loss, **weighed, "stepped": stepped}
 
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Computes forward and backward of all micro-batches.
@@ -193,7 +194,7 @@ class CausalLM(LightningModule):
         """Skips a window without a label that counts: a step would apply weight decay and old momentum."""
         self.skipped_steps += 1
         self.position = window.end
-        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "stepped": False}
+        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "weight": 0, "stepped": False}
 
     def _step(self, loss: Tensor, window: Window) -> bool:
         """Makes one optimizer step, or none if scaled gradients overflowed or a number is not finite."""
@@ -245,14 +246,19 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
+        self._val_figure_sums: list[dict[str, Tensor]] = [{} for _ in range(sets)]
         self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
         self._val_weights, self._val_batches = [0] * sets, 0
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
+        self.val_figures: list[dict[str, float]] = []  # one per set: what the loss shows besides itself
 
     def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
         def evaluate(micro_batch: MicroBatch) -> None:
             self._val_loss_sums[dataloader_idx] += self(micro_batch)
             self._val_weights[dataloader_idx] += micro_batch.weight
+            figures = self._val_figure_sums[dataloader_idx]
+            for name, value in self.own_loss.figures().items():
+                figures[name] = figures.get(name, 0.0) + value
 
         self.run_at_once([partial(evaluate, micro_batch) for micro_batch in micro_batches])
         self._val_batches += 1
@@ -268,11 +274,28 @@ class CausalLM(LightningModule):
             sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
             self.val_losses = self.ranks.broadcast(losses)  # all ranks must decide alike whether to save and to stop
+            figures = [
+                {name: float(self.ranks.all_sum(value)) / weight for name, value in sums.items()}
+                for sums, weight in zip(self._val_figure_sums, weights.tolist(), strict=True)
+            ]
+            self.val_figures = self.ranks.broadcast(figures)
 
     @property
     def val_loss(self) -> float | None:
         """Returns the loss of the first set, which chooses the best checkpoint and ends training early."""
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
+
+    def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
+        """Returns the log-probabilities of the answers of each micro-batch of pairs, (pairs, 2) in host memory."""
+        found: list[Tensor | None] = [None] * len(micro_batches)
+
+        def compute(number: int) -> None:
+            self(micro_batches[number])
+            answers, real = self.own_loss.take()
+            found[number] = answers.logp[real].cpu()
+
+        self.run_at_once([partial(compute, number) for number in range(len(micro_batches))])
+        return found
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "train_loss": metrics.train_loss,
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
-        "bits_per_byte": metrics.evaluated[0]["bits_per_byte"] if metrics.evaluated else None,
+        "bits_per_byte": metrics.evaluated[0].get("bits_per_byte") if metrics.evaluated else None,
         "validation": metrics.evaluated,  # each set
         "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # each set
         "metric": dict(metrics.own),

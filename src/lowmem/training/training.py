@@ -30,10 +30,10 @@ from lowmem.saving import checkpoint
 from lowmem.system import process
 from lowmem.system.deterministic import deterministic
 from lowmem.system.errors import DriveFailed, NotFinite, Refused
-from lowmem.techniques.loss.cross_entropy import Verified
+from lowmem.techniques.loss.cross_entropy import Loss, Verified
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.strategy.process_group import require_same
-from lowmem.training import build
+from lowmem.training import build, reference
 from lowmem.training.module import CausalLM
 from lowmem.training.task import TRAIN, Task
 from lowmem.training.watchers import Watchers
@@ -108,10 +108,9 @@ def training_session(
         if ranks.several:
             _compare(data, ranks)
         before = process.rss_bytes()
-        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
         if run.evaluate is not None:
             log.info(_evaluated(run, data.val))
-        module = build.module(run, data, saved, ranks, trains=task.work == "train")
+        module = _module(run, data, task, ranks)
         if saved and task.work == "train":
             saved.check_training(module, data.train)
         network = module.model
@@ -144,6 +143,19 @@ def training_session(
     finally:
         if training:
             training.close()
+
+
+def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:
+    """Builds the module, and before it the reference's numbers, if the loss compares with one."""
+
+    def again(saved: checkpoint.Saved | None) -> CausalLM:
+        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
+        return build.module(run, data, saved, ranks, trains=task.work == "train")
+
+    module = again(task.saved)
+    if module.own_loss.compares and task.work != "export":
+        module = reference.fill(run, data, module, task.saved, again)
+    return module
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:
@@ -220,7 +232,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     saving, paused = watchers.meter.saving, watchers.metrics.paused
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
     plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
-    callbacks = _callbacks(run, watchers, saves if keeps else None)
+    callbacks = _callbacks(run, module.own_loss, watchers, saves if keeps else None)
     loggers = _loggers(run, task, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
     for logger in loggers:  # before training starts, so that a run that dies still says what it was
@@ -246,12 +258,20 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     return Training(module, data.tokens, trainer, loggers, watchers, saves, resumed_from=start)
 
 
-def _callbacks(run: Run, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
-    """Lists them in the order in which Lightning calls them."""
+def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
+    """Lists them in the order in which Lightning calls them. Raises: Refused: early stopping watches what the loss does
+    not show."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *map(instantiate, run.callbacks.values())]
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:
-        callbacks.append(EarlyStopping("val_loss", patience=run.early_stop.patience))
+        watch = run.early_stop.watch
+        if watch not in ("val_loss", *loss.shows):
+            raise Refused(
+                f"early_stop.watch={watch}: loss={run.loss.target.rpartition('.')[2]} has none. Type "
+                "early_stop.watch=val_loss, or train on pairs: data=preference loss=dpo."
+            )
+        mode = "min" if watch == "val_loss" else "max"
+        callbacks.append(EarlyStopping(watch, patience=run.early_stop.patience, mode=mode))
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
 

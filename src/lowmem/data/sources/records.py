@@ -20,7 +20,7 @@ from lowmem.data.opening import StoredSource
 from lowmem.data.sources.bad_record import BadRecord, checked, control
 from lowmem.data.sources.pieces import batches, controls, encode, end_of, text_bytes
 from lowmem.data.sources.reading import ahead, digests
-from lowmem.data.sources.source import REFUSE, Encoded, Encoder, SplitName
+from lowmem.data.sources.source import REFUSE, ChatFormat, Encoded, Encoder, SplitName
 from lowmem.data.sources.text_files import Files
 from lowmem.system.errors import Refused
 
@@ -128,9 +128,12 @@ class Records(StoredSource):
     skip_bad: bool = False
 
     def __post_init__(self) -> None:
-        self.chat = self.encoder.chat
         self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
+
+    @property
+    def chat(self) -> ChatFormat | None:
+        return self.encoder.chat
 
     def key(self) -> list:
         return [self.reader.key(), self.encoder.key(), self.skip_bad]
@@ -173,7 +176,7 @@ class Records(StoredSource):
                 if isinstance(document, BadRecord):
                     self._leave_out(split, record.where, document)
                 else:
-                    yield document
+                    yield from document if isinstance(document, list) else [document]
 
     def notes(self) -> list[str]:
         return [

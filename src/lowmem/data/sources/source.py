@@ -52,8 +52,10 @@ class Encoder:
         """Returns the text to train a tokenizer on. Raises: BadRecord: a record that cannot be used."""
         raise NotImplementedError
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        """Returns for each record a document, or the reason why there is none."""
+    def encode(
+        self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
+    ) -> list[Encoded | list[Encoded] | BadRecord]:
+        """Returns for each record its document or documents, or the reason why there is none."""
         raise NotImplementedError
 
 

@@ -23,6 +23,7 @@ class Figures:
     name: str
     label: str
     val_loss: float | None
+    accuracy: float | None
     bits_per_byte: float | None
     tokens_per_second: float | None
     device: float | None
@@ -51,7 +52,8 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
     sizes = [None if (size := figure[f"{side} GiB"]) is None else size * GIB for side in ("device", "host", "drive")]
     summary = run.summary or {}
     return Figures(
-        *(run, name, label, figure["validation loss"], figure["bits per byte"], figure["tokens/s"], *sizes),
+        *(run, name, label, figure["validation loss"], figure["accuracy"], figure["bits per byte"]),
+        *(figure["tokens/s"], *sizes),
         drive_rate=figure["drive GB/s"],
         peak=summary.get("peak_bytes_by_category") or {},
         loss=_curve(metrics, ("tokens", "seconds", "train_loss")),

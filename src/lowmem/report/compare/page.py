@@ -105,6 +105,8 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
         "val loss": lambda figures: (figures.val_loss, _number(figures.val_loss, ".4f")),
         "bits/byte": lambda figures: (figures.bits_per_byte, _number(figures.bits_per_byte, ".3f")),
     }
+    if any(figures.accuracy is not None for figures in every):
+        numbers["accuracy"] = lambda figures: (figures.accuracy, _number(figures.accuracy, ".3f"))
     if any(figures.drive is not None for figures in every):
         numbers[f"drive {size[1]}"] = lambda figures: (figures.drive, _size(figures.drive, size))
         numbers["drive GB/s"] = lambda figures: (figures.drive_rate, _number(figures.drive_rate, ".2f"))

@@ -35,6 +35,8 @@ class Loss:
 
     needs: type[MicroBatch] = MicroBatch  # its `weight` says over what the loss is a mean
     own_logits = False  # True if it computes the logits itself, which a class says by overriding `verify`
+    shows: tuple[str, ...] = ()  # the names of its `figures`
+    compares = False  # True: with the log-probabilities that a reference model gives the answers of pairs
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,6 +45,11 @@ class Loss:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """Returns the sum over the tokens that count, fp32, shape ()."""
         raise NotImplementedError
+
+    def figures(self) -> dict[str, Tensor]:
+        """Returns what people look at besides the loss: sums over what `weight` counts, by name, for the last batch
+        that was computed without gradients."""
+        return {}
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         """Checks that the loss is that of the model's own logits; `Verified` and a pipeline call it before the first

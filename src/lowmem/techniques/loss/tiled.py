@@ -36,11 +36,17 @@ class Tiled(Loss):
         self.columns = columns
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        return self.each(model, batch)[0].sum()
+
+    def each(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns the loss of each label that counts, (N,) in fp32, and its index among all labels, (N,)."""
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
+        learnt, source = counted(labels), tiles_of(head.linear)  # the other positions never reach the head
         weight, bias = head.linear.weight, head.linear.bias
-        return _TiledCrossEntropy.apply(hidden, weight, bias, labels, tiles_of(head.linear), self.columns, head.finish)
+        losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learnt, source, self.columns, head.finish)
+        return losses, learnt
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         if not agrees(model, batch.inputs, tiled=True):
@@ -52,13 +58,13 @@ class Tiled(Loss):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Computes sum_i -log softmax(head(hidden_i))[label_i], one tile of the vocabulary after the other."""
+    """Computes -log softmax(head(hidden_i))[label_i] for each learnt i, one tile of the vocabulary after the other."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, source, columns, finish):
-        """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); source:
-        yields tiles, like `ResidentHead`; finish: that of `Head`. Returns the sum in fp32."""
-        learnt = counted(labels)  # the other positions never reach the head
+    def forward(ctx, hidden, weight, bias, labels, learnt, source, columns, finish):
+        """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); learnt
+        (N,): their indices; source: yields tiles, like `ResidentHead`; finish: that of `Head`. Returns (N,) in
+        fp32."""
         rows, labels = hidden.index_select(0, learnt), labels[learnt]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         total, chosen = torch.zeros_like(top), torch.zeros_like(top)
@@ -75,10 +81,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
         lse = total.log_().add_(top)  # of all logits of a row
         ctx.save_for_backward(rows, lse, labels, learnt, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
-        return (lse - chosen).sum()
+        return lse - chosen
 
     @staticmethod
-    def backward(ctx, d_total):
+    def backward(ctx, d_losses):
         rows, lse, labels, learnt, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_rows = torch.zeros_like(rows, dtype=torch.float32) if needs_hidden else None
@@ -91,7 +97,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.sub_(lse[:, None]).exp_()  # softmax minus one-hot is the gradient of the sum
             inside, place = _place(labels, first, len(tile))
             d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
-            d_logits = back(d_logits.mul_(d_total))  # before it is rounded to 16 bits
+            d_logits = back(d_logits.mul_(d_losses[:, None]))  # before it is rounded to 16 bits
             if needs_bias:
                 d_bias[first:last] = d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -103,7 +109,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             del d_logits
         d_weight = ctx.source.whole_gradient() if needs_weight else None
         d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), learnt, ctx.positions) if needs_hidden else None
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, *[None] * 5
 
 
 def _logits(

@@ -1,0 +1,211 @@
+"""Makes rows of pairs: two answers to the same prompt, of which people prefer one.
+
+A pair is two documents in the token store, one after the other: the prompt with the chosen answer, then with the
+rejected one. Their labels count where the answer is. `PaddedPairs` gives each answer a row of its own, and the rows of
+a pair stand next to each other; `PackedPairs` fills rows with complete pairs. A pair is never divided over
+micro-batches or devices, since its loss is a function of both answers.
+
+Batches carry the number of labels of each answer, which says how many pairs there are without reading tokens, and the
+log-probabilities of a reference model where a loss compares with one (`training/reference.py`).
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.packing import Documents, NothingToLearn, Padded, Pieces, describe_split, labels_that_count
+from lowmem.data.token_store import Split
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch(MicroBatch):
+    """Rows of pairs. Read row after row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
+
+    UNIT: ClassVar[str] = "pairs"
+    ROWS: ClassVar[int] = 2
+
+    lengths: Tensor | None = None  # (B, K) int64: labels of each of a row's answers; 0: there is no such answer
+    reference: Tensor | None = None  # (B, K) fp32: the answers' log-probabilities by the reference; None: not compared
+
+    @property
+    def weight(self) -> int:
+        return int((self.lengths > 0).sum()) // 2
+
+    @property
+    def nothing(self) -> Self:
+        nothing = super().nothing
+        return replace(nothing, lengths=torch.zeros_like(nothing.lengths))
+
+    @property
+    def answers(self) -> Tensor:
+        """Returns for each token the number of its answer among those of `lengths`, (B, T). Tokens behind the last
+        answer of a row, which are not learnt, get the number of that answer."""
+        rows, in_a_row = self.lengths.shape
+        first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
+        if self.position_ids is None:
+            return first.expand_as(self.labels)
+        return first + ((self.position_ids == 0).cumsum(1) - 1).clamp_(max=in_a_row - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPairBatch(PairBatch):
+    """Rows that hold complete pairs, each of which stays on one device."""
+
+    ROWS: ClassVar[int] = 1
+
+
+class _Pairs:
+    """What both kinds of rows have in common: they choose pairs in place of single documents."""
+
+    fits: str  # describes in a refusal what has to fit into seq_len tokens
+    batch: type[PairBatch]
+    reference: np.ndarray | None = None  # (pairs, 2) fp32, see `PairBatch`; NaN: not computed yet
+
+    def _chosen(self, name: str) -> tuple[Pieces, dict]:
+        """Returns two pieces for each pair, and counts of what became of the pairs.
+
+        Raises:
+            Refused: with too_long=refuse a pair that is too long; no pair is left.
+        """
+        ends = np.asarray(self.split.ends, np.int64)
+        lengths = np.diff(ends, prepend=0).reshape(-1, 2)
+        starts = ends.reshape(-1, 2) - lengths
+        need, limit = self._need(lengths), self.seq_len
+        above = need > limit
+        if self.too_long == "refuse" and above.any():
+            raise Refused(
+                f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} pairs of the {name} split do not fit "
+                f"into seq_len={limit}, the first of them pair {int(above.argmax()) + 1:,}; {self.fits} of the longest "
+                f"has {int(need.max()):,} tokens. Type seq_len={int(need.max())}, if the model has as many positions, "
+                "or data.too_long=drop or cut."
+            )
+        kept = np.minimum(lengths, self._room) if self.too_long == "cut" else lengths
+        usable = np.ones(len(lengths), bool) if self.too_long == "cut" else ~above
+        both = Pieces(starts[usable].ravel(), kept[usable].ravel(), (kept == lengths)[usable].ravel())
+        labels = labels_that_count(self.split, both).reshape(-1, 2)
+        learnt = (labels > 0).all(1)
+        self.labels = labels[learnt]  # (pairs, 2)
+        report = {
+            "documents": int(learnt.sum()),
+            "cut": int(above.sum()) if self.too_long == "cut" else 0,
+            "too_long": int(above.sum()) if self.too_long == "drop" else 0,
+            "nothing_to_learn": int((~learnt).sum()),
+        }
+        if not learnt.any():
+            raise NothingToLearn(name, f" in at most seq_len={limit} tokens", report | {"rows": 0})
+        return both.chosen(np.repeat(learnt, 2)), report
+
+    @property
+    def pairs(self) -> int:
+        """Returns the number of pairs."""
+        return len(self.labels)
+
+    def _batch(self, tokens: MicroBatch, pairs: np.ndarray) -> PairBatch:
+        """Adds what a batch of pairs has besides its tokens. Args: pairs: (B, K / 2) of their numbers in each row, or
+        (B / 2, 1) where a pair has two rows; -1: there is none."""
+        real, rows = pairs[..., None] >= 0, len(tokens.input_ids)
+        lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
+        values = None
+        if self.reference is not None:
+            values = torch.from_numpy(np.where(real, self.reference[pairs], np.float32(0)).reshape(rows, -1))
+        return self.batch(**tokens.tensors, lengths=torch.from_numpy(lengths), reference=values)
+
+
+class PaddedPairs(_Pairs, Padded):
+    """Two rows for each pair, as long as the longest answer of the micro-batch. A row's number is that of a pair."""
+
+    fits, batch = "an answer with its prompt", PairBatch
+
+    def _need(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths.max(1)
+
+    @property
+    def _room(self) -> int:
+        return self.seq_len
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.pieces.lengths.reshape(-1, 2).max(1)
+
+    def pairs_of(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the pairs of these rows, (pairs,), in the order of a batch of them."""
+        return np.asarray(indices)
+
+    def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the rows in an order in which those of similar length are together, the longest first."""
+        return indices[np.argsort(-self.lengths[indices], kind="stable")]
+
+    def micro_batch(self, indices: np.ndarray) -> PairBatch:
+        both = (2 * np.asarray(indices)[:, None] + [0, 1]).ravel()
+        return self._batch(super().micro_batch(both), np.asarray(indices)[:, None])
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> PairBatch:
+        return _example(PairBatch, Padded, 2 * batch_size, seq_len, 1)
+
+
+class PackedPairs(_Pairs, Documents):
+    """Rows of complete pairs."""
+
+    fits, batch, stored_as = "both answers with their prompts", PackedPairBatch, "pairs"
+
+    def _need(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths.sum(1)
+
+    @property
+    def _room(self) -> int:
+        return self.seq_len // 2
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.pieces.lengths.reshape(-1, 2).sum(1)
+
+    def documents(self, row: int) -> np.ndarray:
+        return (2 * self.units(row)[:, None] + [0, 1]).ravel()
+
+    def pairs_of(self, indices: np.ndarray) -> np.ndarray:
+        return np.concatenate([self.units(int(index)) for index in indices])
+
+    def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
+        return indices  # all rows have one length
+
+    def micro_batch(self, indices: np.ndarray) -> PackedPairBatch:
+        units = [self.units(int(index)) for index in indices]
+        pairs = np.full((len(units), max(map(len, units))), -1)
+        for row, own in enumerate(units):
+            pairs[row, : len(own)] = own
+        return self._batch(super().micro_batch(indices), pairs)
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> PackedPairBatch:
+        return _example(PackedPairBatch, Documents, batch_size, seq_len, 2)
+
+
+PACKINGS = {"padded": PaddedPairs, "documents": PackedPairs}
+PairRows = PaddedPairs | PackedPairs
+
+
+def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> PairRows:
+    """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `_Pairs`."""
+    made = PACKINGS[packing](split, seq_len, too_long, name)
+    log.info(describe_split(made.report, name, packing, "pairs"))
+    return made
+
+
+def example(data: Mapping, batch_size: int, seq_len: int) -> PairBatch:
+    """Returns full rows of zeros. Args: data: the arguments of the source."""
+    return PACKINGS[data["packing"]].example(batch_size, seq_len)
+
+
+def _example(batch: type[PairBatch], tokens: type[Rows], rows: int, seq_len: int, in_a_row: int) -> PairBatch:
+    lengths = torch.full((rows, in_a_row), seq_len // in_a_row)
+    return batch(**tokens.example(rows, seq_len).tensors, lengths=lengths, reference=torch.zeros(rows, in_a_row))

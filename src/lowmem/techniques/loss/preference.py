@@ -1,0 +1,189 @@
+"""Trains on pairs of answers, of which people prefer one, in the memory of fine-tuning on the same rows.
+
+A loss of this file is a function of the log-probabilities of answers, which are sums over their tokens. Those come out
+of a head that is read in tiles of the vocabulary (`tiled.py`), so that whole logits never exist, and their gradient
+reaches each token as one factor of its answer. The reference model of DPO, IPO and KTO is not in memory while training:
+its log-probabilities are numbers of the batch (`training/reference.py`).
+
+The mean of a window is over pairs. It does not depend on how the window is cut into micro-batches.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowmem.data.pairs import PairBatch
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.tiled import Tiled
+
+
+class Answers(NamedTuple):
+    """What a loss of pairs is a function of; each (pairs, 2), the chosen answer first."""
+
+    logp: Tensor  # fp32: the sum over an answer's tokens of their log-probabilities
+    tokens: Tensor  # int64, at least 1
+    reference: Tensor  # fp32: `logp` by the reference model; zeros where the loss has none
+
+    @property
+    def mean(self) -> Tensor:
+        return self.logp / self.tokens
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logp - self.reference
+
+
+class PreferenceLoss(Tiled):
+    """The base class of losses of pairs.
+
+    Args:
+        beta: how strongly a difference of log-probabilities counts.
+        columns: see `Tiled`.
+    """
+
+    needs = PairBatch
+    shows = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+
+    def __init__(self, beta: float, columns: int) -> None:
+        super().__init__(columns)
+        self.beta = _positive("beta", beta)
+        self._seen: tuple[Answers, Tensor] | None = None
+
+    def __call__(self, model: PreTrainedModel, batch: PairBatch) -> Tensor:
+        answers, real = self.answers(model, batch)
+        if not torch.is_grad_enabled():
+            self._seen = answers, real
+        return self.losses(answers).where(real, 0.0).sum()
+
+    def answers(self, model: PreTrainedModel, batch: PairBatch) -> tuple[Answers, Tensor]:
+        """Returns the answers of a batch, and which of its pairs are real, (pairs,) bool."""
+        losses, learnt = self.each(model, batch)
+        tokens = batch.lengths.view(-1, 2)
+        answer = batch.answers.flatten()[learnt]
+        logp = -losses.new_zeros(batch.lengths.numel()).index_add(0, answer, losses).view(-1, 2)
+        reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view(-1, 2)
+        return Answers(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
+
+    def losses(self, answers: Answers) -> Tensor:
+        """Returns the loss of each pair, (pairs,)."""
+        raise NotImplementedError
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Returns what the loss wants to be larger for the chosen answer than for the rejected one, (pairs, 2)."""
+        raise NotImplementedError
+
+    def take(self) -> tuple[Answers, Tensor]:
+        """Returns the answers of the last batch that was computed without gradients, and which pairs are real, once."""
+        seen, self._seen = self._seen, None
+        return seen
+
+    def figures(self) -> dict[str, Tensor]:
+        answers, real = self.take()
+        rewards = self.rewards(answers).double()
+        margin, logp = _difference(rewards), answers.logp.double()
+        each = ((margin > 0).double(), margin, *rewards.unbind(1), *logp.unbind(1))
+        figures = dict(zip(self.shows, each, strict=True))
+        if self.compares:
+            figures["log_ratio"] = (answers.log_ratio / answers.tokens).double().mean(1)
+        return {name: values.where(real, 0.0).sum() for name, values in figures.items()}
+
+
+class DPO(PreferenceLoss):
+    """-log sigmoid(beta x the difference of the answers' log-ratios to the reference): Rafailov et al. 2023, arXiv
+    2305.18290. Args: label_smoothing: the share of pairs that are assumed to be the wrong way round (Mitchell 2023)."""
+
+    compares = True
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0, columns: int = 4096) -> None:
+        super().__init__(beta, columns)
+        self.label_smoothing = _below_half(label_smoothing)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.log_ratio
+
+    def losses(self, answers: Answers) -> Tensor:
+        return _logistic(_difference(self.rewards(answers)), self.label_smoothing)
+
+
+class IPO(PreferenceLoss):
+    """(difference of the answers' mean log-ratios - 1 / (2 beta)) squared: Azar et al. 2023, arXiv 2310.12036, whose
+    authors take means over tokens."""
+
+    compares = True
+
+    def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
+        super().__init__(beta, columns)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.log_ratio / answers.tokens
+
+    def losses(self, answers: Answers) -> Tensor:
+        return (_difference(answers.log_ratio / answers.tokens) - 1 / (2 * self.beta)).square()
+
+
+class ORPO(PreferenceLoss):
+    """The chosen answer's mean loss - beta x log sigmoid(log of the answers' ratio of odds), of means over tokens: Hong
+    et al. 2024, arXiv 2403.07691. It needs no reference and no fine-tuning before."""
+
+    def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
+        super().__init__(beta, columns)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.mean
+
+    def losses(self, answers: Answers) -> Tensor:
+        mean = answers.mean
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))  # p / (1 - p), where p is below 1
+        return -mean[:, 0] + self.beta * _logistic(_difference(log_odds))
+
+
+class SimPO(PreferenceLoss):
+    """-log sigmoid(beta x the difference of the answers' mean log-probabilities - gamma): Meng et al. 2024, arXiv
+    2405.14734. It needs no reference. Args: gamma: the margin that a pair should reach."""
+
+    def __init__(
+        self, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, columns: int = 4096
+    ) -> None:
+        super().__init__(beta, columns)
+        self.gamma, self.label_smoothing = _number("gamma", gamma), _below_half(label_smoothing)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.mean
+
+    def losses(self, answers: Answers) -> Tensor:
+        return _logistic(_difference(self.rewards(answers)) - self.gamma, self.label_smoothing)
+
+
+def _difference(values: Tensor) -> Tensor:
+    """Returns chosen - rejected of (pairs, 2)."""
+    return values[:, 0] - values[:, 1]
+
+
+def _logistic(margin: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Returns -(1 - smoothing) log sigmoid(margin) - smoothing log sigmoid(-margin)."""
+    loss = -F.logsigmoid(margin)
+    return loss + smoothing * margin if smoothing else loss
+
+
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise Refused(f"loss.{key}={value}: give a number of at least 0.")
+    return float(value)
+
+
+def _positive(key: str, value: object) -> float:
+    if _number(key, value) == 0:
+        raise Refused(f"loss.{key}={value}: nothing would be learnt. Give a number above 0, such as 0.1.")
+    return float(value)
+
+
+def _below_half(value: object) -> float:
+    if _number("label_smoothing", value) >= 0.5:
+        raise Refused(
+            f"loss.label_smoothing={value}: from half of the pairs on, the rejected answer would be preferred. Give a "
+            "number below 0.5."
+        )
+    return float(value)

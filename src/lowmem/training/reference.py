@@ -1,0 +1,182 @@
+"""Computes what a reference model thinks of the pairs of a run, before the first step.
+
+DPO and its relatives compare each answer's log-probability with that of the model that training starts from. Elsewhere
+that model stays in memory beside the trained one. Here it is only there before: one pass without gradients gives two
+numbers for each pair, which are stored with the token cache, 8 bytes per pair, and then the model is loaded once more
+to be trained. A resumed run and the jobs of a sweep find the numbers there.
+
+The numbers belong to the weights (by a digest, which checkpoints hold), to the precision, and to the tokens and their
+rows. So a changed model, template or seq_len gets numbers of its own.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch import Trainer
+from tqdm import tqdm
+
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import Run
+from lowmem.data.loader import START, MicroBatch, Share, WindowLoader
+from lowmem.data.pairs import PairRows
+from lowmem.saving.checkpoint import Saved
+from lowmem.system.atomic_files import atomic_write
+from lowmem.system.errors import Refused
+from lowmem.training import build
+from lowmem.training.module import CausalLM
+
+log = logging.getLogger(__name__)
+
+
+class Wanted:
+    """The numbers of one split. Args: indices: of the rows that the run reads."""
+
+    def __init__(self, rows: PairRows, name: str, indices: np.ndarray, key: list) -> None:
+        self.rows, self.indices = rows, indices
+        stored_at = getattr(rows.split.ids, "filename", None)
+        digest = hashlib.sha256(json.dumps([*key, rows.seq_len, rows.order]).encode()).hexdigest()[:16]
+        self.file = stored_at and Path(stored_at).with_name(f"{name}_reference_{digest}.npy")
+
+    def read(self) -> np.ndarray:
+        """Returns the stored numbers, (pairs, 2); NaN where there is none."""
+        if self.file and self.file.exists():
+            return np.load(self.file)
+        return np.full((self.rows.pairs, 2), np.nan, np.float32)
+
+    def missing(self) -> np.ndarray:
+        """Returns those rows of the run that have a pair without numbers."""
+        unknown = np.isnan(self.rows.reference).any(1)
+        return np.array([row for row in self.indices if unknown[self.rows.pairs_of(np.array([row]))].any()], int)
+
+    def store(self) -> None:
+        if self.file is None:
+            return
+        try:
+            with atomic_write(self.file) as draft, draft.open("wb") as out:
+                np.save(out, self.rows.reference)
+        except OSError as error:
+            raise Refused(
+                f"cache_dir: the reference's log-probabilities cannot be written to {self.file.parent} "
+                f"({error.strerror}). Make room."
+            ) from error
+
+
+def fill(run: Run, data: build.Data, module: CausalLM, saved: Saved | None, again: Callable[..., CausalLM]) -> CausalLM:
+    """Gives the pairs of a run the reference's numbers, and returns the module to train.
+
+    Args:
+        module: built for the run; if numbers are missing it is given up for one that computes them, and for a new one.
+        again: builds the module from a checkpoint, or with None from the start.
+
+    Raises:
+        Refused: the reference is needed and is no longer the same, or cannot be told.
+    """
+    ranks, start = module.ranks, module.identity["start"]
+    _check(run, start, saved)
+    wanted = list(_wanted(run, data, start))
+    for split in wanted:
+        split.rows.reference = ranks.broadcast(split.read() if ranks.rank == 0 else None)
+    if not any(len(split.missing()) for split in wanted):
+        return module
+    if saved is not None:
+        del module
+        module = again(None)
+        if module.identity["start"] != start:
+            raise Refused(
+                f"{saved.asked}: the loss compares with the model that this run started from. Its log-probabilities "
+                "are not all in cache_dir, and the model= is another now. Type the model=, adapter=, precision= and, "
+                "after a random start, seed= of that run."
+            )
+    for split in wanted:
+        if len(missing := split.missing()):
+            _compute(run, module, split, missing)
+            if ranks.rank == 0:
+                split.store()
+    del module
+    return again(saved)
+
+
+def _check(run: Run, start: str | None, saved: Saved | None) -> None:
+    if saved is not None and start is None:
+        raise Refused(
+            f"{saved.asked}: this run was trained with a loss without a reference, and loss= compares with one. Type "
+            "the loss= of that run."
+        )
+    if saved is None and run.evaluate is not None:
+        raise Refused(
+            f"evaluate={run.evaluate}: loss= compares with the model that training started from, and an exported model "
+            "does not say which that was. Type evaluate=<the run folder>, or loss=simpo, which compares with none."
+        )
+
+
+def _wanted(run: Run, data: build.Data, start: str) -> Iterator[Wanted]:
+    key = [start, run.weights_dtype, run.trainer.plugins.precision.plain()]
+    if run.evaluate is None:
+        yield Wanted(data.train.sequences, "train", _read_in_training(run, data.train), key)
+    for loader in data.val:
+        yield Wanted(loader.sequences, "val", np.arange(loader.count), key)
+
+
+def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
+    """Returns the rows that training reads: all, unless it ends before. Skipped steps read further than others."""
+    every = np.arange(len(train.sequences))
+    if run.scales_loss or run.on_nonfinite == "skip":
+        return every
+    position, steps = START, 0
+    while position.epoch == 0 and steps < run.max_steps:
+        position, steps = train.after(position), steps + 1
+    return every if position.epoch else np.sort(train.between(START, position))
+
+
+def _compute(run: Run, module: CausalLM, split: Wanted, missing: np.ndarray) -> None:
+    """Fills in the numbers of these rows, of which each rank computes its share."""
+    ranks, rows = module.ranks, split.rows
+    if ranks.rank == 0:
+        log.info(f"The reference computes {rows.pairs_of(missing).size:,} pairs before training; they are stored.")
+    rows.reference, known = None, rows.reference
+    batches = _Batches(rows, missing, build.share_of(run, ranks), module.at_once)
+    trainer = Trainer(
+        accelerator="gpu" if run.device == "cuda" else "cpu",
+        devices=1,
+        strategy=ranks.lightning(),
+        inference_mode=not ranks.several,
+        plugins=list(map(instantiate, run.trainer.plugins.every())),
+        callbacks=list(map(instantiate, run.callbacks.values())),
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    found = [values for group in trainer.predict(module, batches) for values in group]
+    for number, values in enumerate(found):
+        known[batches.pairs[number]] = values.numpy()
+    if ranks.several:
+        every = np.stack(ranks.all_gather(known))
+        known = np.where(np.isnan(every).all(0), np.nan, np.nanmax(np.nan_to_num(every, nan=-np.inf), 0))
+    rows.reference = known.astype(np.float32)
+
+
+class _Batches:
+    """Yields groups of micro-batches of pairs, rows of similar length together. `pairs` has the numbers of the pairs of
+    each micro-batch."""
+
+    def __init__(self, rows: PairRows, indices: np.ndarray, share: Share, at_once: int) -> None:
+        self.rows, self.share, self.at_once, self.pairs = rows, share, at_once, []
+        self.indices = rows.arranged_by_length(indices)
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // (self.share.rows_per_step * self.at_once))
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        step, group, first = self.share.rows_per_step, [], self.share.rank * self.share.batch_size
+        for begin in tqdm(range(0, len(self.indices), step), desc="reference", disable=None, leave=False, delay=2):
+            chosen = self.indices[begin : begin + step]
+            own = chosen[first : first + self.share.batch_size]
+            self.pairs.append(self.rows.pairs_of(own) if len(own) else own)
+            group.append(self.share.rows_of(self.rows.micro_batch(chosen)))
+            if len(group) == self.at_once:
+                yield group
+                group = []
+        if group:
+            yield group

@@ -20,6 +20,7 @@ from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
 # Overrides that a choice needs here: every update has eight sequences, and a chunk is smaller than the batch.
+PAIRS = "data=preference", "data.path=examples/preference.jsonl"
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
@@ -28,6 +29,7 @@ WITH = {
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=128"],
     "loss=tiled": ["loss.columns=128"],
+    **{f"loss={name}": ["loss.columns=128", *PAIRS] for name in ("dpo", "ipo", "orpo", "simpo")},
     "optim.in_backward=true": ["clip=null"],
 }
 SHIPPED = (

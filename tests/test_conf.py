@@ -35,6 +35,7 @@ GIVEN = {
     "data=jsonl": ["data.path=x"],
     "data=mix": ["+data@data.parts.a=stdlib"],
     "data=chat": ["data.path=x"],
+    "data=preference": ["data.path=x"],
     "data=hub": ["data.path=x"],
     "data=csv": ["data.path=x"],
     "data=parquet": ["data.path=x"],

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 import parity
 from lowmem.config.refusals import refused
 from lowmem.data.loader import IGNORED
-from lowmem.techniques.loss import cross_entropy
+from lowmem.techniques.loss import cross_entropy, preference
 from lowmem.techniques.optim import build
 from lowmem.techniques.precision.fp32_weights import Float16Autocast
 from lowmem.techniques.precision.weights_16bit import Float16Weights
 from lowmem.training.module import CausalLM
 from tolerances import LOW_BIT_STATE, allowed, within
+from tolerances import PAIRS as PREFERENCES
 
 # those that are compiled run on one shape, below
 CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
@@ -149,6 +150,21 @@ def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolera
 ):
     last_micro_batch_dropped(monkeypatch)
     assert deviations(config, "accumulation=fixed")[2] > max(allowed(a, b)[2] for a, b in PAIRS)
+
+
+@pytest.mark.parametrize("loss", [choice for choice in CHOICES if choice in PREFERENCES])
+def test_exchanged_answers_are_outside_the_tolerance_of_every_precision(config, monkeypatch, loss):
+    """The wrong variant of every loss of pairs: the update is another one, and so is the loss."""
+    right = preference.PreferenceLoss.answers
+
+    def wrong(self, model, batch):
+        answers, real = right(self, model, batch)
+        return preference.Answers(*(values.flip(1) for values in answers)), real
+
+    monkeypatch.setattr(preference.PreferenceLoss, "answers", wrong)
+    found = deviations(config, loss)
+    widest = allowed("precision=bf16-sr", loss)
+    assert found[0] > 0.5 > widest[0] and found[2] > 0.1 > widest[2], found
 
 
 def test_a_loss_summed_in_16_bits_is_outside_the_tolerance(config, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from benchmarks.techniques import WITH
 
 from lowmem.config.declarations import techniques
+from pair_oracle import LOSSES
 from parity import CHOICES, SIBLINGS, shipped_but
 
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
@@ -25,6 +26,7 @@ SAVES_NOTHING = {
     "compile=none": "the yardstick",
     "compile=blocks": "compiled, unseen: test_blocks.py measures it",
     "adapter=none": "the yardstick",
+    **{f"loss={name}": "another objective, in the bytes of loss=tiled: test_preference.py counts" for name in LOSSES},
     "precision=tf32": "faster products alone",
     "optim=paged_adamw32bit": "pages on CUDA alone",
     "gradient_checkpointing=budget": "compiled, unseen: test_policies.py counts what it keeps",

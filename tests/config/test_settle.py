@@ -23,6 +23,7 @@ PARAMETERS = 6  # of a function at most, `self` included
 KEYS_OF_YAML = {  # their parameters are keys of conf/, which people type
     "data.sources.text_files.text",
     "data.sources.hub.hub",
+    "data.sources.preference.Preference.__init__",
     "data.sources.tables.table_csv",
     "techniques.optim.muon.Muon.__init__",
     "techniques.weights.streamed.Streamed.__init__",

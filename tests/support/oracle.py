@@ -13,7 +13,7 @@ from torch import nn
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 
-def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32):
+def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32, mean_loss=None):
     """Weights by name after one step per window.
 
     Args:
@@ -22,7 +22,9 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
         windows, sequences: those of `order`.
         rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
         held_in: the dtype to which weights are rounded after every step.
+        mean_loss: (model, *what was read) -> the loss; None: `mean_of_tokens`.
     """
+    mean_loss = mean_loss or mean_of_tokens
     model = copy.deepcopy(model).train()
     states = {name: {} for name, _ in model.named_parameters()}
     for step, indices in enumerate(order(windows, sequences), start=1):
@@ -42,8 +44,9 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 
 @torch.no_grad()
-def losses(model, read, windows, sequences, weights):
+def losses(model, read, windows, sequences, weights, mean_loss=None):
     """Returns the loss of every window for which weights, by name, are given."""
+    mean_loss = mean_loss or mean_of_tokens
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
         for name, p in model.named_parameters():
@@ -62,7 +65,7 @@ def order(windows, sequences):
         left = left[size:]
 
 
-def mean_loss(model, input_ids, labels):
+def mean_of_tokens(model, input_ids, labels):
     logits = model(input_ids=input_ids, use_cache=False).logits
     kept = labels != -100
     return nn.functional.cross_entropy(logits[kept], labels[kept], reduction="mean")

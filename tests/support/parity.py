@@ -2,7 +2,7 @@
 
 import json
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 import oracle
+import pair_oracle
 from lowmem.config.declarations import SHARED, groups, techniques
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import run_of
@@ -56,7 +57,16 @@ SIBLINGS = (
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
     *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
     *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "offload_attention", "budget")),
-    *("loss=tiled", "compile=blocks", "adapter=dora", "adapter=qlora", *COMPILED),
+    *(
+        "loss=tiled",
+        "loss=ipo",
+        "loss=orpo",
+        "loss=simpo",
+        "compile=blocks",
+        "adapter=dora",
+        "adapter=qlora",
+        *COMPILED,
+    ),
 )
 # All that ship: those that were measured, and what they were compared with.
 SHIPPED = (
@@ -64,6 +74,8 @@ SHIPPED = (
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
+# beta: gradients of pairs are as large as those of tokens; the rows are not those of data=
+PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
 # What a choice needs besides its name here.
 WITH = {
     "precision=16": ["trainer.plugins.precision.init_scale=4096"],
@@ -78,6 +90,7 @@ WITH = {
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=7"],
     "loss=tiled": ["loss.columns=64"],
+    **{f"loss={name}": ["loss.columns=64", *PAIRED] for name in pair_oracle.LOSSES},
     "optim.in_backward=true": ["clip=null"],
     # so that a step is as large as AdamW's, or 16-bit weights would not move
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
@@ -109,6 +122,16 @@ class Ragged(Rows):
             row[LENGTH - int(index) :] = -100
             row[:2] = -100
         return MicroBatch(rows[:, :-1], labels)
+
+
+def pairs_loss(cfg):
+    """Returns the name of the run's loss if it is one of pairs; else None."""
+    name = cfg.loss.target.rpartition(".")[2].lower()
+    return name if name in pair_oracle.LOSSES else None
+
+
+def rows_for(pairs):
+    return pair_oracle.RaggedPairs(SEQUENCES, LENGTH, VOCABULARY) if pairs else Ragged()
 
 
 def overrides(*techniques):
@@ -156,7 +179,7 @@ def run(cfg, wide=False, callbacks=()):
     torch.manual_seed(0)
     module = causal_lm(cfg, model.describe(cfg))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
-    windows = WindowLoader(Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
+    windows = WindowLoader(rows_for(pairs_loss(cfg)), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
     training.fit(module, windows)
@@ -174,24 +197,30 @@ def expected(cfg, optim, accumulation, held_in=None):
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     decay, frozen, adapter = float(cfg.optim.weight_decay), tuple(cfg.freeze or ()), _adapter(cfg)
     dtypes = cfg.loaded_in, held_in or ("float32" if adapter else cfg.weights_dtype)
-    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter)
+    return _expected(*dtypes, optim, windows, clip, float(cfg.lr), decay, frozen, adapter, pairs_loss(cfg))
 
 
 @cache
-def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter):
+def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter, pairs):
     network = _network(dtype, adapter)
     for name, p in network.named_parameters():
         p.requires_grad_(p.requires_grad and not any(fnmatchcase(name, pattern) for pattern in frozen))
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     rule = oracle.RULES.get(optim, oracle.adamw)
-    return before, oracle.train(network, _read, windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in))
+    how = windows, SEQUENCES, rule, lr, decay, clip, getattr(torch, held_in), _mean_loss(pairs)
+    return before, oracle.train(network, partial(_read, pairs), *how)
 
 
-def expected_losses(accumulation, weights, adapter=None, dtype="float32"):
+def expected_losses(accumulation, weights, adapter=None, dtype="float32", pairs=None):
     """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each. dtype: in which
     those were loaded that are not given."""
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
-    return oracle.losses(_network(dtype, adapter), _read, windows, SEQUENCES, weights)
+    read, loss = partial(_read, pairs), _mean_loss(pairs)
+    return oracle.losses(_network(dtype, adapter), read, windows, SEQUENCES, weights, loss)
+
+
+def _mean_loss(pairs):
+    return partial(pair_oracle.mean_loss, pairs, beta=2.0) if pairs else None
 
 
 def _adapter(cfg):
@@ -226,9 +255,9 @@ def trains_vectors(cfg):
     return any(p.requires_grad and p.dim() < 2 for p in _network("float32", _adapter(cfg)).parameters())
 
 
-def _read(indices):
-    batch = Ragged().micro_batch(np.array(indices))
-    return batch.input_ids, batch.labels
+def _read(pairs, indices):
+    batch = rows_for(pairs).micro_batch(np.array(indices))
+    return (batch,) if pairs else (batch.input_ids, batch.labels)
 
 
 def deviations(cfg, *techniques):
@@ -239,7 +268,7 @@ def deviations(cfg, *techniques):
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
     before, ours = run(cfg, callbacks=[losses])
     assert all(torch.equal(before[name], start[name]) for name in start)
-    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.loaded_in)
+    right = expected_losses(accumulation, losses.read, _adapter(cfg), cfg.loaded_in, pairs_loss(cfg))
     apart = (abs(one / other - 1) for one, other in zip(losses.seen, right, strict=True))
     return *errors(start, ours, theirs), max(apart)
 

@@ -34,7 +34,7 @@ class PairBatch(MicroBatch):
     ROWS: ClassVar[int] = 2
 
     lengths: Tensor | None = None  # (B, K) int64: labels of each of a row's answers; 0: there is no such answer
-    reference: Tensor | None = None  # (B, K) fp32: the answers' log-probabilities by the reference; None: not compared
+    reference: Tensor | None = None  # (B, K) fp64: the answers' log-probabilities by the reference; None: not compared
 
     @property
     def weight(self) -> int:
@@ -64,11 +64,11 @@ class PackedPairBatch(PairBatch):
 
 
 class _Pairs:
-    """What both kinds of rows have in common: they choose pairs in place of single documents."""
+    """The base class of both kinds of rows: it chooses pairs in place of single documents."""
 
     fits: str  # describes in a refusal what has to fit into seq_len tokens
     batch: type[PairBatch]
-    reference: np.ndarray | None = None  # (pairs, 2) fp32, see `PairBatch`; NaN: not computed yet
+    reference: np.ndarray | None = None  # (pairs, 2) fp64, see `PairBatch`; NaN: not computed yet
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
         """Returns two pieces for each pair, and counts of what became of the pairs.
@@ -116,7 +116,7 @@ class _Pairs:
         lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
         values = None
         if self.reference is not None:
-            values = torch.from_numpy(np.where(real, self.reference[pairs], np.float32(0)).reshape(rows, -1))
+            values = torch.from_numpy(np.where(real, self.reference[pairs], 0.0).reshape(rows, -1))
         return self.batch(**tokens.tensors, lengths=torch.from_numpy(lengths), reference=values)
 
 
@@ -208,4 +208,8 @@ def example(data: Mapping, batch_size: int, seq_len: int) -> PairBatch:
 
 def _example(batch: type[PairBatch], tokens: type[Rows], rows: int, seq_len: int, in_a_row: int) -> PairBatch:
     lengths = torch.full((rows, in_a_row), seq_len // in_a_row)
-    return batch(**tokens.example(rows, seq_len).tensors, lengths=lengths, reference=torch.zeros(rows, in_a_row))
+    return batch(
+        **tokens.example(rows, seq_len).tensors,
+        lengths=lengths,
+        reference=torch.zeros(rows, in_a_row, dtype=torch.float64),
+    )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.loader import IGNORED, START, Position, Rows, WindowLoader
@@ -17,6 +18,7 @@ LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
+ANSWERS = ("chosen", "rejected")
 AT_ONCE = 1 << 22  # tokens whose learnt bits are read at once
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
@@ -37,10 +39,26 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
     marks = LEARNT_IN_COLOUR if colour else LEARNT
     blocks = []
     for number, index in enumerate(train.between(START, Position(0, count)), 1):
-        row = row_of(rows, index)
-        learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
-        blocks.append(f"{HEAD} sequence {number} of {len(rows):,}: {learnt} {HEAD}\n{written(row, tokenizer, marks)}\n")
+        for name, row in rows_of(rows, index).items():
+            learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
+            title = f"{HEAD} sequence {number} of {len(rows):,}{name}: {learnt} {HEAD}"
+            blocks.append(f"{title}\n{written(row, tokenizer, marks)}\n")
     return "\n".join([*blocks, *counts(rows), f"Learnt text is {'green' if colour else 'in [ ]'}."])
+
+
+def rows_of(rows: Rows, index: int) -> dict[str, Row]:
+    """Returns a row, or the two rows of a pair, by what is added to the title."""
+    batch = rows.micro_batch(np.array([index]))
+    if batch.ROWS == 1:
+        return {"": row_of(rows, index)}
+    return {f", {name}": _answer(*each) for name, *each in zip(ANSWERS, batch.input_ids, batch.labels, strict=True)}
+
+
+def _answer(ids: Tensor, labels: Tensor) -> Row:
+    """Returns the row of an answer, which ends with it."""
+    learnt = [False, *(labels != IGNORED).tolist()]
+    stop = len(learnt) - learnt[::-1].index(True)
+    return Row([*ids.tolist(), int(labels[-1])][:stop], learnt[:stop], [0], len(ids) + 1 - stop)
 
 
 def row_of(rows: Rows, index: int) -> Row:

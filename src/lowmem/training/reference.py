@@ -2,7 +2,7 @@
 
 DPO and its relatives compare each answer's log-probability with that of the model that training starts from. Elsewhere
 that model stays in memory beside the trained one. Here it is only there before: one pass without gradients gives two
-numbers for each pair, which are stored with the token cache, 8 bytes per pair, and then the model is loaded once more
+numbers for each pair, which are stored with the token cache, 16 bytes per pair, and then the model is loaded once more
 to be trained. A resumed run and the jobs of a sweep find the numbers there.
 
 The numbers belong to the weights (by a digest, which checkpoints hold), to the precision, and to the tokens and their
@@ -45,7 +45,7 @@ class Wanted:
         """Returns the stored numbers, (pairs, 2); NaN where there is none."""
         if self.file and self.file.exists():
             return np.load(self.file)
-        return np.full((self.rows.pairs, 2), np.nan, np.float32)
+        return np.full((self.rows.pairs, 2), np.nan)
 
     def missing(self) -> np.ndarray:
         """Returns those rows of the run that have a pair without numbers."""
@@ -154,7 +154,7 @@ def _compute(run: Run, module: CausalLM, split: Wanted, missing: np.ndarray) -> 
     if ranks.several:
         every = np.stack(ranks.all_gather(known))
         known = np.where(np.isnan(every).all(0), np.nan, np.nanmax(np.nan_to_num(every, nan=-np.inf), 0))
-    rows.reference = known.astype(np.float32)
+    rows.reference = known
 
 
 class _Batches:

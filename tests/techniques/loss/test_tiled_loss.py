@@ -14,6 +14,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.loss import head_tiles
 from lowmem.techniques.loss import tiled as tiled_loss
+from lowmem.techniques.loss.cross_entropy import counted
 from lowmem.techniques.loss.head import enter
 from lowmem.techniques.loss.tiled import Tiled
 from networks import VOCABULARY, WIDTH, network
@@ -62,7 +63,8 @@ def of_rows(hidden, weight, labels):
     """The loss of what enters a head, in tiles."""
     linear = torch.nn.Linear(1, 1, bias=False)
     linear.weight = torch.nn.Parameter(weight, weight.requires_grad)
-    return tiled_loss._TiledCrossEntropy.apply(hidden, weight, None, labels, head_tiles.tiles_of(linear), COLUMNS, None)
+    how = counted(labels), head_tiles.tiles_of(linear), COLUMNS, None
+    return tiled_loss._TiledCrossEntropy.apply(hidden, weight, None, labels, *how).sum()
 
 
 # --- deliberately wrong variants --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Preference(Records):
             fields = [chosen, rejected], [*filter(None, [prompt]), TOOLS]
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, *fields))
-        encoder = Answers(prompt, chosen, rejected, assistant, template, lambda: _first(reader))
+        encoder = Answers(prompt, (chosen, rejected), assistant, template, lambda: _first_record(reader))
         super().__init__(reader, encoder, "preference", packing, too_long, skip_bad)
 
     @classmethod
@@ -101,26 +101,25 @@ def _records(file: Path, fields: Sequence[str], optional: Sequence[str]) -> Iter
     return parquet_rows(file, fields, optional) if file.suffix == ".parquet" else lines(file)
 
 
-def _first(reader: Reader) -> dict:
+def _first_record(reader: Reader) -> dict:
     """Returns the fields of the first usable record; there may be none."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
     return next(usable, {})
 
 
 class Answers(Encoder):
-    """The encoder of pairs: it makes two documents of a record. Args: first: returns the first record; the others are
-    those of `Preference`."""
+    """The encoder of pairs: it makes two documents of a record. Args: names: of the answers' fields, the better
+    one first; first: returns the first record; the others are those of `Preference`."""
 
     def __init__(
         self,
         prompt: str | None,
-        chosen: str,
-        rejected: str,
+        names: tuple[str, str],
         assistant: Literal["last", "all"],
         template: str | None,
         first: Callable[[], dict],
     ) -> None:
-        self.prompt, self.names = prompt, (chosen, rejected)
+        self.prompt, self.names = prompt, names
         self.assistant, self.template, self.first = assistant, template, first
 
     @cached_property

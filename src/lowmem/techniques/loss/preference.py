@@ -21,11 +21,13 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class Answers(NamedTuple):
-    """What a loss of pairs is a function of; each (pairs, 2), the chosen answer first."""
+    """Holds the arguments of a loss of pairs, each (pairs, 2), the chosen answer first."""
 
-    logp: Tensor  # fp32: the sum over an answer's tokens of their log-probabilities
+    # fp64: the sum over an answer's tokens of their log-probabilities. In fp32 that of a long answer has an error as
+    # large as the differences between models.
+    logp: Tensor
     tokens: Tensor  # int64, at least 1
-    reference: Tensor  # fp32: `logp` by the reference model; zeros where the loss has none
+    reference: Tensor  # fp64: `logp` by the reference model; zeros where the loss has none
 
     @property
     def mean(self) -> Tensor:
@@ -56,14 +58,15 @@ class PreferenceLoss(Tiled):
         answers, real = self.answers(model, batch)
         if not torch.is_grad_enabled():
             self._seen = answers, real
-        return self.losses(answers).where(real, 0.0).sum()
+        return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: PairBatch) -> tuple[Answers, Tensor]:
         """Returns the answers of a batch, and which of its pairs are real, (pairs,) bool."""
         losses, learnt = self.each(model, batch)
         tokens = batch.lengths.view(-1, 2)
         answer = batch.answers.flatten()[learnt]
-        logp = -losses.new_zeros(batch.lengths.numel()).index_add(0, answer, losses).view(-1, 2)
+        sums = losses.new_zeros(batch.lengths.numel(), dtype=torch.float64)
+        logp = -sums.index_add(0, answer, losses.double()).view(-1, 2)
         reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view(-1, 2)
         return Answers(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
 
@@ -82,12 +85,12 @@ class PreferenceLoss(Tiled):
 
     def figures(self) -> dict[str, Tensor]:
         answers, real = self.take()
-        rewards = self.rewards(answers).double()
-        margin, logp = _difference(rewards), answers.logp.double()
-        each = ((margin > 0).double(), margin, *rewards.unbind(1), *logp.unbind(1))
+        rewards = self.rewards(answers)
+        margin = _difference(rewards)
+        each = ((margin > 0).double(), margin, *rewards.unbind(1), *answers.logp.unbind(1))
         figures = dict(zip(self.shows, each, strict=True))
         if self.compares:
-            figures["log_ratio"] = (answers.log_ratio / answers.tokens).double().mean(1)
+            figures["log_ratio"] = (answers.log_ratio / answers.tokens).mean(1)
         return {name: values.where(real, 0.0).sum() for name, values in figures.items()}
 
 
@@ -136,7 +139,7 @@ class ORPO(PreferenceLoss):
 
     def losses(self, answers: Answers) -> Tensor:
         mean = answers.mean
-        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))  # p / (1 - p), where p is below 1
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # p / (1 - p), where p is below 1
         return -mean[:, 0] + self.beta * _logistic(_difference(log_odds))
 
 

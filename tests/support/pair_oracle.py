@@ -1,0 +1,98 @@
+"""Losses of pairs written out from their papers, on whole logits and in fp64, and pairs of ragged rows to train on.
+
+Nothing of lowmem is imported here but the class of its micro-batches.
+"""
+
+import numpy as np
+import torch
+
+from lowmem.data.loader import Rows
+from lowmem.data.pairs import PackedPairBatch, PairBatch
+
+IGNORED = -100
+
+
+def log_probabilities(model, batch):
+    """(pairs, 2) sums over the answers' tokens in fp64, and their numbers of tokens. Each answer is read by itself."""
+    logits = model(**batch.inputs, use_cache=False).logits.double()
+    logp = logits.log_softmax(-1)
+    sums, counts = [], []
+    for row in range(len(batch.labels)):
+        starts = [0] if batch.position_ids is None else (batch.position_ids[row] == 0).nonzero().ravel().tolist()
+        for number, start in enumerate(starts[: batch.lengths.shape[1]]):
+            stop = [*starts, len(batch.labels[row])][number + 1]
+            places = [t for t in range(start, stop) if batch.labels[row, t] != IGNORED]
+            if places:
+                sums.append(sum(logp[row, t, batch.labels[row, t]] for t in places))
+                counts.append(len(places))
+    return torch.stack(sums).view(-1, 2), torch.tensor(counts, dtype=torch.float64).view(-1, 2)
+
+
+def reference_of(batch):
+    return batch.reference[batch.lengths > 0].double().view(-1, 2)
+
+
+def sigmoid_loss(x):
+    return torch.log1p(torch.exp(-x))
+
+
+def dpo(logp, counts, reference, beta=0.1, label_smoothing=0.0):
+    x = beta * ((logp[:, 0] - reference[:, 0]) - (logp[:, 1] - reference[:, 1]))
+    return (1 - label_smoothing) * sigmoid_loss(x) + label_smoothing * sigmoid_loss(-x)
+
+
+def ipo(logp, counts, reference, beta=0.1):
+    x = (logp - reference) / counts
+    return (x[:, 0] - x[:, 1] - 1 / (2 * beta)) ** 2
+
+
+def orpo(logp, counts, reference, beta=0.1):
+    p = torch.exp(logp / counts)
+    odds = p / (1 - p)
+    return -logp[:, 0] / counts[:, 0] + beta * sigmoid_loss(torch.log(odds[:, 0] / odds[:, 1]))
+
+
+def simpo(logp, counts, reference, beta=2.0, gamma=1.0, label_smoothing=0.0):
+    mean = logp / counts
+    x = beta * (mean[:, 0] - mean[:, 1]) - gamma
+    return (1 - label_smoothing) * sigmoid_loss(x) + label_smoothing * sigmoid_loss(-x)
+
+
+LOSSES = {"dpo": dpo, "ipo": ipo, "orpo": orpo, "simpo": simpo}
+
+
+def mean_loss(name, model, batch, **options):
+    """The mean over the pairs of a batch."""
+    reference = None if batch.reference is None else reference_of(batch)
+    return LOSSES[name](*log_probabilities(model, batch), reference, **options).mean()
+
+
+class RaggedPairs(Rows):
+    """Pairs of answers of different lengths behind prompts of different lengths, with a reference that was drawn.
+
+    Args:
+        packed: both answers of a pair stand in one row, one behind the other.
+    """
+
+    def __init__(self, pairs, length, vocabulary, packed=False):
+        self.count, self.seq_len, self.packed = pairs, length, packed
+        drawn = np.random.default_rng(2)
+        self.tokens = drawn.integers(0, vocabulary, (pairs, 2, length + 1))
+        self.reference = -5 * drawn.random((pairs, 2)) - 60
+
+    def __len__(self):
+        return self.count
+
+    def micro_batch(self, indices):
+        tokens = torch.from_numpy(self.tokens[indices])  # (P, 2, T + 1)
+        inputs, labels = tokens[..., :-1], tokens[..., 1:].clone()
+        for pair, index in zip(labels, indices, strict=True):
+            for side, row in enumerate(pair):
+                row[self.seq_len - 1 - (int(index) + side) % 5 :] = IGNORED
+                row[: 2 + int(index) % 3] = IGNORED
+        lengths, reference = (labels != IGNORED).sum(-1), torch.from_numpy(self.reference[indices])
+        if self.packed:
+            positions = torch.arange(self.seq_len).repeat(len(indices), 2)
+            return PackedPairBatch(inputs.flatten(1), labels.flatten(1), positions, lengths, reference)
+        rows = inputs.flatten(0, 1), labels.flatten(0, 1)
+        return PairBatch(*rows, lengths=lengths.view(-1, 1), reference=reference.view(-1, 1))

@@ -54,6 +54,7 @@ TYPED = (
     ["strategy=ddp", "batch_size=auto", "accumulation=effective_batch", "memory.limit=1GiB"],
     ["strategy=ddp", "plan=auto"],
     ["strategy=tensor_parallel", "gradient_checkpointing=budget"],
+    ["strategy=pipeline", "loss=dpo"],
     ["strategy=pipeline", "adapter=qlora"],
     ["weights=streamed"],
     ["weights=streamed", "precision=bf16-master"],
@@ -351,6 +352,14 @@ def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
     typed = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
     with pytest.raises(RuntimeError, match="backend='compiled' raised"):
         fit("strategy=tensor_parallel", *typed)
+
+
+def test_proof_the_first_stage_sees_no_answer():
+    """Only the last stage calls its loss; the others have nothing to show, where every rank is asked."""
+    from lowmem.techniques.loss.preference import DPO
+
+    with pytest.raises(TypeError, match="NoneType"):
+        DPO().figures()
 
 
 def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():

@@ -68,8 +68,8 @@ OF_LOSS = 1 / 200
 # beta of 2, and may be near zero where the rounding is not (measured: at most a 12th of what bf16 does to the update
 # with IPO's square, a 100th in fp32; with the answers exchanged the loss is off by a fifth and more).
 OF_PAIRS = 1 / 10
-# Its gradient is a difference of two answers' gradients: where these cancel their roundings stay, which fp16's tolerance
-# of a sum does not know (measured: vectors at 0.051 of 0.040).
+# Its gradient is a difference of two answers' gradients: where these cancel their roundings stay, which fp16's
+# tolerance of a sum does not know (measured: vectors at 0.051 of 0.040).
 DIFFERENCE = 1.5
 # One gradient through torch.compile's partitioner, relative; and a loss after four steps through generated code
 PARTITIONED, GENERATED = 1e-5, 1e-4

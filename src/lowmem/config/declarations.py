@@ -64,6 +64,7 @@ class Technique:
         compiles_hooks: it compiles the call of a block with its hooks, and whoever hooks in later is not called.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
+        of_pairs: it is a function of pairs of answers, which no other choice of the group computes.
     accumulation:
         counts_sequences: it makes up for a smaller micro-batch by itself.
     adapter:
@@ -100,6 +101,7 @@ class Technique:
     traced_as: str | None = None
     computes_as: str | None = None
     head_in_tiles: bool = False
+    of_pairs: bool = False
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False

@@ -133,6 +133,12 @@ REFUSALS = (
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
+        lambda run: run.any("overlaps_micro_batches") and run.any("of_pairs"),
+        "strategy=pipeline: the last stage alone sees the answers of pairs, which are compared and shown on all. Type "
+        "strategy=fsdp, ddp or tensor_parallel.",
+        "the_first_stage_sees_no_answer",
+    ),
+    Refusal(
         lambda run: run.any("overlaps_micro_batches") and _merges(run) and "weights" in run.technique("adapter").saves,
         "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model that starts at random), and "
         "each stage has the 4-bit weights of its own blocks alone. Type merge=false with a published model, "

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lowmem.config.cards import COMMUNICATOR
 from lowmem.config.declarations import choice, groups
 from lowmem.config.settle import Run
+from lowmem.data.opening import source_class
 from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.model.trainable import packed, parameters, trainable
@@ -209,7 +210,8 @@ def outline(run: Run, on_card: bool) -> Trace:
     weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
     state = round(count * rate) - paged
     gradients = 0 if on_host else sum(p.nbytes for p in own)
-    tokens, layers = run.batch_size * run.seq_len, getattr(text, "num_hidden_layers", 1)
+    rows = source_class(run.data.target).example(run.data.arguments, run.batch_size, 1).input_ids
+    tokens, layers = len(rows) * run.seq_len, getattr(text, "num_hidden_layers", 1)
     undivided = 0
     if run.saves_parts:
         undivided = weights if run.any("steps_wide") and not run.any("gathers_in_hooks") else 0

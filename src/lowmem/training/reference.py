@@ -36,7 +36,7 @@ class Wanted:
     """The numbers of one split. Args: indices: of the rows that the run reads."""
 
     def __init__(self, rows: PairRows, name: str, indices: np.ndarray, key: list) -> None:
-        self.rows, self.indices = rows, indices
+        self.rows, self.name, self.indices = rows, name, indices
         stored_at = getattr(rows.split.ids, "filename", None)
         digest = hashlib.sha256(json.dumps([*key, rows.seq_len, rows.order]).encode()).hexdigest()[:16]
         self.file = stored_at and Path(stored_at).with_name(f"{name}_reference_{digest}.npy")
@@ -151,6 +151,12 @@ def _compute(run: Run, module: CausalLM, split: Wanted, missing: np.ndarray) -> 
     found = [values for group in trainer.predict(module, batches) for values in group]
     for number, values in enumerate(found):
         known[batches.pairs[number]] = values.numpy()
+        if not values.isfinite().all():
+            raise Refused(
+                f"loss=: the reference gives an answer of the {split.name} split a log-probability that is not finite "
+                f"(pair {int(batches.pairs[number][0]) + 1:,} or one that was computed with it), so nothing can be "
+                "compared with it. Type precision=bf16, which has fp32's range and weights, or another model=."
+            )
     if ranks.several:
         every = np.stack(ranks.all_gather(known))
         known = np.where(np.isnan(every).all(0), np.nan, np.nanmax(np.nan_to_num(every, nan=-np.inf), 0))

@@ -192,7 +192,8 @@ def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
 
 
 def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
-    return list(dict.fromkeys([typed.named[group], *(() if typed.keeps(group) else _tried(group, card))]))
+    kept = typed.keeps(group) or techniques(group)[typed.named[group]].of_pairs
+    return list(dict.fromkeys([typed.named[group], *(() if kept else _tried(group, card))]))
 
 
 def _tried(group: str, card: Card | None) -> list[str]:

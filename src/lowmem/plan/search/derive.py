@@ -195,7 +195,8 @@ class Derivation:
             passes, parameters = passes | placed, parameters | placed
             if techniques("loss")[recipe["loss"]].head_in_tiles:  # the head's weight is then on the host
                 parameters["loss"] = recipe["loss"]
-        parameters = {"loss": "full", "seq_len": str(SHORT)} | parameters
+        loss = recipe["loss"] if techniques("loss")[recipe["loss"]].of_pairs else "full"
+        parameters = {"loss": loss, "seq_len": str(SHORT)} | parameters
         several = (size := micro_batches(run, recipe)) > 1
         # If each device has a full copy of the model, only the last micro-batch of a window sends gradients.
         once = run.several and not run.any("divides")

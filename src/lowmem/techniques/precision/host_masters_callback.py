@@ -75,6 +75,9 @@ class MasterWeights(Callback):
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         module.weights.start()  # an evaluation without training
 
+    def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
+        module.weights.start()  # the log-probabilities of a reference
+
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.on_host and self.early and not bool(loss.isfinite()):
             raise NotFinite(

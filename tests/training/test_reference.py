@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 import pair_oracle
+from conftest import SMALL
 from lowmem.fit import fit as fit_run
 from lowmem.system.errors import Refused
 from lowmem.training import build, reference
@@ -181,7 +182,7 @@ def test_early_stopping_watches_the_accuracy(config, preferring, tmp_path):
     assert summary["stopped_early"] and summary["steps"] < 50
     with pytest.raises(Refused, match=r"early_stop\.watch=accuracy: loss="):
         lines = "data=random", "loss=full", "early_stop.patience=1", "early_stop.watch=accuracy"
-        fit_run(config(*lines, "max_steps=1"), tmp_path / "tokens")
+        fit_run(config(*lines, base=SMALL), tmp_path / "tokens")
 
 
 def test_dropout_is_off(preferring, tmp_path):

@@ -88,7 +88,8 @@ class _Pairs:
                 f"has {int(need.max()):,} tokens. Type seq_len={int(need.max())}, if the model has as many positions, "
                 "or data.too_long=drop or cut."
             )
-        kept = np.minimum(lengths, self._room) if self.too_long == "cut" else lengths
+        is_cut = above[:, None] if self.too_long == "cut" else False
+        kept = np.where(is_cut, np.minimum(lengths, self._room), lengths)
         usable = np.ones(len(lengths), bool) if self.too_long == "cut" else ~above
         both = Pieces(starts[usable].ravel(), kept[usable].ravel(), (kept == lengths)[usable].ravel())
         labels = labels_that_count(self.split, both).reshape(-1, 2)
@@ -196,14 +197,20 @@ PairRows = PaddedPairs | PackedPairs
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> PairRows:
     """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `_Pairs`."""
-    made = PACKINGS[packing](split, seq_len, too_long, name)
+    made = _kind(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pairs"))
     return made
 
 
 def example(data: Mapping, batch_size: int, seq_len: int) -> PairBatch:
     """Returns full rows of zeros. Args: data: the arguments of the source."""
-    return PACKINGS[data["packing"]].example(batch_size, seq_len)
+    return _kind(data["packing"]).example(batch_size, seq_len)
+
+
+def _kind(packing: str) -> type[PairRows]:
+    if packing not in PACKINGS:
+        raise Refused(f"data.packing={packing}: rows of pairs are {' or '.join(PACKINGS)}. Type one of them.")
+    return PACKINGS[packing]
 
 
 def _example(batch: type[PairBatch], tokens: type[Rows], rows: int, seq_len: int, in_a_row: int) -> PairBatch:

@@ -58,7 +58,7 @@ def _answer(ids: Tensor, labels: Tensor) -> Row:
     """Returns the row of an answer, which ends with it."""
     learnt = [False, *(labels != IGNORED).tolist()]
     stop = len(learnt) - learnt[::-1].index(True)
-    return Row([*ids.tolist(), int(labels[-1])][:stop], learnt[:stop], [0], len(ids) + 1 - stop)
+    return Row([*ids.tolist(), int(labels[-1])][:stop], learnt[:stop], [0], max(0, len(ids) - stop))
 
 
 def row_of(rows: Rows, index: int) -> Row:

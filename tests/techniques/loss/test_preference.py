@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import pair_oracle
+from conftest import SMALL, beside
 from lowmem.data.pairs import PairBatch
+from lowmem.fit import fit as fit_run
 from lowmem.model import packed_attention
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import preference
@@ -182,14 +184,15 @@ def test_with_exchanged_answers_it_is_not(fit, tmp_path, monkeypatch):
     assert summary["validation"][0]["accuracy"] < 0.5
 
 
-def test_training_on_pairs_needs_the_memory_of_fine_tuning_on_their_rows(fit, tmp_path):
+def test_training_on_pairs_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
     """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"
     file = preferences(tmp_path, count=100, words=60)
     pairs = trained(fit, file, "loss=dpo", "loss.columns=128", *lines)
     whole = trained(fit, file, "loss=dpo", "loss.columns=1024", *lines)
     text = "data=random", "batch_size=16", "loss=tiled", "loss.columns=128"
-    tuned = fit(*SHAPE, *lines[:2], *lines[3:], *text)[0]
+    typed = beside((*SMALL, *SHAPE), (*lines[:2], *lines[3:], *text))
+    tuned = fit_run(config(*typed, base=()), tmp_path / "tuned")
     peak = pairs["peak_bytes"]["device"]
     assert peak == pytest.approx(tuned["peak_bytes"]["device"], rel=0.03)
     assert whole["peak_bytes"]["device"] > 1.1 * peak

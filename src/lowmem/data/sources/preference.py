@@ -8,6 +8,7 @@ messages as `data=chat` does. Whether records hold texts or messages is asked of
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -22,7 +23,7 @@ from lowmem.data import pairs
 from lowmem.data.sources.bad_record import BadRecord, kind
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
-from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records
+from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, identity
 from lowmem.data.sources.source import Encoded, Encoder, SplitName
 from lowmem.data.sources.tables import TOOLS, parquet_rows
 from lowmem.data.sources.text_files import find_files
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from lowmem.data.sources.chat import Chat
 
-HUB_ID = re.compile(r"[\w.-]+/[\w-][\w.-]*")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w-][\w.-]*")
 FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|txt)$")
 BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # so that no word is divided
 
@@ -77,8 +78,8 @@ class Preference(Records):
             fields = [chosen, rejected], [*filter(None, [prompt]), TOOLS]
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, *fields))
-        encoder = Answers(prompt, (chosen, rejected), assistant, template, lambda: _first_record(reader))
-        super().__init__(reader, encoder, "preference", packing, too_long, skip_bad)
+        encoder = Answers(prompt, (chosen, rejected), assistant, template, lambda: _first_record(reader, chosen))
+        super().__init__(ByPrompt(reader, prompt, chosen), encoder, "preference", packing, too_long, skip_bad)
 
     @classmethod
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.PairBatch:
@@ -88,9 +89,33 @@ class Preference(Records):
         return pairs.rows(split, seq_len, self.packing, self.too_long, name)
 
 
+class ByPrompt(Reader):
+    """The reader of another one's records that holds out prompts in place of records: answers to a prompt that were
+    ranked make several pairs, and some would else be both trained on and validated with."""
+
+    def __init__(self, reader: Reader, prompt: str | None, chosen: str) -> None:
+        super().__init__(reader.alone, reader.val_fraction)
+        self.reader, self.fields, self.val_key = reader, (prompt, chosen), reader.val_key
+
+    def key(self) -> list:
+        return [*self.reader.key(), "by prompt"]
+
+    def size(self, split: SplitName) -> int | None:
+        return self.reader.size(split)
+
+    def all_records(self, split: SplitName) -> Iterator[Record]:
+        prompt, chosen = self.fields
+        for record in self.reader.all_records(split):
+            if isinstance(record.fields, dict):
+                answer = record.fields.get(chosen)
+                asked = record.fields.get(prompt) or (answer[:-1] if isinstance(answer, list) else None)
+                record = record._replace(identity=identity({"": asked}) if asked else record.identity)
+            yield record
+
+
 def is_hub_id(path: str) -> bool:
     """Returns whether a path names a data set of the hub. Raises: Refused: it names nothing."""
-    if Path(path).expanduser().exists():
+    if not path.strip() or os.path.exists(os.path.expanduser(path)):  # False for a name that is too long
         return False
     if HUB_ID.fullmatch(path) is None or FILE.search(path):
         raise no_such("data.path", path)
@@ -101,10 +126,10 @@ def _records(file: Path, fields: Sequence[str], optional: Sequence[str]) -> Iter
     return parquet_rows(file, fields, optional) if file.suffix == ".parquet" else lines(file)
 
 
-def _first_record(reader: Reader) -> dict:
-    """Returns the fields of the first usable record; there may be none."""
+def _first_record(reader: Reader, chosen: str) -> dict:
+    """Returns the fields of the first record that has an answer; there may be none."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
-    return next(usable, {})
+    return next((fields for fields in usable if isinstance(fields.get(chosen), str | list | dict)), {})
 
 
 class Answers(Encoder):
@@ -160,7 +185,8 @@ class Answers(Encoder):
     def _pair(self, *answers: Encoded | BadRecord) -> list[Encoded] | BadRecord:
         for name, answer in zip(self.names, answers, strict=True):
             if isinstance(answer, BadRecord):
-                return answer if f'"{name}"' in str(answer) else BadRecord(f'in field "{name}" {answer}')
+                is_named = not self.chats or f'"{name}"' in str(answer)
+                return answer if is_named else BadRecord(f'in field "{name}" {answer}')
         if np.array_equal(answers[0].ids, answers[1].ids):
             return BadRecord(f'"{self.names[0]}" and "{self.names[1]}" are the same, so none can be preferred')
         return list(answers)
@@ -197,6 +223,7 @@ class Answers(Encoder):
     def _conversations(self, fields: dict) -> tuple[dict, dict]:
         prompt = fields.get(self.prompt)
         both = [_continued(prompt, fields[name]) for name in self.names]
+        self._check_ends(both)
         before = [messages[:-1] for messages in both if isinstance(messages, list)]
         if self.assistant == "last" and before[1:] and before[0] != before[1]:
             raise BadRecord(
@@ -206,16 +233,40 @@ class Answers(Encoder):
         tools = {TOOLS: fields[TOOLS]} if TOOLS in fields else {}
         return tuple({name: messages} | tools for name, messages in zip(self.names, both, strict=True))
 
+    def _check_ends(self, both: Sequence[object]) -> None:
+        """Refuses conversations that lack their prompt, or end with a message of another than the assistant."""
+        for name, messages in zip(self.names, both, strict=True):
+            roles = [_role(message) for message in messages] if isinstance(messages, list) else []
+            if self.prompt and roles and all(role in ("assistant", "tool") for role in roles):
+                raise BadRecord(f'"{name}" begins with its answer, and there is no "{self.prompt}" before it')
+            if roles and roles[-1] not in ("assistant", None):
+                raise BadRecord(f'"{name}" does not end with an answer of the assistant')
+
 
 def _continued(prompt: object, answer: object) -> object:
     """Returns the messages of a prompt and its answer. An answer that is no list is returned as it is, to be refused by
     its encoder."""
-    messages = [answer] if isinstance(answer, dict) else answer
+    prompt, messages = _listed(prompt), _listed(answer)
     if not isinstance(messages, list):
         return messages
-    alone = all(isinstance(message, dict) and message.get("role") in ("assistant", "tool") for message in messages)
-    if isinstance(prompt, str) and alone:
+    if isinstance(prompt, str) and "user" not in map(_role, messages):
         return [{"role": "user", "content": prompt}, *messages]
     if isinstance(prompt, list) and messages[: len(prompt)] != prompt:
         return [*prompt, *messages]
     return messages
+
+
+def _listed(value: object) -> object:
+    """Returns messages without fields that are null, of which a table's column may have more than another; a single one
+    as a list of it. Other values are returned as they are."""
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {key: field for key, field in message.items() if field is not None} if isinstance(message, dict) else message
+        for message in messages
+    ]
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None

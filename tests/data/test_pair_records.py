@@ -1,0 +1,238 @@
+"""Records of pairs: their formats, which tokens of them are learnt, and the words in which bad ones are refused.
+
+Expectations are texts with [ ] around what is learnt, as `show=1` writes them.
+"""
+
+import json
+from functools import partial
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from test_chat import tokenizer
+from test_jsonl import write
+
+from lowmem.config.accumulation import fixed
+from lowmem.data import pairs, token_store
+from lowmem.data.loader import Share, WindowLoader
+from lowmem.data.pairs import PackedPairs, PaddedPairs
+from lowmem.data.sources.chat_template import CHATML
+from lowmem.data.sources.preference import Preference, is_hub_id
+from lowmem.report.show import Row, page, written
+from lowmem.system.errors import Refused
+from lowmem.training import build
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+USER, SYSTEM, A, B = said("user", "hi"), said("system", "be"), said("assistant", "yes"), said("assistant", "no")
+EARLIER = [USER, said("assistant", "so"), said("user", "and?")]
+ADD = {"type": "function", "function": {"name": "add"}}
+
+
+def turn(role, content):
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def chatml(before, answer):
+    return f"{before}<|im_start|>assistant\n[{answer}<|im_end|>]\n"
+
+
+HI = turn("user", "hi")
+CHATS = [chatml(HI, "yes"), chatml(HI, "no")]
+LONG = HI + turn("assistant", "so") + turn("user", "and?")
+TEXT, CHAT = ({"prompt": "hi", "chosen": a, "rejected": b} for a, b in ((" yes", " no"), ([A], [B])))
+OTHERS = {str: TEXT | {"prompt": "other"}, list: CHAT | {"prompt": "other"}}
+
+
+def validation(folder, like, **typed):
+    """A file of one pair that is no training pair, in the fields that are typed."""
+    other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
+    if like is str and "prompt" in typed:
+        other = {key: "other" + str(value) for key, value in other.items()}
+    return write(folder / "val" / "v.jsonl", [other])
+
+
+def opened(folder, *records, like=None, **typed):
+    """Args: like: texts or messages for validation; None: as the first record's."""
+    like = like or (str if isinstance(records[0].get(typed.get("chosen", "chosen")), str) else list)
+    file = write(folder / "a.jsonl", records)
+    return Preference(file, val_path=validation(folder, like, **typed), **typed)
+
+
+def tokens_of(folder, source):
+    return token_store.tokenize(source, folder / "cache", 400)
+
+
+def documents(made):
+    of, start, found = made.train, 0, []
+    for stop in of.ends.tolist():
+        found.append(written(Row(of.ids[start:stop].tolist(), of.learnt(start, stop).tolist(), [0]), made.tokenizer))
+        start = stop
+    return found
+
+
+def read(folder, *records, **typed):
+    return documents(tokens_of(folder, opened(folder, *records, **typed)))
+
+
+END = token_store.END_OF_TEXT
+FORMATS = {
+    "texts": (TEXT, {}, [f"hi[ yes{END}]", f"hi[ no{END}]"]),
+    "no prompt": (TEXT | {"prompt": ""}, {}, [f"[ yes{END}]", f"[ no{END}]"]),
+    "other names": ({"q": "hi", "a": "x", "b": "y"}, {"prompt": "q", "chosen": "a", "rejected": "b"}, None),
+    "lists": (CHAT | {"prompt": [USER]}, {}, CHATS),
+    "several turns": (CHAT | {"prompt": EARLIER}, {}, [chatml(LONG, "yes"), chatml(LONG, "no")]),
+    "messages hold the prompt": ({"chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "both hold it": ({"prompt": [USER], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "one holds it": ({"prompt": [USER], "chosen": [USER, A], "rejected": [B]}, {}, CHATS),
+    "a text beside answers": (CHAT, {}, CHATS),
+    "a text beside conversations": ({"prompt": "hi", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "single messages": ({"prompt": USER, "chosen": A, "rejected": B}, {}, CHATS),
+    "a system message": (CHAT | {"prompt": [SYSTEM, USER]}, {}, [turn("system", "be") + one for one in CHATS]),
+    "it begins with an answer": (CHAT | {"prompt": [A, USER]}, {}, [turn("assistant", "yes") + one for one in CHATS]),
+    "fields that are null": ({"prompt": [USER], "chosen": [USER | {"n": None}, A], "rejected": [USER, B]}, {}, CHATS),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_last_answer_and_its_end_are_learnt_of_every_format(tmp_path, name):
+    record, typed, expected = FORMATS[name]
+    assert read(tmp_path, record, **typed) == (expected or [f"hi[x{END}]", f"hi[y{END}]"])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ("Q: a word\nA: yesterday", "Q: a word\nA: yes", ["Q: a word\nA:[ yesterday", "Q: a word\nA:[ yes"]),
+        ("yesterday", "yes", ["[yesterday", "[yes"]),
+        ("Q a", "Q a b", ["Q[ a", "Q[ a b"]),
+    ],
+)
+def test_without_a_prompt_texts_share_their_beginning_up_to_a_word(tmp_path, chosen, rejected, expected):
+    found = read(tmp_path, {"chosen": chosen, "rejected": rejected}, prompt=None)
+    assert found == [f"{one}{END}]" for one in expected]
+
+
+def test_both_answers_have_the_same_tokens_before_them(tmp_path):
+    for number, record in enumerate((TEXT, CHAT | {"prompt": EARLIER})):
+        train = tokens_of(tmp_path / str(number), opened(tmp_path / str(number), record)).train
+        learnt = train.learnt(0, len(train.ids))
+        one, other = ((train.ids[a:b], learnt[a:b]) for a, b in ((0, train.ends[0]), train.ends))
+        before = [ids[: int(mask.argmax())].tolist() for ids, mask in (one, other)]
+        assert before[0] == before[1] != []
+
+
+def test_all_answers_are_learnt_if_that_is_typed(tmp_path):
+    different = [USER, said("assistant", "but"), said("user", "and?"), B]
+    found = read(tmp_path, {"chosen": [*EARLIER, A], "rejected": different}, assistant="all")
+    assert found == [
+        chatml(f"{chatml(HI, text)}{turn('user', 'and?')}", end) for text, end in (("so", "yes"), ("but", "no"))
+    ]
+
+
+def test_tools_are_those_of_both_answers(tmp_path):
+    with_tools = tokenizer("{% if tools %}{{ tools[0]['function']['name'] + '\\n' }}{% endif %}" + CHATML)
+    source = opened(tmp_path, CHAT | {"tools": [ADD]})
+    assert documents(token_store.tokenize(source, tmp_path / "cache", 0, with_tools)) == [
+        f"add\n{one}" for one in CHATS
+    ]
+    with pytest.raises(Refused, match=r"line 1: in field \"chosen\" it has tools, which"):
+        tokens_of(tmp_path, source)
+
+
+def test_parquet_and_folders_are_read_as_lines_are(tmp_path):
+    records = [{"prompt": [said("user", f"hi {i}")], "chosen": [A], "rejected": [B]} for i in range(6)]
+    other = validation(tmp_path, list)
+    for part in (0, 3):
+        write(tmp_path / "lines" / f"{part}.jsonl", records[part : part + 3])
+        table = pa.Table.from_pylist([record | {"score": 1.5} for record in records[part : part + 3]])
+        (tmp_path / "tables").mkdir(exist_ok=True)
+        parquet.write_table(table, tmp_path / "tables" / f"{part}.parquet")
+    lines = Preference(str(tmp_path / "lines"), val_path=other)
+    write(tmp_path / "tables" / "v.jsonl", [OTHERS[list]])
+    tables = Preference(str(tmp_path / "tables"), "**/*", val_path=str(tmp_path / "tables" / "v.jsonl"))
+    found = [documents(tokens_of(tmp_path / kind, source)) for kind, source in (("l", lines), ("t", tables))]
+    assert found[0] == found[1] and len(found[0]) == 12
+
+
+BAD = [
+    (TEXT, {"prompt": "a", "rejected": "b"}, 'there is no field "chosen"; its fields are "prompt", "rejected"'),
+    (TEXT, {"chosen": "a", "rejected": "b"}, 'there is no field "prompt"; data.prompt=null takes what both'),
+    (TEXT, TEXT | {"prompt": 3}, 'field "prompt" is the number 3 and no text'),
+    (TEXT, TEXT | {"rejected": " \n"}, 'field "rejected" is empty'),
+    (TEXT, TEXT | {"chosen": " no"}, '"chosen" and "rejected" are the same'),
+    (TEXT, TEXT | {"chosen": f"a {END}"}, f'field "chosen" holds {END}, which the tokenizer reads as a control token'),
+    (TEXT, TEXT | {"rejected": [B]}, 'field "rejected" is a list and no text'),
+    (CHAT, CHAT | {"chosen": "yes"}, 'field "chosen" is a text and no list of messages'),
+    (CHAT, CHAT | {"chosen": []}, '"chosen" does not end with an answer of the assistant'),
+    (CHAT, CHAT | {"chosen": [said("assistant", " ")]}, 'in field "chosen" message 2 is a blank answer'),
+    (CHAT, CHAT | {"chosen": [B]}, '"chosen" and "rejected" are the same'),
+    (CHAT, CHAT | {"rejected": [said("assistant", "<|im_end|>")]}, 'in field "rejected" message 2 (assistant) holds'),
+    (CHAT, CHAT | {"chosen": [*EARLIER, A]}, '"chosen" and "rejected" differ before their last messages'),
+    (CHAT, {"question": "hi", "chosen": [A], "rejected": [B]}, '"chosen" begins with its answer, and there is no "pro'),
+    (CHAT, CHAT | {"chosen": [USER, A, USER]}, '"chosen" does not end with an answer of the assistant'),
+    (CHAT, CHAT | {"chosen": [SYSTEM, A], "rejected": [SYSTEM, B]}, 'in field "chosen" message 2 is a system message'),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "why"), BAD, ids=[f"{i} {why[:40]}" for i, (_, _, why) in enumerate(BAD)])
+def test_a_bad_record_is_named_or_left_out_and_counted(tmp_path, good, bad, why):
+    like, fine = type(good["chosen"]), good | {"prompt": "fine"}
+    with pytest.raises(Refused) as refused:
+        read(tmp_path, fine, bad, like=like)
+    assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)
+    source = opened(tmp_path, fine, bad, good, like=like, skip_bad=True)
+    assert len(documents(tokens_of(tmp_path, source))) == 4
+    (note,) = source.notes()
+    assert note.startswith(f"data.skip_bad=true: 1 of 3 train records are left out (a.jsonl, line 2: {why}")
+
+
+def test_the_first_record_with_an_answer_says_what_the_others_are(tmp_path):
+    source = opened(tmp_path, {"prompt": "a"}, {"chosen": None}, TEXT, like=str, skip_bad=True)
+    assert documents(tokens_of(tmp_path, source)) == FORMATS["texts"][2]
+
+
+@pytest.mark.parametrize("kind", ["padded", "documents"])
+def test_show_prints_both_answers(tmp_path, kind):
+    made = tokens_of(tmp_path, opened(tmp_path, TEXT))
+    loader = WindowLoader(pairs.rows(made.train, 40, kind, "drop", "train"), Share(1), fixed(1), 7)
+    shown = page(loader, made.tokenizer, 1)
+    assert f"hi[ yes{END}]" in shown and f"hi[ no{END}]" in shown
+    assert (", chosen: " in shown and ", rejected: " in shown) == (kind == "padded")
+
+
+def test_a_name_of_two_words_is_an_id_of_the_hub_unless_it_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("org/name") and is_hub_id("org-1/name_2.5")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not is_hub_id("org/name") and not is_hub_id(str(tmp_path))
+    for path in ("no/such.jsonl", "no/such.parquet", "name", "../name", "./name", "a/b/c", "~no/x", "x" * 5000):
+        with pytest.raises(Refused, match="there is no such file or folder"):
+            is_hub_id(path)
+
+
+def test_a_run_reads_pairs_with_the_keys_of_the_yaml(config, tmp_path):
+    file = write(tmp_path / "a.jsonl", [TEXT | {"prompt": f"hi {i}"} for i in range(40)])
+    typed = partial(config, "data=preference", "loss=dpo", f"data.path={file}")
+    assert isinstance(build.data(typed()).train.sequences, PaddedPairs)
+    assert isinstance(build.data(typed("data.packing=documents", "seq_len=32")).train.sequences, PackedPairs)
+    with pytest.raises(Refused, match=r"data\.path=no/such\.jsonl: there is no such file or folder"):
+        build.data(typed("data.path=no/such.jsonl"))
+
+
+def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path, config):
+    """Ranked answers make several pairs of a prompt; held out one by one, their documents would be in both splits."""
+    ranked = [
+        {"prompt": f"Count to {n}.", "chosen": f"{n} a{better}", "rejected": f"{n} a{worse}"}
+        for n in range(40)
+        for better in range(3)
+        for worse in range(better + 1, 4)
+    ]
+    file = tmp_path / "ranked.jsonl"
+    file.write_text("\n".join(map(json.dumps, ranked)))
+    source = Preference(str(file), val_fraction=0.1)
+    sides = [{record.fields["prompt"] for record in source.reader.records(split)} for split in ("train", "val")]
+    assert all(sides) and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 40

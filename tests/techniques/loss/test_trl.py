@@ -1,0 +1,282 @@
+"""Losses of pairs beside TRL's trainers: both train the same network on the same text for 20 steps, in fp32 on the CPU.
+
+TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Either side computes
+its own reference, and has its own loop, loss and AdamW. TRL is no dependency: where it is missing, these are skipped.
+
+TRL defines two losses otherwise than their papers and lowmem:
+
+- Its "sigmoid" loss ignores `label_smoothing`. Its "robust" loss is ((1 - e) L(x) - e L(-x)) / (1 - 2e), where e is
+  that share, and so the smoothed loss (1 - e) L(x) + e L(-x) is 2 (1 - e) x sigmoid - (1 - 2e) x robust.
+- Its ORPO adds the loss of the chosen rows' tokens with their prompts, as a mean over the tokens of the batch. That is
+  the mean over answers of their means where prompts have a single token, which nothing predicts, and where the chosen
+  answers of a batch have one length. ORPO is compared on such pairs.
+"""
+
+import copy
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lowmem.config.instantiate import instantiate
+from lowmem.config.settle import run_of
+from lowmem.data.loader import IGNORED, Rows, Share, WindowLoader
+from lowmem.data.pairs import PairBatch
+from lowmem.model import loading
+from lowmem.training.build import causal_lm
+from parity import MODEL, trainer
+
+pytest.importorskip("trl", reason="needs pip install trl")
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+STEPS, BATCH, WINDOWS = 20, 4, 5  # windows of an epoch
+PAD, END, VOCABULARY = 0, 1, 64
+LR, DECAY = 1e-3, 0.1
+RUN = (
+    *MODEL,
+    f"model.architecture.vocab_size={VOCABULARY}",
+    f"batch_size={BATCH}",
+    f"max_steps={STEPS}",
+    "seq_len=32",
+    f"lr={LR}",
+    f"optim.weight_decay={DECAY}",
+    # With 1e-8, weights that have next to no gradient would move by lr on rounding errors.
+    "optim.eps=1e-6",
+    "scheduler=constant",
+    "scheduler.warmup_steps=0",
+    "clip=null",
+    "device=cpu",
+    "logger=none",
+    "data=preference",
+    "data.path=x",
+)
+# fp32 sums in another order, of losses relatively and of rewards absolutely; the wrong ones are off by 1e-2 and more
+TOLERANCE = 1e-5
+TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+
+
+class Pair(NamedTuple):
+    """The numbers of the words of a pair, both of whose answers go on with the end of the text."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+class Course(NamedTuple):
+    """Holds what a trainer computed before each step: the losses, (steps,), and both answers' rewards, (steps, 2)."""
+
+    losses: np.ndarray
+    rewards: np.ndarray
+
+    def apart(self, other):
+        """Returns the largest differences: of losses, relative, and of rewards and their margins, absolute."""
+        losses = np.abs(self.losses / other.losses - 1).max()
+        rewards = np.abs(self.rewards - other.rewards).max()
+        return losses, max(rewards, np.abs(np.diff(self.rewards - other.rewards)).max())
+
+
+def pairs(alike=False):
+    """Pairs that were drawn. alike: prompts have one token, and the chosen answers of a batch have the same length."""
+    draw = np.random.default_rng(3)
+
+    def words(count):
+        return draw.integers(END + 1, VOCABULARY, count).tolist()
+
+    def pair(number):
+        prompt, chosen, rejected = draw.integers(1, 9, 3)
+        return Pair(*map(words, (1, 2 + number // BATCH, rejected) if alike else (prompt, chosen, rejected)))
+
+    return [pair(number) for number in range(BATCH * WINDOWS)]
+
+
+class Written(Rows):
+    """Rows of pairs in the order in which they stand. Args: reference: (pairs, 2); None: not computed yet."""
+
+    seq_len, reference = 32, None
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def arranged(self, permutation, rows_per_step):
+        return np.sort(permutation)
+
+    def micro_batch(self, indices):
+        rows = [(pair.prompt, [*answer, END]) for pair in map(self.pairs.__getitem__, indices) for answer in pair[1:]]
+        width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+        inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
+        for row, (prompt, answer) in enumerate(rows):
+            tokens = prompt + answer
+            inputs[row, : len(tokens) - 1] = tokens[:-1]
+            labels[row, len(prompt) - 1 : len(tokens) - 1] = answer
+        lengths = torch.tensor([[len(answer)] for _, answer in rows])
+        reference = None if self.reference is None else self.reference[indices].reshape(-1, 1)
+        return PairBatch(torch.from_numpy(inputs), torch.from_numpy(labels), lengths=lengths, reference=reference)
+
+
+class Watch(Callback):
+    """Records the loss and the rewards of every step. Args: per_token: the rewards are means over tokens, as those of
+    IPO, and TRL's are sums."""
+
+    def __init__(self, per_token):
+        self.per_token, self.losses, self.rewards = per_token, [], []
+
+    def on_train_batch_start(self, trainer, module, window, _):
+        answers = logp_of(module, *window.micro_batches)
+        rewards = module.own_loss.rewards(answers) * (answers.tokens if self.per_token else 1)
+        self.rewards.append(rewards.mean(0).tolist())
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.losses.append(float(outputs["loss"]))
+
+
+@torch.no_grad()
+def logp_of(module, batch):
+    module(batch)
+    return module.own_loss.take()[0]
+
+
+def built(*overrides):
+    torch.manual_seed(0)
+    cfg = run_of([*RUN, *overrides])
+    return cfg, causal_lm(cfg, loading.describe(cfg))
+
+
+def ours(written, *overrides):
+    """Trains the real module under the real trainer, with the head in three tiles."""
+    cfg, module = built(*overrides, "loss.columns=24")
+    rows = Written(written)
+    if module.own_loss.compares:
+        rows.reference = logp_of(module, rows.micro_batch(range(len(rows)))).logp
+    watch = Watch(per_token="loss=ipo" in overrides)
+    windows = WindowLoader(rows, Share(BATCH), instantiate(cfg.accumulation), seed=0)
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), watch]).fit(module, windows)
+    return Course(np.array(watch.losses), np.array(watch.rewards))
+
+
+def tokenizer():
+    """Words w2, w3, ..., each of which is the token of its number."""
+    vocabulary = {"<pad>": PAD, "<end>": END} | {f"w{number}": number for number in range(END + 1, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(vocabulary))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+
+
+def text_of(written):
+    """Both answers begin with a space."""
+    columns = zip(*written, strict=True)
+    texts = ["".join(f" w{number}" for number in numbers) for column in columns for numbers in column]
+    texts = np.array(texts).reshape(3, -1).tolist()
+    return Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
+
+
+def arguments(config, folder, options):
+    """The same AdamW at a constant learning rate, without clipping, in fp32, on the pairs in their order."""
+    group = run_of(RUN).optim.arguments
+    (beta1, beta2), eps = group["betas"], group["eps"]
+    update = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": float(eps), "weight_decay": DECAY}
+    rate = {"learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "adamw_torch"}
+    size = {"per_device_train_batch_size": BATCH, "max_steps": STEPS, "train_sampling_strategy": "sequential"}
+    plain = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "disable_dropout": True}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    return config(output_dir=str(folder), **update, **rate, **size, **plain, **quiet, **options)
+
+
+def theirs(kind, written, folder, options):
+    """Trains with TRL from the same weights."""
+    network = built("loss=orpo")[1].model
+    theirs, config = TRAINERS[kind]
+    with_reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
+    run = theirs(
+        network,
+        args=arguments(config, folder, options),
+        train_dataset=text_of(written),
+        processing_class=tokenizer(),
+        **with_reference,
+    )
+    losses, compute = [], run.compute_loss
+
+    def recorded(*args, **kwargs):
+        losses.append(compute(*args, **kwargs))
+        return losses[-1]
+
+    run.compute_loss = recorded  # what it logs is rounded
+    run.train()
+    logs = [log for log in run.state.log_history if "rewards/chosen" in log and "loss" in log]
+    rewards = [[log["rewards/chosen"], log["rewards/rejected"]] for log in logs]
+    return Course(np.array([loss.item() for loss in losses]), np.array(rewards))
+
+
+class Case(NamedTuple):
+    """A loss in the words of both."""
+
+    ours: tuple[str, ...]
+    kind: str  # of TRL's trainers
+    options: dict
+    alike: bool = False  # see `pairs`
+
+
+SMOOTHED = {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.8, -0.8], "label_smoothing": 0.1}
+SIMPO = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}
+CASES = {
+    "dpo": Case(("loss=dpo", "loss.beta=0.1"), "dpo", {"beta": 0.1}),
+    "dpo-smoothed": Case(("loss=dpo", "loss.beta=0.5", "loss.label_smoothing=0.1"), "dpo", SMOOTHED | {"beta": 0.5}),
+    "ipo": Case(("loss=ipo", "loss.beta=0.1"), "dpo", {"loss_type": ["ipo"], "beta": 0.1}),
+    "simpo": Case(("loss=simpo", "loss.beta=2", "loss.gamma=1"), "cpo", SIMPO),
+    "simpo-smoothed": Case(
+        ("loss=simpo", "loss.beta=2", "loss.gamma=1", "loss.label_smoothing=0.1"),
+        "cpo",
+        SIMPO | {"label_smoothing": 0.1},
+    ),
+    "orpo": Case(("loss=orpo", "loss.beta=0.5"), "orpo", {"beta": 0.5}, alike=True),
+}
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """Returns a function: name of a case -> TRL's course."""
+
+    @cache
+    def found(name):
+        case = CASES[name]
+        return theirs(case.kind, pairs(case.alike), tmp_path_factory.mktemp(name), case.options)
+
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_are_those_of_trl(name, course):
+    case = CASES[name]
+    found = ours(pairs(case.alike), *case.ours)
+    assert len(found.losses) == len(course(name).losses) == len(course(name).rewards) == STEPS
+    assert max(found.apart(course(name))) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo"])
+def test_another_beta_is_not(name, course):
+    case = CASES[name]
+    wrong = ours(pairs(case.alike), *case.ours, "loss.beta=0.3")
+    assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_exchanged_answers_are_not(name, course):
+    exchanged = [Pair(prompt, rejected, chosen) for prompt, chosen, rejected in pairs()]
+    wrong = ours(exchanged, *CASES[name].ours)
+    assert min(wrong.apart(course(name))) > 1000 * TOLERANCE

@@ -1,10 +1,12 @@
 """The reference's log-probabilities: those of a second model to the bit, stored once, and noticed when they change."""
 
 import csv
+import gc
 import json
 import logging
 import math
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +193,22 @@ def test_dropout_is_off(preferring, tmp_path):
     fit_run(preferring(*dropout, "max_steps=1"), tmp_path / "run")
     (first, *_) = csv.DictReader((tmp_path / "run" / "metrics.csv").open())
     assert float(first["train_loss"]) == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("lines", [(), STREAMED], ids=["resident", "streamed"])
+def test_two_models_are_never_in_memory(preferring, tmp_path, monkeypatch, lines):
+    """Each module is gone when the next one is built, and none is kept by the trainer of the reference."""
+    built, alive, make = [], [], build.module
+
+    def counted(*args, **kwargs):
+        alive.append(sum(reference() is not None for reference in built))
+        module = make(*args, **kwargs)
+        built.append(weakref.ref(module.model))
+        return module
+
+    monkeypatch.setattr(build, "module", counted)
+    fit_run(preferring(*lines), tmp_path / "run")
+    shutil.rmtree(tmp_path / "cache")
+    gc.collect()  # the model of the run before
+    fit_run(preferring(*lines, "max_steps=6", f"resume={tmp_path / 'run'}"), tmp_path / "on")
+    assert len(alive) == 5 and not any(alive)

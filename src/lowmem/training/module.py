@@ -275,7 +275,7 @@ class CausalLM(LightningModule):
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
             self.val_losses = self.ranks.broadcast(losses)  # all ranks must decide alike whether to save and to stop
             figures = [
-                {name: float(self.ranks.all_sum(value)) / weight for name, value in sums.items()}
+                {name: float(self.ranks.all_sum(value)) / (weight or math.nan) for name, value in sums.items()}
                 for sums, weight in zip(self._val_figure_sums, weights.tolist(), strict=True)
             ]
             self.val_figures = self.ranks.broadcast(figures)

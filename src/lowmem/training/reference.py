@@ -9,6 +9,7 @@ The numbers belong to the weights (by a digest, which checkpoints hold), to the 
 rows. So a changed model, template or seq_len gets numbers of its own.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -65,27 +66,30 @@ class Wanted:
             ) from error
 
 
-def fill(run: Run, data: build.Data, module: CausalLM, saved: Saved | None, again: Callable[..., CausalLM]) -> CausalLM:
-    """Gives the pairs of a run the reference's numbers, and returns the module to train.
+def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:
+    """Returns the module to train, and gives the pairs the reference's numbers if its loss compares with one. While
+    these are computed no other model is in memory.
 
-    Args:
-        module: built for the run; if numbers are missing it is given up for one that computes them, and for a new one.
-        again: builds the module from a checkpoint, or with None from the start.
+    Args: again: builds the module from a checkpoint, or with None from the start.
 
     Raises:
         Refused: the reference is needed and is no longer the same, or cannot be told.
     """
-    ranks, start = module.ranks, module.identity["start"]
+    built = again(saved)
+    if not built.own_loss.compares:
+        return built
+    start, ranks = built.identity["start"], built.ranks
     _check(run, start, saved)
     wanted = list(_wanted(run, data, start))
     for split in wanted:
         split.rows.reference = ranks.broadcast(split.read() if ranks.rank == 0 else None)
     if not any(len(split.missing()) for split in wanted):
-        return module
+        return built
     if saved is not None:
-        del module
-        module = again(None)
-        if module.identity["start"] != start:
+        del built
+        gc.collect()  # a module and its parts refer to each other
+        built = again(None)
+        if built.identity["start"] != start:
             raise Refused(
                 f"{saved.asked}: the loss compares with the model that this run started from. Its log-probabilities "
                 "are not all in cache_dir, and the model= is another now. Type the model=, adapter=, precision= and, "
@@ -93,10 +97,11 @@ def fill(run: Run, data: build.Data, module: CausalLM, saved: Saved | None, agai
             )
     for split in wanted:
         if len(missing := split.missing()):
-            _compute(run, module, split, missing)
+            _compute(run, built, split, missing)
             if ranks.rank == 0:
                 split.store()
-    del module
+    del built
+    gc.collect()
     return again(saved)
 
 
@@ -132,13 +137,13 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
     return every if position.epoch else np.sort(train.between(START, position))
 
 
-def _compute(run: Run, module: CausalLM, split: Wanted, missing: np.ndarray) -> None:
+def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> None:
     """Fills in the numbers of these rows, of which each rank computes its share."""
-    ranks, rows = module.ranks, split.rows
+    ranks, rows = built.ranks, split.rows
     if ranks.rank == 0:
         log.info(f"The reference computes {rows.pairs_of(missing).size:,} pairs before training; they are stored.")
     rows.reference, known = None, rows.reference
-    batches = _Batches(rows, missing, build.share_of(run, ranks), module.at_once)
+    batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
     trainer = Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
         devices=1,
@@ -148,7 +153,7 @@ def _compute(run: Run, module: CausalLM, split: Wanted, missing: np.ndarray) -> 
         callbacks=list(map(instantiate, run.callbacks.values())),
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    found = [values for group in trainer.predict(module, batches) for values in group]
+    found = [values for group in trainer.predict(built, batches) for values in group]
     for number, values in enumerate(found):
         known[batches.pairs[number]] = values.numpy()
         if not values.isfinite().all():

@@ -152,10 +152,9 @@ def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalL
         seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
         return build.module(run, data, saved, ranks, trains=task.work == "train")
 
-    module = again(task.saved)
-    if module.own_loss.compares and task.work != "export":
-        module = reference.fill(run, data, module, task.saved, again)
-    return module
+    if task.work == "export":
+        return again(task.saved)
+    return reference.module(run, data, task.saved, again)
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:

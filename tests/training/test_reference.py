@@ -139,6 +139,17 @@ def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
     assert computed() == before > 0
     fit_run(preferring("precision=bf16-true"), tmp_path / "rounded")
     assert computed() == before
+    fit_run(preferring("model.architecture.n_head=1"), tmp_path / "of the same shapes")
+    assert computed() == before
+
+
+def test_a_damaged_file_is_written_again(preferring, tmp_path, computed):
+    fit_run(preferring(), tmp_path / "first")
+    before = computed()
+    for file in tmp_path.glob("cache/preference-*/*_reference_*.npy"):
+        file.write_bytes(file.read_bytes()[:100])
+    fit_run(preferring(), tmp_path / "second")
+    assert computed() == before
 
 
 def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed):

@@ -1,7 +1,9 @@
 """Builds what a run trains: the data first, the weights last."""
 
+import json
 import logging
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from lowmem.training.module import CausalLM, Placement, Update
 log = logging.getLogger(__name__)
 
 DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # names that layers of transformers use
+OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}  # keys of a model's config
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
@@ -168,11 +171,12 @@ def module(
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
-    """Returns a digest of the weights that training starts from. An adapter that begins with zeros is left out, so that
+    """Returns a digest of the model that training starts from, its weights and its config. An adapter that begins with zeros is left out, so that
     runs with other ones share a reference."""
-    if run.technique("adapter").freezes_base and not run.adapter.arguments.get("path"):
-        return base
-    return digest(built.model.state_dict(), built.ranks.sent_as)
+    begins_with_zeros = run.technique("adapter").freezes_base and not run.adapter.arguments.get("path")
+    weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
+    settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}
+    return sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def causal_lm(
@@ -227,7 +231,8 @@ def _loss(run: Run) -> Loss:
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
         raise Refused(
             f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
-            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=."
+            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=: texts go with loss=full, "
+            "chunked or tiled, and data=preference with loss=dpo, ipo, orpo or simpo."
         )
     return loss
 

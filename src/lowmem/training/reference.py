@@ -45,7 +45,12 @@ class Wanted:
     def read(self) -> np.ndarray:
         """Returns the stored numbers, (pairs, 2); NaN where there is none."""
         if self.file and self.file.exists():
-            return np.load(self.file)
+            try:
+                stored = np.load(self.file)
+                if stored.shape == (self.rows.pairs, 2):
+                    return stored
+            except (OSError, ValueError):  # a file that is damaged is written again
+                pass
         return np.full((self.rows.pairs, 2), np.nan)
 
     def missing(self) -> np.ndarray:
@@ -62,7 +67,7 @@ class Wanted:
         except OSError as error:
             raise Refused(
                 f"cache_dir: the reference's log-probabilities cannot be written to {self.file.parent} "
-                f"({error.strerror}). Make room."
+                f"({error.strerror}). Make room, or type cache_dir=<a folder that you may write to>."
             ) from error
 
 

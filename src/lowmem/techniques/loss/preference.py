@@ -2,7 +2,7 @@
 
 A loss of this file is a function of the log-probabilities of answers, which are sums over their tokens. Those come out
 of a head that is read in tiles of the vocabulary (`tiled.py`), so that whole logits never exist, and their gradient
-reaches each token as one factor of its answer. The reference model of DPO, IPO and KTO is not in memory while training:
+reaches each token as one factor of its answer. The reference model of DPO and IPO is not in memory while training:
 its log-probabilities are numbers of the batch (`training/reference.py`).
 
 The mean of a window is over pairs. It does not depend on how the window is cut into micro-batches.
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lowmem.data.pairs import PairBatch
 from lowmem.system.errors import Refused
+from lowmem.techniques.loss.head import agrees
 from lowmem.techniques.loss.tiled import Tiled
 
 
@@ -69,6 +70,13 @@ class PreferenceLoss(Tiled):
         logp = -sums.index_add(0, answer, losses.double()).view(-1, 2)
         reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view(-1, 2)
         return Answers(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
+
+    def verify(self, model: PreTrainedModel, batch: PairBatch) -> None:
+        if not agrees(model, batch.inputs, tiled=True):
+            raise Refused(
+                f"loss: computed in tiles of the vocabulary the logits of {type(model).__name__} are not the model's "
+                "own, and another function of the answers would be trained. Type another model=."
+            )
 
     def losses(self, answers: Answers) -> Tensor:
         """Returns the loss of each pair, (pairs,)."""

@@ -100,7 +100,7 @@ def short_window_divided_by_the_full_one(monkeypatch):
     right = CausalLM.training_step
 
     def wrong(self, window, index):
-        sequences = sum(len(batch.labels) for batch in window.micro_batches)
+        sequences = sum(len(batch.labels) // batch.ROWS for batch in window.micro_batches)
         return right(self, window._replace(weight=window.weight * (8 if sequences == 1 else 1)), index)
 
     monkeypatch.setattr(CausalLM, "training_step", wrong)

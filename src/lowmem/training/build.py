@@ -171,8 +171,8 @@ def module(
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
-    """Returns a digest of the model that training starts from, its weights and its config. An adapter that begins with zeros is left out, so that
-    runs with other ones share a reference."""
+    """Returns a digest of the model that training starts from, its weights and its config. An adapter that begins with
+    zeros is left out, so that runs with other ones share a reference."""
     begins_with_zeros = run.technique("adapter").freezes_base and not run.adapter.arguments.get("path")
     weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
     settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}
@@ -231,8 +231,8 @@ def _loss(run: Run) -> Loss:
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
         raise Refused(
             f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
-            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=: texts go with loss=full, "
-            "chunked or tiled, and data=preference with loss=dpo, ipo, orpo or simpo."
+            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=: texts go "
+            "with loss=full, chunked or tiled, and data=preference with loss=dpo, ipo, orpo or simpo."
         )
     return loss
 

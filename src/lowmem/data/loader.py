@@ -162,11 +162,15 @@ class Share(NamedTuple):
     def rows_per_step(self) -> int:  # rows of one micro-batch of all devices
         return self.batch_size * self.world_size
 
+    def places(self, rows: int = 1) -> slice:
+        """Returns where this device's examples stand. Args: rows: of an example."""
+        size = self.batch_size * rows
+        return slice(self.rank * size, (self.rank + 1) * size)
+
     def rows_of(self, read: MicroBatch) -> MicroBatch:
         """Returns this device's rows. All devices have as many micro-batches, and the last ones may be without a token
         that counts."""
-        rows = self.batch_size * read.ROWS
-        mine = read.each(lambda tensor: tensor[self.rank * rows : (self.rank + 1) * rows])
+        mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return mine if len(mine.input_ids) else read.nothing
 
 

@@ -78,10 +78,10 @@ def digest_of_base(model: nn.Module, sent_as: Callable[[Tensor], torch.dtype]) -
 
 def digest(tensors: Mapping[str, Tensor], sent_as: Callable[[Tensor], torch.dtype]) -> str:
     """Returns a digest of names, shapes, dtypes and some of the numbers. Args: sent_as: see `digest_of_base`."""
-    digest = sha256()
+    read = sha256()
     for name, tensor in tensors.items():
         flat = tensor.detach().flatten()
         some = flat[:: 1 + flat.numel() // SAMPLE].cpu().to(sent_as(tensor)).contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {some.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        read.update(f"{name} {tuple(tensor.shape)} {some.dtype}".encode())
+        read.update(some.view(torch.uint8).numpy().tobytes())
+    return read.hexdigest()

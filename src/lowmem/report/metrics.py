@@ -164,7 +164,10 @@ class Metrics(Callback):
         if module.val_loss is None:  # the evaluation was cut short
             return
         losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
-        self.evaluated = [evaluation(name, loss, figures or bits(loss)) for (name, bits), loss, figures in losses]
+        self.evaluated = [
+            {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
+            for (name, bits), loss, figures in losses
+        ]
         if "accuracy" in self.evaluated[0]:
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
@@ -210,13 +213,9 @@ class Metrics(Callback):
         self._out.close()
 
 
-def evaluation(name: str, loss: float, more: float | dict[str, float]) -> dict[str, object]:
-    """Returns the results of a validation set. Args: loss: nats per token that counts, or a mean over pairs; more: bits
-    per byte, or what a loss of pairs shows besides itself."""
-    if isinstance(more, dict):
-        return {"name": name, "loss": loss} | more
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"name": name, "loss": loss, "perplexity": perplexity, "bits_per_byte": more}
+def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
+    """Returns what is shown beside a loss of tokens. Args: loss: nats per token that counts."""
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "bits_per_byte": bits_per_byte}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:

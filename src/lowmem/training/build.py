@@ -156,8 +156,8 @@ def module(
     built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
-    digest = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
-    if (base := built.ranks.broadcast(digest)) is not None:
+    of_base = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
+    if (base := built.ranks.broadcast(of_base)) is not None:
         built.identity["base"] = base
     if built.own_loss.compares:
         own = _start(run, built, base) if built.ranks.builds and not saved else None

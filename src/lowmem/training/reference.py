@@ -88,7 +88,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
     wanted = list(_wanted(run, data, start))
     for split in wanted:
         split.rows.reference = ranks.broadcast(split.read() if ranks.rank == 0 else None)
-    if not any(len(split.missing()) for split in wanted):
+    unknown = [(split, rows) for split in wanted if len(rows := split.missing())]
+    if not unknown:
         return built
     if saved is not None:
         del built
@@ -100,11 +101,10 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
                 "are not all in cache_dir, and the model= is another now. Type the model=, adapter=, precision= and, "
                 "after a random start, seed= of that run."
             )
-    for split in wanted:
-        if len(missing := split.missing()):
-            _compute(run, built, split, missing)
-            if ranks.rank == 0:
-                split.store()
+    for split, rows in unknown:
+        _compute(run, built, split, rows)
+        if ranks.rank == 0:
+            split.store()
     del built
     gc.collect()
     return again(saved)
@@ -158,18 +158,18 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
         callbacks=list(map(instantiate, run.callbacks.values())),
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    found = [values for group in trainer.predict(built, batches) for values in group]
-    for number, values in enumerate(found):
-        known[batches.pairs[number]] = values.numpy()
-        if not values.isfinite().all():
-            raise Refused(
-                f"loss=: the reference gives an answer of the {split.name} split a log-probability that is not finite "
-                f"(pair {int(batches.pairs[number][0]) + 1:,} or one that was computed with it), so nothing can be "
-                "compared with it. Type precision=bf16, which has fp32's range and weights, or another model=."
-            )
-    if ranks.several:
-        every = np.stack(ranks.all_gather(known))
-        known = np.where(np.isnan(every).all(0), np.nan, np.nanmax(np.nan_to_num(every, nan=-np.inf), 0))
+    found = (values for group in trainer.predict(built, batches) for values in group)
+    for pairs, values in zip(batches.pairs, found, strict=True):
+        known[pairs] = values.numpy()
+    for of_rank in ranks.all_gather(known):
+        known = np.where(np.isnan(known), of_rank, known)
+    computed = rows.pairs_of(missing)
+    if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
+        raise Refused(
+            f"loss=: the reference gives pair {int(wrong[0]) + 1:,} of the {split.name} split a log-probability that "
+            "is not finite, so nothing can be compared with it. Type precision=bf16, which has fp32's range and "
+            "weights, or another model=."
+        )
     rows.reference = known
 
 
@@ -185,10 +185,10 @@ class _Batches:
         return -(-len(self.indices) // (self.share.rows_per_step * self.at_once))
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        step, group, first = self.share.rows_per_step, [], self.share.rank * self.share.batch_size
+        step, group = self.share.rows_per_step, []
         for begin in tqdm(range(0, len(self.indices), step), desc="reference", disable=None, leave=False, delay=2):
             chosen = self.indices[begin : begin + step]
-            own = chosen[first : first + self.share.batch_size]
+            own = chosen[self.share.places()]
             self.pairs.append(self.rows.pairs_of(own) if len(own) else own)
             group.append(self.share.rows_of(self.rows.micro_batch(chosen)))
             if len(group) == self.at_once:

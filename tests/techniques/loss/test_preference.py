@@ -163,8 +163,7 @@ SHAPE = ("val_every=1000", "batch_size=8", "lr=3e-3", "model.architecture.n_embd
 
 def trained(fit, file, *lines):
     pairs = "data=preference", f"data.path={file}", "data.val_fraction=0.1"
-    length = [line for line in ("max_steps=100", "seq_len=64") if line.split("=")[0] not in str(lines)]
-    return fit(*SHAPE, *length, *pairs, *lines)[0]
+    return fit(*beside((*SHAPE, "max_steps=100", "seq_len=64", *pairs), lines))[0]
 
 
 @pytest.mark.slow_rows("loss=ipo", "loss=orpo", "loss=simpo")

@@ -1,5 +1,9 @@
 """Describes why a record cannot be used."""
 
+from collections.abc import Mapping
+
+from lowmem.config.values import shown
+
 
 class BadRecord(ValueError):
     """A record that cannot be used. The message says what was found in it, without a file's name or a full stop."""
@@ -24,6 +28,16 @@ def checked(value: object, name: str, empty: bool = False) -> str:
         except UnicodeError:
             raise BadRecord(f"{name} holds half a character") from None
     return value
+
+
+def no_field(fields: Mapping, name: str) -> BadRecord:
+    """Returns the error for a record without a field."""
+    return BadRecord(f'there is no field "{name}"; its fields are {names_of(fields)}')
+
+
+def names_of(fields: Mapping) -> str:
+    """Returns the first names of a record's fields, or of a message's."""
+    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none at all"
 
 
 def control(name: str, token: str) -> BadRecord:

@@ -17,7 +17,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.config.values import shown
-from lowmem.data.sources.bad_record import BadRecord, checked, control, kind
+from lowmem.data.sources.bad_record import BadRecord, checked, control, kind, names_of, no_field
 from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
@@ -117,7 +117,7 @@ def messages_of(fields: dict, name: str) -> Messages:
     """
     value = fields.get(name)
     if name not in fields:
-        raise BadRecord(f'there is no field "{name}"; its fields are {_names(fields)}')
+        raise no_field(fields, name)
     if isinstance(value, str):  # a table's column holds JSON
         value = _read_json(value)
     if not isinstance(value, list) or not value:
@@ -134,12 +134,12 @@ def _message(number: int, value: object) -> dict[str, Any]:
         raise BadRecord(f"{where} is {kind(value)} and not an object with role and content")
     message = {key: field for key, field in value.items() if field is not None}
     if "role" not in message:
-        raise BadRecord(f"{where} has no role; its fields are {_names(message)}")
+        raise BadRecord(f"{where} has no role; its fields are {names_of(message)}")
     role = message["role"]
     if role not in ROLES:
         raise BadRecord(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
     if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
-        raise BadRecord(f"{where} ({role}) has no content; its fields are {_names(message)}")
+        raise BadRecord(f"{where} ({role}) has no content; its fields are {names_of(message)}")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
     if role == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
         raise BadRecord(f"{where} is a blank answer of the assistant")
@@ -223,10 +223,6 @@ def _read_json(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _names(fields: dict) -> str:
-    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none at all"
 
 
 def _read(template: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lowmem.config.values import no_such
 from lowmem.data import pairs
-from lowmem.data.sources.bad_record import BadRecord, kind
+from lowmem.data.sources.bad_record import BadRecord, kind, no_field
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
 from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, identity
@@ -202,8 +202,7 @@ class Answers(Encoder):
         and messages are mixed."""
         for name in self.names:
             if name not in fields:
-                there = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
-                raise BadRecord(f'there is no field "{name}"; its fields are {there}')
+                raise no_field(fields, name)
         return self._conversations(fields) if self.chats else self._texts(fields)
 
     def _texts(self, fields: dict) -> tuple[dict, dict]:

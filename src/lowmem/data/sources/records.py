@@ -17,7 +17,7 @@ import numpy as np
 
 from lowmem.config.values import checked_fields, shown
 from lowmem.data.opening import StoredSource
-from lowmem.data.sources.bad_record import BadRecord, checked, control
+from lowmem.data.sources.bad_record import BadRecord, checked, control, no_field
 from lowmem.data.sources.pieces import batches, controls, encode, end_of, text_bytes
 from lowmem.data.sources.reading import ahead, digests
 from lowmem.data.sources.source import REFUSE, ChatFormat, Encoded, Encoder, SplitName
@@ -301,8 +301,7 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
         BadRecord: no such field, or it is no text that a tokenizer takes.
     """
     if name not in fields:
-        names = ", ".join(f'"{key}"' for key in list(fields)[:5]) or "none at all"
-        raise BadRecord(f'there is no field "{name}"; its fields are {names}')
+        raise no_field(fields, name)
     return checked(fields[name], f'field "{name}"', empty)
 
 

@@ -37,7 +37,8 @@ def build(cfg):
 
 
 def windows(cfg):
-    return WindowLoader(parity.Ragged(), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
+    rows = parity.rows_for(parity.pairs_loss(cfg))
+    return WindowLoader(rows, Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
 
 
 def naive(cfg):
@@ -57,7 +58,7 @@ def _naive(cfg, dtype):
     scale, steps, skipped = cfg.trainer.plugins.precision.arguments.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
         for micro_batch in window.micro_batches:
-            loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.tokens
+            loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.weight
             (loss * scale).backward()
             for w, p in pairs:
                 gradient = p.grad.float().cpu()

@@ -96,7 +96,8 @@ WRONG = (
 )
 def test_a_mistake_shows(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
-    case = typed(case, strategy)
+    # a row for each rank: those of two rows have nearly as many tokens, and bf16's products differ between processors
+    case = replace(typed(case, strategy), together=2)
     try:
         found = apart(ranks(replace(case, wrong=mistake)), alone(case))
     except AssertionError:  # ranks that no longer agree

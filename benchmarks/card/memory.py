@@ -1,6 +1,6 @@
 """Stage 3 compares the predicted memory with a card's, and finds the smallest memory in which a recipe still works.
 
-It runs thirteen recipes and two with bitsandbytes, most of them from benchmarks/plan_error.py. For each it measures
+It runs fourteen recipes and two with bitsandbytes, most of them from benchmarks/plan_error.py. For each it measures
 live bytes by phase, the bytes that the allocator reserves, and the smallest cap (`set_per_process_memory_fraction`)
 under which two steps and an evaluation still work; every try runs in a process of its own. Then it tests whether paged
 optimizer state stays outside the allocator's memory, also after `resume=`; what a run prints that runs out of memory;
@@ -16,11 +16,13 @@ from pathlib import Path
 
 from benchmarks import plan_error
 from benchmarks.card.case import Case, Here, Size, Stage
+from benchmarks.runner import ROOT
 from lowmem.system.units import GIB
 
 FILE = "memory_snapshot.pickle"
 STAGE = Stage(3, "memory", __name__, seconds=470, together=6, gib=8)
 PRESET = ["precision=16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
+PAIRS = ("data=preference", f"data.path={ROOT}/examples/preference.jsonl", "data.packing=documents")
 PREDICTIONS = ("device_peak", "reserved_peak", "smallest_cap", "device_need")
 WORKSPACE = 64 << 20  # cuBLAS's, in torch's allocator: two of 32 MiB on capability 9, 10 and 12, of 8 elsewhere
 LOWEST = 0.97  # share of the peak of live bytes: a cap that is taken to fail, where the search begins
@@ -30,15 +32,17 @@ PHASES = ("forward", "backward", "step", "evaluation")
 def recipes() -> dict[str, list[str]]:
     """Returns {name: overrides} of the recipes that are measured.
 
-    These are the preset's techniques, the default recipe, each mixed recipe of plan_error.py once, and grouped heads in
-    fp32, for which torch has only the kernel that stores attention's scores.
+    These are the preset's techniques, the default recipe, each mixed recipe of plan_error.py once, pairs of answers,
+    and grouped heads in fp32, for which torch has only the kernel that stores attention's scores.
     """
     rows = plan_error.rows()
     mixed = [name for name in rows if ": precision=" in name][::2]
     wanted = ("(as shipped)", *mixed, "llama: 1 x 1024", "qwen3: 16 x 64")
     preset = [*plan_error.GPT2, *plan_error.USUAL, *PRESET]
     scores = [*plan_error.LLAMA, *plan_error.sized(2, 1024), "precision=32"]
-    found = {"gpt2: the preset's techniques": preset} | {name: rows[name] for name in wanted}
+    pairs = [*plan_error.GPT2, *plan_error.USUAL, "precision=bf16", "loss=dpo", *PAIRS]
+    found = {"gpt2: the preset's techniques": preset, "gpt2: loss=dpo, 4 pairs": pairs}
+    found |= {name: rows[name] for name in wanted}
     return found | {"llama: precision=32, 2 x 1024": scores}
 
 

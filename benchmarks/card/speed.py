@@ -85,7 +85,7 @@ def masters(here: Here, more: tuple[str, ...] = ()) -> dict:
     if not here.on_card:
         stand_in(master)
     watch, runs = Watch(), {}
-    for owner, name in ((master.HostWeight, "add"), (master, "_step")):
+    for owner, name in ((master.HostWeight, "add"), (master.HostMasters, "_step")):
         watch.put(owner, name, "host")
     for name in ("fetch", "wait", "finish"):
         watch.put(StagedLink, name, "loop")

@@ -147,7 +147,7 @@ def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
 def test_an_outline_counts_what_is_trained(config, line, precision):
     """A model that cannot be traced still has weights, gradients and state."""
     cfg = config(line, f"precision={precision}").resolved()
-    outlined, itself = outline(cfg, on_card=True), trace(cfg, on_card=True)
+    outlined, itself = outline(cfg, Target(on_card=True)), trace(cfg, on_card=True)
     for field in ("parameters", "trained_parameters", "largest", "largest_trained", "gradients"):
         if (field, precision) != ("gradients", "bf16-master"):  # which the outline leaves to the host
             assert getattr(outlined, field) == getattr(itself, field), field

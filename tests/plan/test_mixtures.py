@@ -41,5 +41,7 @@ def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_
     found = predict(of_family(config, "mixtral"), Target(on_card=False))
     assert "100 operators" in found.estimate and "from a third too little to a fifth too much" in found.estimate
     one, two = (of_family(config, "mixtral", num_experts_per_tok=count) for count in (1, 2))
-    fewer, more = (needs(outline(cfg, False), cfg, Target(on_card=False), 0).device_peak for cfg in (one, two))
+    fewer, more = (
+        needs(outline(cfg, Target(on_card=False)), cfg, Target(on_card=False), 0).device_peak for cfg in (one, two)
+    )
     assert fewer < more == found.device_peak

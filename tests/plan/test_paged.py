@@ -59,7 +59,7 @@ def test_without_a_card_nothing_is_paged(config):
 
 def test_an_estimate_knows_it_too(config):
     cfg = composed(config, "optim=paged_adamw8bit")
-    on_card, beside = outline(cfg, on_card=True), outline(cfg, on_card=False)
+    on_card, beside = outline(cfg, Target(on_card=True)), outline(cfg, Target(on_card=False))
     assert on_card.paged == 2 * large(cfg) and beside.paged == 0
     held = [one.phases["evaluation"].bytes["optimizer"] for one in (on_card, beside)]
     assert held[1] - held[0] == on_card.paged

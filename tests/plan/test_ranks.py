@@ -144,7 +144,7 @@ def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
 @pytest.mark.parametrize("strategy", ["deepspeed_zero3", "fsdp_offload"])
 def test_an_outline_knows_what_waits_in_host_memory(typed, strategy):
     lines = (f"strategy={strategy}", "devices=2", *(["strategy.offload=true"] if strategy != "fsdp_offload" else []))
-    points = outline(typed(*lines), on_card=True).phases.values()
+    points = outline(typed(*lines), Target(on_card=True)).phases.values()
     assert all(sum(point.bytes[part] for part in ("weights", "gradients", "optimizer")) == 0 for point in points)
     assert all(point.host >= 4 * WHOLE / 2 for point in points)
 

@@ -21,11 +21,15 @@ from lowmem.system.units import GIB, MIB
 SPARE = 0.02  # share of a bare size that stays free
 CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
 COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 to 1 GiB were seen (nccl#864, nccl#1685)
-LATER = 128 * MIB  # for kernels that load at their first call, 20 to 70 MiB, and cuBLAS's workspace, 16 to 64
+LATER = 160 * MIB  # for kernels that load at their first call: 20 to 70 MiB were published, an H200 took 158
 REACHED = 0.85  # share of a data sheet's bandwidth that a run reaches
 OVERHEAD = 5e-6  # seconds per operator
 # The first compute capability whose cards multiply in a dtype. One without tensorfloat32 computes it in fp32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
+# Bytes of cuBLAS's workspace, which torch's allocator holds once for each thread that has multiplied matrices:
+# getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, measured on an H200
+WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
+WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large one
 REFERENCE = "rtx3060"  # its rates are assumed for a bare size if no card is here
 
 
@@ -100,6 +104,11 @@ def named(name: str) -> Card:
     context_bytes = section["context_mib"] * MIB + LATER
     says = f"{name}, as torch reports it"
     return Card(round(section["total_gib"] * GIB), says, context_bytes, rates, section["capability"], name)
+
+
+def workspace(capability: float, deterministic: bool) -> int:
+    """Returns the bytes of cuBLAS's workspace. Args: deterministic: see `lowmem.system.deterministic`."""
+    return LARGE_WORKSPACE if deterministic or int(capability) in WITH_LARGE else WORKSPACE
 
 
 def nearest(word: object) -> list[str]:

@@ -227,6 +227,12 @@ class StorageTracker(TorchDispatchMode):
         later = ((serial, size) for _, serial, size in self.events)
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
+    def device_events_before(self, event: int) -> int:
+        """Returns how many of `device_events` come before an event of `events`, with those that stand for what existed
+        when tracking started."""
+        earlier = ((serial, size) for _, serial, size in self.events[:event])
+        return sum(self._side(serial) == "device" for serial, _ in (*self._before, *earlier))
+
     def host_sizes(self, category: str) -> list[int]:
         """Returns the bytes of each tensor of a category that was created on the host side."""
         mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}

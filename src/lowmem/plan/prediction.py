@@ -18,6 +18,7 @@ from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
+from lowmem.plan.tracing.as_card import workspaces
 from lowmem.plan.tracing.recorder import stack_of
 from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
 from lowmem.plan.tracing.trace import Trace, trace, untraceable
@@ -177,7 +178,7 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
         return replace(needs(traces(run), run, target, libraries), estimate=why)
     if run.technique("strategy").package:
         why = f"this strategy's engine is counted by its rule: each device holds 1/{run.devices} of what it divides."
-        return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=f"{why} {OUTLINED}")
+        return replace(needs(outline(run, target), run, target, libraries), estimate=f"{why} {OUTLINED}")
     try:
         rank_0 = traces(run)
         by_rank = [rank_0, *(traces(run, rank=rank) for rank in rank_0.neediest if rank)]
@@ -186,15 +187,16 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
         raise
     except NotTraced as error:
         why = f"{error} {OUTLINED}"
-        return replace(needs(outline(run, target.on_card), run, target, libraries), estimate=why)
+        return replace(needs(outline(run, target), run, target, libraries), estimate=why)
     except Exception as error:
-        why, estimated = f"{untraceable(error)} {OUTLINED}", outline(run, target.on_card)
+        why, estimated = f"{untraceable(error)} {OUTLINED}", outline(run, target)
         return replace(needs(estimated, run, target, libraries), estimate=why)
 
 
-def outline(run: Run, on_card: bool) -> Trace:
+def outline(run: Run, target: Target) -> Trace:
     """Estimates a model that cannot be traced: counts weights, gradients and state, divided as the strategy divides
     them, and the activations of a transformer of the same dimensions."""
+    on_card = target.on_card
     config = describe(run, plans=True).grown
     text = config.get_text_config(decoder=True)
     network = outlined(run, config)
@@ -246,6 +248,7 @@ def outline(run: Run, on_card: bool) -> Trace:
         steps_on_host=on_host,
         phases=phases,
         paged=paged,
+        workspace=sum(workspaces(run, target.capability)) if on_card else 0,
         host_bytes=count * master if on_host else 0,
         streamed=sum(streamed),
         drive=Sizes(beside, beside, 2 * beside // layers, beside),  # parts of two blocks are in memory
@@ -307,16 +310,19 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     }
     base = sum(built_on.values())
     device = _device_bytes(trace, on_card, leaving)
+    beside = _beside_tensors(trace) if on_card else 0
+    more = {"load": 0, "save": trace.workspace, "resume": trace.workspace}
+    device = {name: some + more.get(name, beside) for name, some in device.items()}
+    reserved, smallest = _by_the_allocator(trace, max(device.values()), leaving) if on_card else (0, 0)
     host = _host_bytes(trace, run, on_card, size, loaded, maps)
     host["save"] += _merged(run, trace)
     mapped = _mapped(run, trace.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
-    reserved, smallest = _by_the_allocator(trace, max(device.values()), leaving) if on_card else (0, 0)
     top = max((trace.phases[name] for name in ("forward", "backward", "step", "evaluation")), key=lambda p: p.total)
     return Prediction(
         phases=phases,
-        by_category={category: top.bytes[category] for category in CATEGORIES},
+        by_category={category: top.bytes[category] + beside * (category == "other") for category in CATEGORIES},
         host_categories=built_on | {"tensors": max(need.host for need in phases.values()) - base},
         reserved=reserved,
         smallest=smallest,
@@ -350,7 +356,7 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 
 
 def _device_bytes(trace: Trace, on_card: bool, leaving: int) -> dict[str, int]:
-    """Returns the peak device bytes of each phase."""
+    """Returns the peak device bytes of the tensors of each phase."""
     traced = {name: point.total for name, point in trace.phases.items()}
     resting = trace.weights + trace.phases["evaluation"].bytes["optimizer"]  # memory between two windows
     return {
@@ -436,6 +442,15 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
         return 0
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return stored if _packs(run) or round(stored / parameters) != size else 0
+
+
+def _beside_tensors(trace: Trace) -> int:
+    """Returns the bytes that CUDA's allocator counts as allocated besides tensors: cuBLAS's workspaces, and rests of
+    blocks that are too small to be divided from them."""
+    if not trace.events:
+        return trace.workspace
+    tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
+    return max(trace.workspace, replay(trace.events).allocated_peak - tensors)
 
 
 def _by_the_allocator(trace: Trace, device_peak: int, leaving: int) -> tuple[int, int]:

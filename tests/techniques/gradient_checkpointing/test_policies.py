@@ -100,7 +100,7 @@ def test_on_a_card_segments_give_the_same_bits(model_type, batch, deterministic,
     def on_card(apply):
         model = shaped(model_type, dropout=0.3).cuda()
         apply(model)
-        return [*gradients(model, [part.cuda() for part in batch]), torch.rand(1, device="cuda")]
+        return [*gradients(model, batch.to("cuda")), torch.rand(1, device="cuda")]
 
     kept = on_card(checkpointing.none)
     for name, apply in SEGMENTED.items():

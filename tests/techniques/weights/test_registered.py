@@ -200,8 +200,8 @@ def test_on_a_card_memory_is_registered_where_it_lies_and_given_back(lane):
 
 @pytest.mark.gpu
 def test_on_a_card_memory_that_is_garbage_is_registered_no_more(lane):
-    memory = bytes_(5_000_000)
-    view = memory[:]  # the same memory, which lives on
+    array = bytes_(5_000_000).numpy()
+    memory, view = torch.from_numpy(array), torch.from_numpy(array)  # the same memory, which lives on
     assert lane.register(memory) is None and view.is_pinned()
     del memory
     assert not view.is_pinned()

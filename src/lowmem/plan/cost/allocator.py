@@ -10,7 +10,7 @@ c10/core/CachingDeviceAllocator.h.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BLOCK = 512
@@ -109,7 +109,7 @@ class Allocator:
         del pool[bisect_left(pool, (block.size, block.address))]
 
 
-def replay(events: Iterable[tuple[int, int]], limit: int | None = None) -> Allocator:
+def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> Allocator:
     """Simulates a sequence of events. Args: events: (serial, bytes): + born, - died.
 
     Raises:
@@ -124,7 +124,32 @@ def replay(events: Iterable[tuple[int, int]], limit: int | None = None) -> Alloc
     return allocator
 
 
-def smallest_limit(events: Sequence[tuple[int, int]]) -> int:
+def from_the_start(
+    events: Sequence[tuple[int, int]], before: int, weights: int, workspaces: Mapping[int, int]
+) -> list[tuple[Hashable, int]]:
+    """Returns the events of a run's first window and of a later one.
+
+    What stays from the first window lies between the holes that its activations have left, and later windows have to
+    make do with these: cuBLAS takes its workspaces amid a pass, and the optimizer makes its state in the first step. On
+    an H200 that explained the smallest cap of five of six recipes; without it all were too small, by up to 7%.
+
+    Args: events: of a later window; before: so many of them stand for what exists before it, the weights first;
+    weights: their bytes; workspaces: number of an event of the window -> bytes that stay from there on.
+    """
+    window, end, total = events[before:], 0, 0
+    while end < before and total < weights:
+        total, end = total + events[end][1], end + 1
+    born, died = ({serial for serial, size in window if sign * size > 0} for sign in (1, -1))
+    first = []
+    for number, (serial, size) in enumerate(window):
+        if number in workspaces:
+            first.append((("workspace", number), workspaces[number]))
+        if serial in born and serial in died:
+            first.append((("first", serial), size))
+    return [*events[:end], *first, *events[end:before], *window]
+
+
+def smallest_limit(events: Sequence[tuple[Hashable, int]]) -> int:
     """Returns the least bytes that the allocator must be able to reserve for these events, in multiples of 2 MiB."""
     free = replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments

@@ -23,6 +23,7 @@ from lowmem.memory.tracker import Point
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.cost.step_time import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.plan.target import Target
+from lowmem.plan.tracing.as_card import workspaces
 from lowmem.plan.tracing.recorder import Place
 from lowmem.plan.tracing.trace import Trace, trace
 from lowmem.plan.tracing.traffic import EARLIER
@@ -141,6 +142,7 @@ class Derivation:
             waits_on_host=parameters.any.waits_on_host,
             unseen=parameters.any.unseen,
             generated=parameters.any.generated,
+            workspace=sum(workspaces(run, self.target.capability)) if self.target.on_card else 0,
             paged=parameters.bytes(lambda t: t.paged),
             blocks=(self.depth, parameters.any.blocks[1]),
             host_bytes=parameters.bytes(lambda t: t.host_bytes),

@@ -298,7 +298,7 @@ def largest_model(plan: Plan) -> str | None:
         run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         with suppress(Refused):  # freeze= or adapter.target= name what only this model has
             if run is not None:
-                sizes[yaml.stem] = outline(run, plan.target.on_card).parameters
+                sizes[yaml.stem] = outline(run, plan.target).parameters
     for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
         with suppress(Refused):  # its widths may not divide
             if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):

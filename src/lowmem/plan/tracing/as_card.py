@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem.config import cards
+from lowmem.config.settle import Run
 from lowmem.plan.tracing.attend import Attend
 from lowmem.system.torch_private import has_kernel, replaced_kernels
 from lowmem.techniques.optim.build import MakeOptimizer
@@ -41,6 +42,14 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
     attend = Attend(capability or _capability())
     with patch.object(F, "scaled_dot_product_attention", attend), _dropout(), _autocast():
         yield attend
+
+
+def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
+    """Returns the bytes of cuBLAS's workspaces that are taken in forward, and in backward. Each thread that multiplies
+    has its own: the loop's and torch's for backward; by layer one for each micro-batch, and the loop's for evaluations.
+    """
+    size = cards.workspace(capability or _capability(), bool(run.deterministic))
+    return (run.windows.largest if run.overlaps else 1) * size, size
 
 
 def _capability() -> float:

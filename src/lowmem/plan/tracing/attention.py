@@ -3,8 +3,8 @@
 The flash, memory-efficient and cuDNN kernels hold no tensor of shape (tokens, tokens). The math kernel, which takes
 every call that they refuse, holds several. The rules are those of torch 2.11 to 2.13, read in
 aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. torch for
-CPUs does not have them compiled in, so no card has confirmed them yet; `torch._fused_sdp_choice` on a card does
-(tests/plan/test_attention.py).
+CPUs does not have them compiled in: `torch._fused_sdp_choice` on a card compares them (tests/plan/test_attention.py),
+and did with torch 2.11 on an H200.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
+LATER_THAN_2_11 = torch.__version__ >= (2, 12)
 SHORT = (torch.float16, torch.bfloat16)
 SUPPORTED = 12.1  # the newest capability that any fused kernel knows: check_sm_version, cutlassB.h
 # check_prefer_cudnn_attention, with cuDNN above 9.15, as in torch's wheels for CUDA 13. Wheels for CUDA 12 have an
@@ -80,12 +81,14 @@ def _alignment(dtype: torch.dtype, capability: float) -> int:
 
 
 def _cudnn(call: Call, capability: float) -> bool:
-    """Follows can_use_cudnn_attention. Newer cuDNN takes heads of up to 256 on 9.0, where flash needs about as much."""
+    """Follows can_use_cudnn_attention. torch 2.11 takes any dropout, and larger heads on 9.0; later ones only multiples
+    of 1/16 (check_cudnn_dropout), and heads of up to 256 with a newer cuDNN, where flash needs about as much."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
-    if call.dropout * 16 % 1:  # check_cudnn_dropout: only multiples of 1/16
+    if call.dropout * 16 % 1 and LATER_THAN_2_11:
         return False
-    return call.head % 8 == call.value % 8 == 0 and max(call.head, call.value) <= 128
+    largest = 256 if capability == 9.0 and not LATER_THAN_2_11 else 128
+    return call.head % 8 == call.value % 8 == 0 and max(call.head, call.value) <= largest
 
 
 def advice(call: Call, capability: float) -> str | None:

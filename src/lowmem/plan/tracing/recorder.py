@@ -30,6 +30,7 @@ class Recording(NamedTuple):
 
     points: list[Point]  # one before the first event, and one after each
     events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
+    before: int  # so many of them stand for what existed before
     pinned: list[int]  # bytes of each activation in host memory
 
 
@@ -43,6 +44,7 @@ class Recorder(MemoryMeter):
         self.before = before
         self.recordings: list[Recording] = []  # the window, then the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins there), in the window
+        self.begins: dict[str, int] = {}  # place -> the first event of the window's recording that is there
         self.weights = self.host_bytes = 0  # bytes of weights on the device; of weights and masters on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
@@ -92,7 +94,12 @@ class Recorder(MemoryMeter):
         tracker = self._tracker
         points = super()._untrack(phase)
         if tracker is not None:
-            self.recordings.append(Recording(points, tracker.device_events(), tracker.host_sizes("activations")))
+            self.begins = self.begins or {place: tracker.device_events_before(at) for at, place in self.marks[::-1]}
+            self.recordings.append(
+                Recording(
+                    points, tracker.device_events(), tracker.device_events_before(0), tracker.host_sizes("activations")
+                )
+            )
         return points
 
 

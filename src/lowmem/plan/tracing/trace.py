@@ -17,7 +17,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise, repeat
@@ -43,6 +43,7 @@ from lowmem.memory.tracker import Point
 from lowmem.model import document_attention
 from lowmem.model import loading as model
 from lowmem.model.trainable import packed, parameters, trainable
+from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
 from lowmem.plan.tracing.operator_cost import Work
@@ -125,8 +126,10 @@ class Trace:
         default_factory=Sizes
     )  # of masters and state, if weights stream: what weights.drive would have them take
     phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
-    # Device events of a window, (serial, bytes): + born, - died. They begin with the tensors that exist before it.
-    events: list[tuple[int, int]] = field(default_factory=list)
+    # Device events, (serial, bytes): + born, - died. Those of a window begin with the tensors that exist before it; for
+    # a card they begin with the run's first window, see `from_the_start`.
+    events: list[tuple[Hashable, int]] = field(default_factory=list)
+    workspace: int = 0  # bytes of cuBLAS on a card, which the tracker does not see
     # (phase, an operator's work) -> how often. Phases of a micro-batch: forward, backward, sum (the host sums its
     # gradients) and travel (weights are copied for it). Phases of a window: step (all work on gradients before they are
     # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
@@ -188,7 +191,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         trainer.fit(module, Windows(micro_batches), Evaluation(micro_batches[: module.at_once]))
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
-    window = recorder.recordings[0]
+    window, workspaces = recorder.recordings[0], _workspaces(run, recorder, attention) if attention else {}
     return Trace(
         **of_model,
         **of_shard,
@@ -207,7 +210,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         else Sizes(),
         leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
         phases=_phases(recorder, on_card),
-        events=window.events,
+        events=from_the_start(window.events, window.before, recorder.weights, workspaces),
+        workspace=sum(workspaces.values()),
         work=mode.work,
         sent=mode.sent,
         pinned=window.pinned,
@@ -217,6 +221,14 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         estimate=EVENLY if mode.spread else None,
         neediest=ranks.neediest,
     )
+
+
+def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
+    """Returns {event of the window: bytes of cuBLAS's workspaces that are taken there}."""
+    before, begins = recorder.recordings[0].before, recorder.begins
+    forward = begins.get("forward first", begins.get("forward start", before))
+    places = forward - before, begins.get("backward end", forward) - before
+    return dict(zip(places, as_card.workspaces(run, attention.capability), strict=True))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from lowmem.model.document_attention import BY_DOCUMENT, MASKED
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 from lowmem.techniques.loss import cross_entropy as losses
+from lowmem.techniques.weights import edges
 from networks import network
 
 WIDTH, SEQ_LEN, EXACT = 32, 40, 1e-6
@@ -209,6 +210,13 @@ def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
         fit(*PACKED, f"evaluate={folder}/model", folder="evaluated")
     with pytest.raises(Refused, match="GPT2LMHeadModel documents of a row see each other"):
         fit(*PACKED, folder="refused")
+
+
+def test_a_model_whose_head_streams_in_tiles_is_asked_too(fit, monkeypatch):
+    """Its tiles share the memory of two, so none is there for a backward pass through the head."""
+    monkeypatch.setattr(edges, "COLUMNS", 32)
+    streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer")
+    assert fit(*PACKED, *streamed, "loss=tiled", "loss.columns=32", "max_steps=1")[0]["steps"] == 1
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])

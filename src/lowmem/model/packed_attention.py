@@ -78,21 +78,27 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
 def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -> bool:
     """Returns whether tokens from `boundary` on depend on those before it. Each question has a pass of its own, since
-    compiled code gives up what it has stored in its backward pass."""
+    compiled code gives up what it has stored in its backward pass. What the head gets is asked, since a head whose
+    weights stream keeps none of its tiles for a backward pass, and it computes each token by itself."""
     embedded: list[Tensor] = []
+    features: list[Tensor] = []
 
     def caught(_, __, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # some models scale it in place
 
-    hook = model.get_input_embeddings().register_forward_hook(caught)
+    head = model.get_output_embeddings()
+    hooks = [model.get_input_embeddings().register_forward_hook(caught)]
+    if head is not None:
+        hooks.append(head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0])))
     try:
         with torch.inference_mode(False), torch.enable_grad():  # an evaluation has inference mode on and gradients off
             packed = {name: tensor.clone() for name, tensor in packed.items()}
-            logits = model(**packed, use_cache=False).logits.float()  # (B, T, V)
-            behind = logits[:, boundary:].logsumexp(-1).sum()
+            logits = model(**packed, use_cache=False).logits
+            behind = (features[0] if features else logits)[:, boundary:].float().logsumexp(-1).sum()  # of (B, T, H)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     if not embedded:
         return True
     gradient = torch.autograd.grad(behind, embedded[0])[0]  # (B, T, H)

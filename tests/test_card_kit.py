@@ -543,22 +543,27 @@ def test_on_a_card_state_must_be_paged_and_the_unpaged_must_not_fit():
     assert not any(pages.right(dict.fromkeys(every, True) | {one: False}, on_card=True) for one in every)
 
 
+@pytest.mark.parametrize("planned", [975, 1100, 1200])
 @pytest.mark.parametrize("least", [971, 1000, 1180, 1200])
-def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least):
-    found, tried = memory.smallest_that_works(970, 1200, lambda cap: cap >= least, tries=6)
+def test_the_smallest_cap_is_found_by_bisection_and_was_seen_to_work(least, planned):
+    found, tried = memory.smallest_that_works(970, planned, 1200, lambda cap: cap >= least, tries=6)
     assert tried[found] and least <= found <= least + 230 / 2**6 + 1
-    assert all(works == (cap >= least) for cap, works in tried.items()) and len(tried) <= 7
+    assert next(iter(tried)) == planned and len(tried) <= 8
+    assert all(works == (cap >= least) for cap, works in tried.items())
 
 
 def test_a_cap_that_should_work_and_does_not_is_no_result():
-    assert memory.smallest_that_works(970, 1200, lambda cap: False, tries=6) == (None, {1200: False})
+    found = memory.smallest_that_works(970, 1000, 1200, lambda cap: False, tries=6)
+    assert found == (None, {1000: False, 1200: False})
 
 
-@pytest.mark.parametrize(("more", "right"), [(-100, True), (0, True), (1, False), (None, False)])
-def test_a_plan_that_says_too_little_is_found_out(more, right):
-    cap = None if more is None else 1000 + memory.WORKSPACE + more
-    found = {"smallest_cap": cap, "predicted": {"smallest_cap": 1000}}
-    assert memory.planned_enough(found) == right
+@pytest.mark.parametrize(
+    ("tried", "right"),
+    [({1000: True, 990: False}, True), ({1000: False, 1200: True}, False), ({1000: False, 1200: False}, False)],
+)
+def test_a_plan_that_says_too_little_is_found_out(tried, right):
+    cap = min((cap for cap, works in tried.items() if works), default=None)
+    assert memory.planned_enough({"smallest_cap": cap, "tried": tried, "predicted": {"smallest_cap": 1000}}) == right
 
 
 def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):

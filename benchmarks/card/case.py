@@ -34,7 +34,7 @@ class Size:
     side: int  # rows and columns of the matrices that are multiplied
     moved: int  # bytes that go over the link at once
     touched: int  # GiB of the host's memory that are written to, to see whether they exist
-    tries: int  # steps of the search for the smallest cap that works, after the first try
+    tries: int  # steps of the search for the smallest cap that works, after the planned one
     state: int  # bytes of an optimizer state that does not fit on the card next to the filler
     small: tuple[str, ...]  # overrides that make a recipe of GPT-2 small
     bits: tuple[str, ...]  # the model of runs that are compared bit for bit; they write checkpoints
@@ -62,7 +62,7 @@ SIZES = {
         side=8192,
         moved=1 << 30,
         touched=24,
-        tries=3,
+        tries=2,
         state=1 << 30,
         small=(),
         bits=(*MIDDLE, "seq_len=512", "batch_size=8"),

@@ -24,7 +24,6 @@ STAGE = Stage(3, "memory", __name__, seconds=470, together=6, gib=8)
 PRESET = ["precision=16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=chunked"]
 PAIRS = ("data=preference", f"data.path={ROOT}/examples/preference.jsonl", "data.packing=documents")
 PREDICTIONS = ("device_peak", "reserved_peak", "smallest_cap", "device_need")
-WORKSPACE = 64 << 20  # cuBLAS's, in torch's allocator: two of 32 MiB on capability 9, 10 and 12, of 8 elsewhere
 LOWEST = 0.97  # share of the peak of live bytes: a cap that is taken to fail, where the search begins
 PHASES = ("forward", "backward", "step", "evaluation")
 
@@ -83,17 +82,19 @@ def recipe(here: Here, name: str) -> dict:
 
 
 def planned_enough(found: Mapping) -> bool:
-    """Returns whether a run works in the planned smallest cap plus cuBLAS's workspace, which no trace shows."""
-    return found["smallest_cap"] is not None and found["smallest_cap"] <= found["predicted"]["smallest_cap"] + WORKSPACE
+    """Returns whether a run is not known to fail in the planned smallest cap, which is the first that is tried."""
+    planned = found["predicted"]["smallest_cap"]
+    return found["smallest_cap"] is not None and all(works or cap < planned for cap, works in found["tried"].items())
 
 
 def smallest(here: Here, cfg, found: dict) -> dict:
     """Returns the smallest cap that works, in bytes and as a share of the card, and every cap that was tried."""
     from lowmem.system.errors import Refused
 
-    fails = round(LOWEST * found["allocated"])
+    fails, planned = round(LOWEST * found["allocated"]), found["predicted"]["smallest_cap"]
+    at_work = partial(works, cfg)
     try:
-        cap, tried = smallest_that_works(fails, found["reserved"], lambda cap: works(cfg, cap), here.size.tries)
+        cap, tried = smallest_that_works(fails, planned, found["reserved"], at_work, here.size.tries)
     except Refused as error:  # a try that failed for another reason
         return {"smallest_cap": None, "why_no_cap": str(error)[-1500:]}
     return {"smallest_cap": cap, "smallest_fraction": cap and cap / here.memory, "tried": tried}
@@ -120,14 +121,19 @@ def reserved_by_phase(file: Path) -> dict[str, int]:
 
 
 def smallest_that_works(
-    fails: int, most: int, works: Callable[[int], bool], tries: int
+    fails: int, planned: int, most: int, works: Callable[[int], bool], tries: int
 ) -> tuple[int | None, dict[int, bool]]:
-    """Bisects between a cap that is taken to fail and one that should work, which is tried at the start.
+    """Tries the planned cap first, and then bisects between it and one that is taken to fail; or, where it fails,
+    between it and one that should work, which is tried, too.
 
     Returns:
         The smallest cap that worked, or None; every cap that was tried, and whether it worked.
     """
-    tried = {most: works(most)}
+    tried = {planned: works(planned)}
+    if tried[planned]:
+        most = planned
+    else:
+        fails, tried[most] = planned, works(most)
     if not tried[most]:
         return None, tried
     for _ in range(tries):

@@ -93,13 +93,12 @@ def _settled(here: Here):
     from lowmem.config import cards
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
-    from lowmem.plan.job import resolved
     from lowmem.system.errors import Refused
 
     precision = "bf16" if not here.on_card or cards.here().multiplies("bfloat16") else "16"
     lines = [*here.typed(), *here.size.bits, *RECIPE, *RUN, f"precision={precision}-master"]
     try:
-        cfg = resolved(run_of(lines), on_card=here.on_card)
+        cfg = run_of(lines).resolved()
         check(cfg, {})
     except Refused as why:
         raise LeftOut(str(why)) from None

@@ -77,12 +77,11 @@ def run(here: Here, way: str, typed: list[str]) -> dict:
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
     from lowmem.plan import at_start
-    from lowmem.plan.job import resolved
     from lowmem.techniques.weights import streamed
     from lowmem.training.training import training_session
 
     lines = [*here.typed(), *RECIPE, *RUN, *typed, f"weights={way}"]
-    cfg = resolved(run_of(lines), on_card=here.on_card)
+    cfg = run_of(lines).resolved()
     check(cfg, {})
     prediction = at_start.checked(cfg, lines)
     lane = lanes.OnCard(torch.device("cuda")) if here.on_card else lanes.Rehearsed()

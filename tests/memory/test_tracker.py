@@ -90,6 +90,15 @@ def test_the_host_side_does_not_count_on_the_device():
     assert peak(tracker) == 4 * KIB
 
 
+@pytest.mark.parametrize("device", ["meta", None])
+def test_what_lies_in_the_hosts_memory_is_the_hosts_if_the_device_has_its_own(device):
+    """Such as slots for copies, which nobody owns: an H200 counted them as its own. None: a CPU is both."""
+    with StorageTracker({}, device=device) as tracker:
+        kept = [floats(4), torch.zeros(2 * KIB, dtype=torch.uint8, device="meta")]
+        assert peak(tracker) == (2 if device else 6) * KIB
+        del kept
+
+
 def test_tied_weights_and_nested_state_count_once():
     a = torch.nn.Linear(16, 16, bias=False)
     b = torch.nn.Linear(16, 16, bias=False)

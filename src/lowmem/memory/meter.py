@@ -228,7 +228,7 @@ class MemoryMeter(Callback):
 
     def _track(self) -> None:
         if not self.compiled:
-            self._tracker = self.tracker(self.ledger.storages(), self.limit)
+            self._tracker = self.tracker(self.ledger.storages(), self.limit, self._cuda and self._cuda.type)
             self._tracker.__enter__()
 
     def _settle(self) -> None:

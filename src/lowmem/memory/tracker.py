@@ -92,15 +92,16 @@ class OverLimit(MemoryError):
 
 
 class StorageTracker(TorchDispatchMode):
-    """Records events. Args: known: the ledger's storages when tracking starts; limit: bytes of the device side.
+    """Records events. Args: known: the ledger's storages when tracking starts; limit: bytes of the device side; device:
+    its kind if it has memory of its own, so that storages elsewhere are the host's.
 
     Raises:
         OverLimit: from the operator whose output exceeds the limit.
     """
 
-    def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None) -> None:
+    def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None, device: str | None = None) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.device = limit, device
         self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), 0
         self.phase = "forward"
         self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
@@ -147,7 +148,7 @@ class StorageTracker(TorchDispatchMode):
         if storage_key(storage) in self._live:
             return
         serial = self._follow(storage)
-        if _thread.on_host:
+        if _thread.on_host or self.device not in (None, storage.device.type):
             self._owner[serial] = Owner("other", "host", tuple)
         self._takes(serial, storage.nbytes())
 

@@ -454,6 +454,21 @@ def test_the_modes_and_the_wish_for_gradients_of_the_caller_hold_in_each_thread(
     assert [entry[:2] for entry in seen] == [(False, "cpu")] * 2 + [(True, "meta")] * 2
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_backward_has_no_thread_of_its_own_in_them(inference):
+    """On a card one thread serves all micro-batches, and hooks that wait in it wait for ever: an H200 stood still.
+    Inference mode, on or off, switches torch's threads, so they are switched off after it."""
+    seen = []
+
+    class Asks(Made):
+        def run(self):
+            seen.append(torch._C._is_multithreading_enabled())
+
+    with torch.inference_mode(inference):
+        run([Asks(0, []), Asks(1, [])])
+    assert seen == [False, False] and torch._C._is_multithreading_enabled()
+
+
 def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_window():
     sent = []
 

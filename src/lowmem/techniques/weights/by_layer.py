@@ -166,8 +166,8 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     def applied() -> Iterator[None]:
         if stream is not None:  # not as a context: a stream remembers one thread that has entered it
             torch.accelerator.set_stream(stream)
-        without_threads = torch.autograd.set_multithreading_enabled(False)
-        with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), without_threads:
+        in_this_thread = torch.autograd.set_multithreading_enabled  # last: entering inference mode sets it, too
+        with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 
     return applied

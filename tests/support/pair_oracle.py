@@ -122,7 +122,7 @@ class RaggedAnswers(Rows):
         drawn = np.random.default_rng(2)
         self.prompts = [drawn.integers(0, vocabulary, 3 + number % 3) for number in range(answers)]
         self.answers = [drawn.integers(0, vocabulary, length - 5 - number % 5) for number in range(answers)]
-        self.desirable = drawn.random(answers) < 0.5
+        self.desirable = drawn.random(answers) < 0.7  # unequal numbers, or z would hardly count
         # by the reference any token is about as likely, and mismatched answers are less likely, so that z is above 0
         lengths = [[len(self.answers[(number + shift) % answers]) for shift in (0, 2)] for number in range(answers)]
         self.reference = drawn.uniform([-2, -3], [2, -1], (answers, 2)) - np.log(vocabulary) * np.array(lengths)

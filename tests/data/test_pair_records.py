@@ -280,7 +280,7 @@ def test_a_bad_rating_is_named_or_left_out_and_counted(tmp_path, good, bad, why)
 
 def test_a_single_text_needs_its_prompt(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE] * 2)
-    with pytest.raises(Refused, match="with data.prompt=null nobody says where its prompt ends"):
+    with pytest.raises(Refused, match=r"with data\.prompt=null nobody says where its prompt ends"):
         tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
 
 

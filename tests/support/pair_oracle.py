@@ -27,7 +27,8 @@ def log_probabilities(model, batch):
             if places:
                 sums.append(sum(logp[row, t, batch.labels[row, t]] for t in places))
                 counts.append(len(places))
-    return tuple(each.view(-1, batch.ANSWERS) for each in (torch.stack(sums), torch.tensor(counts, dtype=torch.float64)))
+    found = torch.stack(sums), torch.tensor(counts, dtype=torch.float64)
+    return tuple(each.view(-1, batch.ANSWERS) for each in found)
 
 
 def reference_of(batch):

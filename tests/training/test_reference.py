@@ -224,9 +224,7 @@ def test_early_stopping_watches_the_accuracy(config, preferring, tmp_path):
 
 
 @pytest.mark.parametrize("lines", [(), STREAMED, (*STREAMED, "weights.order=by_layer")], ids=lambda lines: str(lines))
-def test_a_window_of_rated_answers_is_the_same_in_one_micro_batch_and_in_four(
-    preferring, tmp_path, monkeypatch, lines
-):
+def test_a_window_of_rated_answers_is_the_same_in_one_micro_batch_and_in_four(preferring, tmp_path, monkeypatch, lines):
     """Under the whole run, also where weights stream. Rows are not sorted here: which of them are in a window would
     depend on the size of its micro-batches."""
     monkeypatch.setattr(RatedAnswers, "arranged", lambda self, permutation, rows_per_step: permutation)

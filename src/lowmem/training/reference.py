@@ -168,9 +168,9 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
     computed = rows.pairs_of(missing)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
-            f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a log-probability that "
-            "is not finite, so nothing can be compared with it. Type precision=bf16, which has fp32's range and "
-            "weights, or another model=."
+            f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
+            "log-probability that is not finite, so nothing can be compared with it. Type precision=bf16, which has "
+            "fp32's range and weights, or another model=."
         )
     rows.reference = known
 

@@ -1,4 +1,4 @@
-"""KTO beside an independent implementation on whole logits in fp64: values, gradients, its z over a window, learning."""
+"""KTO beside an independent implementation on whole logits in fp64: values, gradients, z of a window, learning."""
 
 import json
 import random
@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from test_preference import COLOURS, FP32, apart, gradients
 
 import pair_oracle
 from conftest import beside
@@ -18,7 +19,6 @@ from lowmem.training.build import causal_lm
 from lowmem.training.module import CausalLM
 from networks import network
 from parity import deviations, overrides, trainer
-from test_preference import COLOURS, FP32, apart, gradients
 from tolerances import allowed, within
 
 ANSWERS, LENGTH = 8, 16
@@ -81,7 +81,7 @@ def test_any_head_gives_the_same(model_type):
 
 
 def test_z_is_at_least_zero():
-    """Where mismatched answers are less likely than by the reference, the loss is that of z = 0."""
+    """The loss is that of z = 0 where mismatched answers are less likely than by the reference."""
     model, kto = network("llama"), KTO(beta=1.0)
     drawn = rows(model)
     drawn.reference[:, 1] += 20

@@ -1,4 +1,4 @@
-"""Losses of answers beside TRL's trainers: both train the same network on the same text for 20 steps, in fp32 on the CPU.
+"""Losses of answers beside TRL's trainers: both train one network on the same text for 20 steps, in fp32 on the CPU.
 
 TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Either side computes
 its own reference, and has its own loop, loss and AdamW. TRL is no dependency: where it is missing, these are skipped.

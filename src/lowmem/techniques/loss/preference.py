@@ -22,7 +22,6 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees
 from lowmem.techniques.loss.tiled import Tiled
 
-
 SIDES = ("desirable", "undesirable")
 
 
@@ -204,7 +203,9 @@ class KTO(PreferenceLoss):
         weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
         self.weights = [_number(key, weight) for key, weight in weights.items()]
         if not any(self.weights):
-            raise Refused("loss.desirable_weight=0, loss.undesirable_weight=0: nothing would be learnt. Type 1 for one.")
+            raise Refused(
+                "loss.desirable_weight=0, loss.undesirable_weight=0: nothing would be learnt. Type 1 for both."
+            )
         self._kl = torch.zeros(())  # z
 
     def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[RatedAnswers, Tensor]:

@@ -1,10 +1,10 @@
-"""Reads answers that people compared or rated: a record has `prompt`, `chosen` and `rejected`, or an answer and `label`.
+"""Reads answers that people compared or rated: a record has `prompt`, `chosen`, `rejected`, or an answer and `label`.
 
-Prompts and answers are texts, or all are lists of messages. Messages may hold the prompt themselves, in both answers, as
-those of many data sets of the hub do. A pair becomes two documents of the token store, the prompt with each answer
-(`data/pairs.py`), in which the last answer is learnt: texts are encoded as `data=jsonl` encodes prompt and completion,
-messages as `data=chat` does. Whether records hold texts or messages is asked of the first one. Of an answer that was
-rated alone (`completion` behind `prompt`, or the last one of `messages`) the other document is empty.
+All are texts, or all are lists of messages. Messages may hold the prompt themselves, in both answers, as those of many
+data sets of the hub do. A pair becomes two documents of the token store, the prompt with each answer (`data/pairs.py`),
+in which the last answer is learnt: texts are encoded as `data=jsonl` encodes prompt and completion, messages as
+`data=chat` does. Of an answer that was rated alone (`completion` behind `prompt`, or the last one of `messages`) the
+other document is empty. Whether records hold texts or messages is asked of the first one.
 """
 
 from __future__ import annotations

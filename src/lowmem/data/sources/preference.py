@@ -114,7 +114,7 @@ class Preference(Records):
 
     @classmethod
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
-        return (rated if data["rated"] else pairs).example(data, batch_size, seq_len)
+        return (rated if data.get("rated") else pairs).example(data, batch_size, seq_len)
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.AnswerRows:
         return (rated if self.rated else pairs).rows(split, seq_len, self.packing, self.too_long, name)

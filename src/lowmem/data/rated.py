@@ -124,7 +124,8 @@ class RatedAnswers(PaddedAnswers):
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
-            rows.append((np.concatenate([prompt, answer.ids]), np.concatenate([np.zeros(len(prompt), bool), answer.learnt])))
+            learnt = np.concatenate([np.zeros(len(prompt), bool), answer.learnt])
+            rows.append((np.concatenate([prompt, answer.ids]), learnt))
         shape = len(rows), min(self.seq_len, max(len(row_ids) for row_ids, _ in rows) - 1)
         ids, labels = np.full(shape, FILLER), np.full(shape, IGNORED)
         for row, (tokens, learnt) in enumerate(rows):

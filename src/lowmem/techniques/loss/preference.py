@@ -22,8 +22,6 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees
 from lowmem.techniques.loss.tiled import Tiled
 
-SIDES = ("desirable", "undesirable")
-
 
 class Answers(NamedTuple):
     """Holds the arguments of a loss of pairs, each (pairs, 2), the chosen answer first."""
@@ -194,7 +192,7 @@ class KTO(PreferenceLoss):
     """
 
     needs, compares = RatedBatch, True
-    shows = ("accuracy", "kl", *(f"{name}_{side}" for name in ("reward", "logp") for side in SIDES))
+    shows = ("accuracy", "kl", "reward_desirable", "reward_undesirable", "logp_desirable", "logp_undesirable")
 
     def __init__(
         self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, columns: int = 4096
@@ -234,7 +232,7 @@ class KTO(PreferenceLoss):
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}
         for name, values in (("reward", self.rewards(answers)), ("logp", answers.logp)):
-            for side, rated in zip(SIDES, (answers.desirable, ~answers.desirable), strict=True):
+            for side, rated in (("desirable", answers.desirable), ("undesirable", ~answers.desirable)):
                 counts = rated[:, 0] & real
                 figures[f"{name}_{side}"] = torch.stack([values[:, 0].where(counts, 0.0).sum(), counts.sum()])
         return figures

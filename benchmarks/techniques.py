@@ -29,7 +29,7 @@ WITH = {
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=128"],
     "loss=tiled": ["loss.columns=128"],
-    **{f"loss={name}": ["loss.columns=128", *PAIRS] for name in ("dpo", "ipo", "orpo", "simpo")},
+    **{f"loss={name}": ["loss.columns=128", *PAIRS] for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
     "optim.in_backward=true": ["clip=null"],
 }
 SHIPPED = (

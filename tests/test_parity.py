@@ -154,14 +154,17 @@ def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolera
 
 @pytest.mark.parametrize("loss", [choice for choice in CHOICES if choice in PREFERENCES])
 def test_exchanged_answers_are_outside_the_tolerance_of_every_precision(config, monkeypatch, loss):
-    """The wrong variant of every loss of pairs: the update is another one, and so is the loss."""
-    right = preference.PreferenceLoss.answers
+    """The wrong variant of every loss of answers: the update is another one, and so is the loss."""
+    kind = preference.KTO if loss == "loss=kto" else preference.PreferenceLoss
+    right = kind.answers
 
     def wrong(self, model, batch):
         answers, real = right(self, model, batch)
+        if kind is preference.KTO:
+            return answers._replace(desirable=~answers.desirable), real
         return preference.Answers(*(values.flip(1) for values in answers)), real
 
-    monkeypatch.setattr(preference.PreferenceLoss, "answers", wrong)
+    monkeypatch.setattr(kind, "answers", wrong)
     found = deviations(config, loss)
     widest = allowed("precision=bf16-sr", loss)
     assert found[0] > 0.5 > widest[0] and found[2] > 0.1 > widest[2], found

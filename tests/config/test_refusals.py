@@ -356,10 +356,11 @@ def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
 
 def test_proof_the_first_stage_sees_no_answer():
     """Only the last stage calls its loss; the others have nothing to show, where every rank is asked."""
-    from lowmem.techniques.loss.preference import DPO
+    from lowmem.techniques.loss.preference import DPO, KTO
 
-    with pytest.raises(TypeError, match="NoneType"):
-        DPO().figures()
+    for loss in (DPO(), KTO()):
+        with pytest.raises(TypeError, match="NoneType"):
+            loss.figures()
 
 
 def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():

@@ -16,6 +16,7 @@ from lowmem.config.accumulation import fixed
 from lowmem.data import pairs, token_store
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.pairs import PackedPairs, PaddedPairs
+from lowmem.data.rated import RatedAnswers
 from lowmem.data.sources.chat_template import CHATML
 from lowmem.data.sources.preference import Preference, is_hub_id
 from lowmem.report.show import Row, page, written
@@ -202,6 +203,100 @@ def test_show_prints_both_answers(tmp_path, kind):
     shown = page(loader, made.tokenizer, 1)
     assert f"hi[ yes{END}]" in shown and f"hi[ no{END}]" in shown
     assert (", chosen: " in shown and ", rejected: " in shown) == (kind == "padded")
+
+
+YES = "yes" + END
+RATED = {
+    "texts": ({"prompt": "hi", "completion": " yes", "label": True}, {}, f"hi[ {YES}]"),
+    "0 and 1": ({"prompt": "hi", "completion": " yes", "label": 1}, {}, f"hi[ {YES}]"),
+    "no prompt": ({"prompt": "", "completion": " yes", "label": True}, {}, f"[ {YES}]"),
+    "other names": ({"q": "hi", "a": " yes", "n": 1}, {"prompt": "q", "completion": "a", "label": "n"}, f"hi[ {YES}]"),
+    "a conversation": ({"messages": [*EARLIER, A], "label": True}, {}, chatml(LONG, "yes")),
+    "lists": ({"prompt": EARLIER, "completion": [A], "label": True}, {}, chatml(LONG, "yes")),
+    "a text beside messages": ({"prompt": "hi", "completion": [A], "label": True}, {}, CHATS[0]),
+    "messages as JSON": ({"messages": json.dumps([USER, A]), "label": True}, {}, CHATS[0]),
+}
+
+
+def rated(folder, *records, **typed):
+    like = str if isinstance(records[0].get(typed.get("completion", "completion")), str) else list
+    return opened(folder, *records, like=like, **typed)
+
+
+@pytest.mark.parametrize("name", RATED)
+def test_an_answer_with_a_rating_stands_on_its_side_and_the_other_side_is_empty(tmp_path, name):
+    record, typed, expected = RATED[name]
+    label = typed.get("label", "label")
+    worse = record | {label: type(record[label])(0)}
+    assert documents(tokens_of(tmp_path, rated(tmp_path, record, worse, **typed))) == [expected, "", "", expected]
+
+
+def test_pairs_and_ratings_may_be_in_one_file(tmp_path):
+    found = documents(tokens_of(tmp_path, rated(tmp_path, RATED["texts"][0], TEXT)))
+    assert found == [f"hi[ {YES}]", "", *FORMATS["texts"][2]]
+
+
+def test_rated_parquet_is_read_as_lines_are(tmp_path):
+    record = {"prompt": [USER], "completion": [A], "label": False}
+    for name, rows in (("a", [record] * 2), ("v", [{"prompt": "other", "completion": [A], "label": True}])):
+        write(tmp_path / "lines" / f"{name}.jsonl", rows)
+        (tmp_path / "tables").mkdir(exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "tables" / f"{name}.parquet")
+    sources = [
+        Preference(str(tmp_path / kind / f"a.{end}"), val_path=str(tmp_path / kind / f"v.{end}"))
+        for kind, end in (("lines", "jsonl"), ("tables", "parquet"))
+    ]
+    found = [documents(tokens_of(tmp_path / str(number), source)) for number, source in enumerate(sources)]
+    assert found[0] == found[1] == ["", CHATS[0]] * 2
+
+
+LONE, TURNS = RATED["texts"][0], RATED["a conversation"][0]
+BAD_RATINGS = [
+    (LONE, {"prompt": "a", "completion": "b"}, 'there is no field "label"; its fields are "prompt", "completion"'),
+    (LONE, {"prompt": "a", "label": True}, 'there is no field "completion"'),
+    (LONE, {"completion": "a", "label": True}, 'there is no field "prompt"'),
+    (LONE, LONE | {"label": "yes"}, 'field "label" is a text and neither true nor false'),
+    (LONE, LONE | {"label": None}, 'field "label" is null and neither true nor false'),
+    (LONE, LONE | {"label": 2}, 'field "label" is the number 2 and neither true nor false'),
+    (LONE, LONE | {"label": 1.0}, 'field "label" is the number 1.0 and neither true nor false'),
+    (LONE, LONE | {"completion": " "}, 'field "completion" is empty'),
+    (LONE, LONE | {"completion": [A]}, 'field "completion" is a list and no text'),
+    (TURNS, {"messages": [USER], "label": True}, '"messages" does not end with an answer of the assistant'),
+    (TURNS, {"messages": [A], "label": True}, '"messages" begins with its answer, and there is no "prompt" before it'),
+    (TURNS, {"messages": [USER, said("assistant", " ")], "label": True}, 'in field "messages" message 2 is a blank'),
+    (TURNS, {"prompt": [USER], "completion": "yes", "label": True}, 'field "completion" is a text and no list'),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "why"), BAD_RATINGS, ids=[why[:45] for _, _, why in BAD_RATINGS])
+def test_a_bad_rating_is_named_or_left_out_and_counted(tmp_path, good, bad, why):
+    with pytest.raises(Refused) as refused:
+        tokens_of(tmp_path, rated(tmp_path, good, bad))
+    assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)
+    source = rated(tmp_path, good, bad, good, skip_bad=True)
+    assert len(documents(tokens_of(tmp_path, source))) == 4
+    assert "1 of 3 train records are left out" in source.notes()[0]
+
+
+def test_a_single_text_needs_its_prompt(tmp_path):
+    file = write(tmp_path / "a.jsonl", [LONE] * 2)
+    with pytest.raises(Refused, match=r"with data\.prompt=null nobody says where its prompt ends"):
+        tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
+
+
+def test_the_loss_says_which_rows_are_made(config, tmp_path):
+    records = [LONE | {"prompt": f"hi {i}", "label": i % 2 == 0} for i in range(40)]
+    file = write(tmp_path / "a.jsonl", records)
+    typed = partial(config, "data=preference", f"data.path={file}")
+    data = build.data(typed("loss=kto"))
+    assert isinstance(data.train.sequences, RatedAnswers)
+    shown = page(data.train, data.tokens.tokenizer, 8)
+    assert ", desirable: " in shown and ", undesirable: " in shown and f"[ {YES}]" in shown
+    assert f"Training: {len(data.train.sequences)} documents" in shown
+    with pytest.raises(Refused, match=r"are single answers with a rating.*Type loss=kto"):
+        build.data(typed("loss=simpo"))
+    with pytest.raises(Refused, match=r"data\.packing=documents: rows of rated answers are padded"):
+        build.data(typed("loss=kto", "data.packing=documents"))
 
 
 def test_a_name_of_two_words_is_an_id_of_the_hub_unless_it_is_a_file(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ class Case:
     lines: overrides beside BASE, and those of the strategy.
     together: rows of a micro-batch, of all ranks.
     network: of `streams.MODELS`, in the place of BASE's.
-    from_data: whether rows are those of cfg.data; else they are `parity.Ragged`.
+    from_data: whether rows are those of cfg.data; else they are `parity.rows_for` its loss.
     overflow: (window, rank, where): there a gradient is not finite, in "loss", or in one "element" of its own part.
     wrong: the name of a mistake, in WRONG.
     apart: alone, each rank's rows are a micro-batch of their own: where a loss is no sum over rows.
@@ -246,7 +246,7 @@ def built(case: Case, cfg, ranks):
     module = build.causal_lm(cfg, described, ranks=ranks)
     ranks.shard(module)
     share = build.share_of(cfg, ranks)
-    return module, data.train if data else WindowLoader(parity.Ragged(), share, cfg.windows, 0)
+    return module, data.train if data else WindowLoader(parity.rows_for(parity.pairs_loss(cfg)), share, cfg.windows, 0)
 
 
 class Seen(Callback):
@@ -407,12 +407,29 @@ def _silent(stack):
         stack.enter_context(patch("pair._trained", lambda *_: time.sleep(2 * LIMIT)))
 
 
+def _own_z(stack: ExitStack) -> None:
+    """A loss that depends on a window is told about this rank's rows alone; without one its z is zero."""
+    from lowmem.training.module import CausalLM
+
+    look_ahead = CausalLM._look_ahead
+
+    def own(_, numbers):
+        return numbers + torch.tensor([0.0, float(numbers[1] == 0)])
+
+    def alone(self, groups):
+        with patch.object(type(self.ranks), "all_sum", own):
+            look_ahead(self, groups)
+
+    stack.enter_context(patch.object(CausalLM, "_look_ahead", alone))
+
+
 WRONG = {
     "silent": _silent,
     "mean of means": _mean_of_means,
     "local norm": _local_norm,
     "without factor": _without_factor,
     "never synced": _never_synced,
+    "own z": _own_z,
 }
 
 

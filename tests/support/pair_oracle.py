@@ -1,4 +1,4 @@
-"""Losses of pairs written out from their papers, on whole logits and in fp64, and pairs of ragged rows to train on.
+"""Losses of answers written out from their papers, on whole logits and in fp64, and ragged rows of them to train on.
 
 Nothing of lowmem is imported here but the class of its micro-batches.
 """
@@ -8,12 +8,14 @@ import torch
 
 from lowmem.data.loader import Rows
 from lowmem.data.pairs import PackedPairBatch, PairBatch
+from lowmem.data.rated import RatedBatch
 
 IGNORED = -100
 
 
 def log_probabilities(model, batch):
-    """(pairs, 2) sums over the answers' tokens in fp64, and their numbers of tokens. Each answer is read by itself."""
+    """(pairs, 2) sums over the answers' tokens in fp64, and their numbers of tokens; of rated answers (answers, 1).
+    Each answer is read by itself."""
     logits = model(**batch.inputs, use_cache=False).logits.double()
     logp = logits.log_softmax(-1)
     sums, counts = [], []
@@ -25,11 +27,12 @@ def log_probabilities(model, batch):
             if places:
                 sums.append(sum(logp[row, t, batch.labels[row, t]] for t in places))
                 counts.append(len(places))
-    return torch.stack(sums).view(-1, 2), torch.tensor(counts, dtype=torch.float64).view(-1, 2)
+    found = torch.stack(sums), torch.tensor(counts, dtype=torch.float64)
+    return tuple(each.view(-1, batch.ANSWERS) for each in found)
 
 
 def reference_of(batch):
-    return batch.reference[batch.lengths > 0].double().view(-1, 2)
+    return batch.reference[batch.lengths > 0].double().view(-1, batch.ANSWERS)
 
 
 def sigmoid_loss(x):
@@ -58,11 +61,24 @@ def simpo(logp, counts, reference, beta=2.0, gamma=1.0, label_smoothing=0.0):
     return (1 - label_smoothing) * sigmoid_loss(x) + label_smoothing * sigmoid_loss(-x)
 
 
-LOSSES = {"dpo": dpo, "ipo": ipo, "orpo": orpo, "simpo": simpo}
+def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0):
+    """ratio: of the policy's probability of an answer to the reference's, as a logarithm; mismatched: the same of
+    answers behind other prompts."""
+    z = max(0.0, mismatched.mean().item())
+    value = [1 / (1 + torch.exp(-beta * (r - z if good else z - r))) for r, good in zip(ratio, desirable, strict=True)]
+    weight = [desirable_weight if good else undesirable_weight for good in desirable]
+    return torch.stack([w * (1 - v) for w, v in zip(weight, value, strict=True)])
+
+
+PAIRED = {"dpo": dpo, "ipo": ipo, "orpo": orpo, "simpo": simpo}
+LOSSES = PAIRED | {"kto": kto}
 
 
 def mean_loss(name, model, batch, **options):
-    """The mean over the pairs of a batch."""
+    """The mean over the pairs, or the rated answers, of a batch."""
+    if name == "kto":
+        ratio, mismatched = (log_probabilities(model, rows)[0] - reference_of(rows) for rows in (batch, batch.ahead))
+        return kto(ratio[:, 0], mismatched.detach(), batch.desirable[:, 0].tolist(), **options).mean()
     reference = None if batch.reference is None else reference_of(batch)
     return LOSSES[name](*log_probabilities(model, batch), reference, **options).mean()
 
@@ -96,3 +112,47 @@ class RaggedPairs(Rows):
             return PackedPairBatch(inputs.flatten(1), labels.flatten(1), positions, lengths, reference)
         rows = inputs.flatten(0, 1), labels.flatten(0, 1)
         return PairBatch(*rows, lengths=lengths.view(-1, 1), reference=reference.view(-1, 1))
+
+
+class RaggedAnswers(Rows):
+    """Rated answers of different lengths behind prompts of different lengths, with a reference that was drawn. Behind
+    each prompt there is also the answer of the next but one."""
+
+    def __init__(self, answers, length, vocabulary):
+        self.count, self.seq_len = answers, length
+        drawn = np.random.default_rng(2)
+        self.prompts = [drawn.integers(0, vocabulary, 3 + number % 3) for number in range(answers)]
+        self.answers = [drawn.integers(0, vocabulary, length - 5 - number % 5) for number in range(answers)]
+        self.desirable = drawn.random(answers) < 0.7  # unequal numbers, or z would hardly count
+        # by the reference any token is about as likely, and mismatched answers are less likely, so that z is above 0
+        lengths = [[len(self.answers[(number + shift) % answers]) for shift in (0, 2)] for number in range(answers)]
+        self.reference = drawn.uniform([-2, -3], [2, -1], (answers, 2)) - np.log(vocabulary) * np.array(lengths)
+
+    def __len__(self):
+        return self.count
+
+    def rows(self, prompts, answers):
+        """Inputs and labels, each (B, T)."""
+        ids, labels = torch.zeros(2, len(prompts), self.seq_len, dtype=torch.int64)
+        labels.fill_(IGNORED)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = torch.from_numpy(np.concatenate([self.prompts[prompt], self.answers[answer % self.count]]))
+            ids[row, : len(tokens) - 1] = tokens[:-1]
+            start = len(self.prompts[prompt])
+            labels[row, start - 1 : len(tokens) - 1] = tokens[start:]
+        return ids, labels
+
+    def micro_batch(self, indices):
+        ids, labels = self.rows(indices, indices)
+        mismatched_ids, mismatched_labels = self.rows(indices, indices + 2)
+        own, mismatched = torch.from_numpy(self.reference[indices]).split(1, dim=1)
+        return RatedBatch(
+            ids,
+            labels,
+            lengths=(labels != IGNORED).sum(1, keepdim=True),
+            desirable=torch.from_numpy(self.desirable[indices])[:, None],
+            reference=own,
+            mismatched_ids=mismatched_ids,
+            mismatched_labels=mismatched_labels,
+            mismatched_reference=mismatched,
+        )

@@ -62,6 +62,7 @@ SIBLINGS = (
         "loss=ipo",
         "loss=orpo",
         "loss=simpo",
+        "loss=kto",
         "compile=blocks",
         "adapter=dora",
         "adapter=qlora",
@@ -125,12 +126,14 @@ class Ragged(Rows):
 
 
 def pairs_loss(cfg):
-    """Returns the name of the run's loss if it is one of pairs; else None."""
+    """Returns the name of the run's loss if it is one of pairs or rated answers; else None."""
     name = cfg.loss.target.rpartition(".")[2].lower()
     return name if name in pair_oracle.LOSSES else None
 
 
 def rows_for(pairs):
+    if pairs == "kto":
+        return pair_oracle.RaggedAnswers(SEQUENCES, LENGTH, VOCABULARY)
     return pair_oracle.RaggedPairs(SEQUENCES, LENGTH, VOCABULARY) if pairs else Ragged()
 
 

@@ -135,7 +135,7 @@ def _check_texts(section: str, data: Mapping) -> None:
             if place is not None and "revision" not in data and not _is_there(place):
                 several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
                 raise Refused(f"{values.no_such(f'{section}.{key}', place)}{several}")
-    if "completion" in data:
+    if "completion" in data and "chosen" not in data:
         values.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
     template = data.get("template")
     if template not in (None, "chatml") and not _is_there(template):

@@ -64,7 +64,8 @@ class Technique:
         compiles_hooks: it compiles the call of a block with its hooks, and whoever hooks in later is not called.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
-        of_pairs: it is a function of pairs of answers, which no other choice of the group computes.
+        of_pairs: it is a function of answers that people compared or rated, which no other choice of the group
+        computes. of_rated: these were rated one by one, so that rows are single answers and not pairs.
     accumulation:
         counts_sequences: it makes up for a smaller micro-batch by itself.
     adapter:
@@ -102,6 +103,7 @@ class Technique:
     computes_as: str | None = None
     head_in_tiles: bool = False
     of_pairs: bool = False
+    of_rated: bool = False
     counts_sequences: bool = False
     stays_wide: bool = False
     freezes_base: bool = False

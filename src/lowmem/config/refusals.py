@@ -134,7 +134,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.any("overlaps_micro_batches") and run.any("of_pairs"),
-        "strategy=pipeline: the last stage alone sees the answers of pairs, which are compared and shown on all. Type "
+        "strategy=pipeline: the last stage alone sees the answers, which are compared and shown on all. Type "
         "strategy=fsdp, ddp or tensor_parallel.",
         "the_first_stage_sees_no_answer",
     ),

@@ -330,6 +330,7 @@ ARGUMENTS: dict[str, Any] = {
     "whole_below": Whole,
     "schedule": _words("1f1b or gpipe", Literal["1f1b", "gpipe"]),
     "skip_bad": Switch,
+    "rated": _words("nothing: loss= sets it", bool),
     **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
     "shares": _words("a positive number by source, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     "delimiter": _words(

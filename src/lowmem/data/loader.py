@@ -42,6 +42,17 @@ class MicroBatch:
         return self.tokens
 
     @property
+    def titles(self) -> tuple[str, ...]:
+        """Returns names for the rows of the first example, which people are shown; empty: they have none."""
+        return ()
+
+    @property
+    def ahead(self) -> Self | None:
+        """Returns rows that are computed without gradients before the window is trained, since its loss depends on all
+        of them at once; None: there are none."""
+        return None
+
+    @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the arguments of a model, to which `use_cache=False` is added: with a cache, transformers ignores
         where documents begin."""

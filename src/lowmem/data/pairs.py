@@ -3,7 +3,8 @@
 A pair is two documents in the token store, one after the other: the prompt with the chosen answer, then with the
 rejected one. Their labels count where the answer is. `PaddedPairs` gives each answer a row of its own, and the rows of
 a pair stand next to each other; `PackedPairs` fills rows with complete pairs. A pair is never divided over
-micro-batches or devices, since its loss is a function of both answers.
+micro-batches or devices, since its loss is a function of both answers. `rated.py` has the rows of answers that were
+rated one by one.
 
 Batches carry the number of labels of each answer, which says how many pairs there are without reading tokens, and the
 log-probabilities of a reference model where a loss compares with one (`training/reference.py`).
@@ -27,18 +28,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class PairBatch(MicroBatch):
-    """Rows of pairs. Read row after row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
+class AnswerBatch(MicroBatch):
+    """Rows of answers to prompts, of which a loss sees the log-probabilities."""
 
-    UNIT: ClassVar[str] = "pairs"
-    ROWS: ClassVar[int] = 2
+    ANSWERS: ClassVar[int] = 1  # of a unit
 
     lengths: Tensor | None = None  # (B, K) int64: labels of each of a row's answers; 0: there is no such answer
     reference: Tensor | None = None  # (B, K) fp64: the answers' log-probabilities by the reference; None: not compared
 
     @property
     def weight(self) -> int:
-        return int((self.lengths > 0).sum()) // 2
+        return int((self.lengths > 0).sum()) // self.ANSWERS
 
     @property
     def nothing(self) -> Self:
@@ -57,44 +57,68 @@ class PairBatch(MicroBatch):
 
 
 @dataclass(frozen=True, eq=False)
+class PairBatch(AnswerBatch):
+    """Rows of pairs. Read row after row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
+
+    UNIT: ClassVar[str] = "pairs"
+    ROWS: ClassVar[int] = 2
+    ANSWERS: ClassVar[int] = 2
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return "chosen", "rejected"
+
+
+@dataclass(frozen=True, eq=False)
 class PackedPairBatch(PairBatch):
     """Rows that hold complete pairs, each of which stays on one device."""
 
     ROWS: ClassVar[int] = 1
 
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return ()
 
-class _Pairs:
-    """The base class of both kinds of rows: it chooses pairs in place of single documents."""
+
+class AnswerRows:
+    """The base class of rows of answers: it chooses units in place of single documents, which are pairs or answers that
+    were rated."""
 
     fits: str  # describes in a refusal what has to fit into seq_len tokens
-    batch: type[PairBatch]
-    reference: np.ndarray | None = None  # (pairs, 2) fp64, see `PairBatch`; NaN: not computed yet
+    batch: type[AnswerBatch]
+    reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
+
+    def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
+        """Returns the documents of each unit, (units, ANSWERS). Args: lengths: of all documents, (documents,); 0: the
+        record has a rating in place of this answer."""
+        raise NotImplementedError
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns two pieces for each pair, and counts of what became of the pairs.
+        """Returns the pieces of each unit, one after the other, and counts of what became of the units.
 
         Raises:
-            Refused: with too_long=refuse a pair that is too long; no pair is left.
+            Refused: with too_long=refuse a unit that is too long; no unit is left.
         """
         ends = np.asarray(self.split.ends, np.int64)
-        lengths = np.diff(ends, prepend=0).reshape(-1, 2)
-        starts = ends.reshape(-1, 2) - lengths
-        need, limit = self._need(lengths), self.seq_len
+        lengths = np.diff(ends, prepend=0)
+        documents = self._documents(lengths, name)
+        starts, lengths = (ends - lengths)[documents], lengths[documents]
+        need, limit, units = self._need(lengths), self.seq_len, self.batch.UNIT
         above = need > limit
         if self.too_long == "refuse" and above.any():
             raise Refused(
-                f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} pairs of the {name} split do not fit "
-                f"into seq_len={limit}, the first of them pair {int(above.argmax()) + 1:,}; {self.fits} of the longest "
-                f"has {int(need.max()):,} tokens. Type seq_len={int(need.max())}, if the model has as many positions, "
-                "or data.too_long=drop or cut."
+                f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} {units} of the {name} split do not "
+                f"fit into seq_len={limit}, the first of them {units[:-1]} {int(above.argmax()) + 1:,}; {self.fits} of "
+                f"the longest has {int(need.max()):,} tokens. Type seq_len={int(need.max())}, if the model has as many "
+                "positions, or data.too_long=drop or cut."
             )
         is_cut = above[:, None] if self.too_long == "cut" else False
         kept = np.where(is_cut, np.minimum(lengths, self._room), lengths)
         usable = np.ones(len(lengths), bool) if self.too_long == "cut" else ~above
         both = Pieces(starts[usable].ravel(), kept[usable].ravel(), (kept == lengths)[usable].ravel())
-        labels = labels_that_count(self.split, both).reshape(-1, 2)
+        labels = labels_that_count(self.split, both).reshape(-1, self.batch.ANSWERS)
         learnt = (labels > 0).all(1)
-        self.labels = labels[learnt]  # (pairs, 2)
+        self.labels, self.numbers = labels[learnt], documents[usable][learnt]  # (units, ANSWERS)
         report = {
             "documents": int(learnt.sum()),
             "cut": int(above.sum()) if self.too_long == "cut" else 0,
@@ -103,12 +127,28 @@ class _Pairs:
         }
         if not learnt.any():
             raise NothingToLearn(name, f" in at most seq_len={limit} tokens", report | {"rows": 0})
-        return both.chosen(np.repeat(learnt, 2)), report
+        return both.chosen(np.repeat(learnt, self.batch.ANSWERS)), report
 
     @property
     def pairs(self) -> int:
-        """Returns the number of pairs."""
+        """Returns the number of pairs, or of rated answers."""
         return len(self.labels)
+
+
+class _Pairs(AnswerRows):
+    """The base class of both kinds of rows of pairs."""
+
+    batch: type[PairBatch]
+
+    def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
+        """Returns both documents of each pair. Raises: Refused: records have single answers with a rating."""
+        if rated := int((lengths == 0).sum()):
+            raise Refused(
+                f"loss=: {rated:,} of {len(lengths) // 2:,} records of the {name} split are single answers with a "
+                "rating, and this loss compares two answers to a prompt. Type loss=kto, which takes both kinds of "
+                "record."
+            )
+        return np.arange(len(lengths)).reshape(-1, 2)
 
     def _batch(self, tokens: MicroBatch, pairs: np.ndarray) -> PairBatch:
         """Adds what a batch of pairs has besides its tokens. Args: pairs: (B, K / 2) of their numbers in each row, or
@@ -121,10 +161,10 @@ class _Pairs:
         return self.batch(**tokens.tensors, lengths=torch.from_numpy(lengths), reference=values)
 
 
-class PaddedPairs(_Pairs, Padded):
-    """Two rows for each pair, as long as the longest answer of the micro-batch. A row's number is that of a pair."""
+class PaddedAnswers(AnswerRows, Padded):
+    """Rows of one answer each, as long as the longest of the micro-batch. A row's number is that of a unit."""
 
-    fits, batch = "an answer with its prompt", PairBatch
+    fits = "an answer with its prompt"
 
     def _need(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.max(1)
@@ -135,15 +175,21 @@ class PaddedPairs(_Pairs, Padded):
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.pieces.lengths.reshape(-1, 2).max(1)
+        return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
     def pairs_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the pairs of these rows, (pairs,), in the order of a batch of them."""
+        """Returns the units of these rows, (units,), in the order of a batch of them."""
         return np.asarray(indices)
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows in an order in which those of similar length are together, the longest first."""
         return indices[np.argsort(-self.lengths[indices], kind="stable")]
+
+
+class PaddedPairs(_Pairs, PaddedAnswers):
+    """Two rows for each pair. A row's number is that of a pair."""
+
+    batch = PairBatch
 
     def micro_batch(self, indices: np.ndarray) -> PairBatch:
         both = (2 * np.asarray(indices)[:, None] + [0, 1]).ravel()
@@ -196,7 +242,7 @@ PairRows = PaddedPairs | PackedPairs
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> PairRows:
-    """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `_Pairs`."""
+    """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `AnswerRows` and `_Pairs`."""
     made = _kind(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pairs"))
     return made

@@ -18,7 +18,6 @@ LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
-ANSWERS = ("chosen", "rejected")
 AT_ONCE = 1 << 22  # tokens whose learnt bits are read at once
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
@@ -47,11 +46,12 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns a row, or the two rows of a pair, by what is added to the title."""
+    """Returns a row, or those of an example's answers, by what is added to the title."""
     batch = rows.micro_batch(np.array([index]))
-    if batch.ROWS == 1:
+    if not batch.titles:
         return {"": row_of(rows, index)}
-    return {f", {name}": _answer(*each) for name, *each in zip(ANSWERS, batch.input_ids, batch.labels, strict=True)}
+    answers = zip(batch.titles, batch.input_ids, batch.labels, strict=True)
+    return {f", {name}": _answer(*answer) for name, *answer in answers}
 
 
 def _answer(ids: Tensor, labels: Tensor) -> Row:
@@ -90,7 +90,8 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
 def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
-    phrases = [f"{len(split.ends):,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
+    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # one without tokens stands for no answer
+    phrases = [f"{documents:,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
     phrases.append(f"{len(rows):,} sequences of {rows.seq_len:,}")
     if "fill" in rows.report:
         phrases.append(f"{rows.report['fill']:.1%} filled")

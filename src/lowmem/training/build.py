@@ -232,7 +232,7 @@ def _loss(run: Run) -> Loss:
         raise Refused(
             f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
             f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=: texts go "
-            "with loss=full, chunked or tiled, and data=preference with loss=dpo, ipo, orpo or simpo."
+            "with loss=full, chunked or tiled, and data=preference with loss=dpo, ipo, orpo, simpo or kto."
         )
     return loss
 

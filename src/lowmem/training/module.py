@@ -10,9 +10,10 @@ is an engine around `forward`, and `optimizer.step` clips in `on_before_optimize
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, Self
 
 import torch
@@ -144,6 +145,7 @@ class CausalLM(LightningModule):
     def training_step(self, window: Window, _: int) -> dict:
         if not window.weight:
             return self._nothing_to_learn(torch.zeros((), device=self.device), window)
+        self._look_ahead([window.micro_batches])
         loss_sum, auxiliary_sum = (self.ranks.run_window or self.run_window)(window)
         self.ranks.gather_gradients()
         mean = loss_sum / window.weight
@@ -169,6 +171,32 @@ class CausalLM(LightningModule):
         passes[0].restore()
         all_sum = self.ranks.all_sum
         return all_sum(sums.loss), None if sums.auxiliary is None else all_sum(sums.auxiliary)
+
+    def _look_ahead(self, groups: Iterable[Sequence[MicroBatch]]) -> None:
+        """Tells a loss that depends on all micro-batches at once about them. Args: groups: evaluated at once, each."""
+        found: list[Tensor] = []
+        for group in groups:
+            rows = [micro_batch.ahead for micro_batch in group]
+            if None in rows:
+                return
+            found += self._without_gradients(rows, self.own_loss.ahead)
+        self.own_loss.prepare(self.ranks.all_sum(torch.stack(found).sum(0)))
+
+    def _without_gradients(self, micro_batches: Sequence[MicroBatch], then: Callable[[], Tensor]) -> list[Tensor]:
+        """Computes losses as an evaluation does, and returns what `then` reads of each."""
+        found: list[Tensor | None] = [None] * len(micro_batches)
+
+        def compute(number: int) -> None:
+            with self.trainer.precision_plugin.forward_context():
+                self(micro_batches[number])
+            found[number] = then()
+
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            self.run_at_once([partial(compute, number) for number in range(len(micro_batches))])
+        self.model.train(training)
+        return found
 
     @property
     def phase_after_backward(self) -> str:
@@ -252,7 +280,10 @@ class CausalLM(LightningModule):
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
         self.val_figures: list[dict[str, float]] = []  # one per set: what the loss shows besides itself
 
-    def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, micro_batches: Sequence[MicroBatch], index: int, dataloader_idx: int = 0) -> None:
+        if index == 0 and micro_batches[0].ahead is not None:
+            self._look_ahead(self._groups_of(dataloader_idx))
+
         def evaluate(micro_batch: MicroBatch) -> None:
             self._val_loss_sums[dataloader_idx] += self(micro_batch)
             self._val_weights[dataloader_idx] += micro_batch.weight
@@ -262,6 +293,13 @@ class CausalLM(LightningModule):
 
         self.run_at_once([partial(evaluate, micro_batch) for micro_batch in micro_batches])
         self._val_batches += 1
+
+    def _groups_of(self, number: int) -> Iterator[Sequence[MicroBatch]]:
+        """Yields what this evaluation reads of a set. Args: number: of the set."""
+        trainer = self.trainer
+        count = (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)[number]
+        for group in islice(trainer.val_dataloaders[number], count):
+            yield [micro_batch.to(self.device) for micro_batch in group]
 
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
         """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
@@ -275,10 +313,15 @@ class CausalLM(LightningModule):
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
             self.val_losses = self.ranks.broadcast(losses)  # all ranks must decide alike whether to save and to stop
             figures = [
-                {name: float(self.ranks.all_sum(value)) / (weight or math.nan) for name, value in sums.items()}
+                {name: self._mean(value, weight) for name, value in sums.items()}
                 for sums, weight in zip(self._val_figure_sums, weights.tolist(), strict=True)
             ]
             self.val_figures = self.ranks.broadcast(figures)
+
+    def _mean(self, value: Tensor, weight: int) -> float:
+        """Returns the mean of one of the loss's `figures`, which have been summed."""
+        total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
+        return total / ((count[0] if count else weight) or math.nan)
 
     @property
     def val_loss(self) -> float | None:
@@ -286,16 +329,16 @@ class CausalLM(LightningModule):
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
-        """Returns the log-probabilities of the answers of each micro-batch of pairs, (pairs, 2) in host memory."""
-        found: list[Tensor | None] = [None] * len(micro_batches)
+        """Returns the log-probabilities of the answers of each micro-batch in host memory: (pairs, 2), or (answers, 2)
+        of rated answers, each in its row and in the one that is read ahead."""
 
-        def compute(number: int) -> None:
-            self(micro_batches[number])
+        def log_probabilities() -> Tensor:
             answers, real = self.own_loss.take()
-            found[number] = answers.logp[real].cpu()
+            return answers.logp[real].cpu()
 
-        self.run_at_once([partial(compute, number) for number in range(len(micro_batches))])
-        return found
+        rows = [list(micro_batches), [micro_batch.ahead for micro_batch in micro_batches]]
+        read = [self._without_gradients(each, log_probabilities) for each in rows if None not in each]
+        return [torch.cat(columns, dim=1) for columns in zip(*read, strict=True)]
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

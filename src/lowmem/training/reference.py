@@ -3,7 +3,8 @@
 DPO and its relatives compare each answer's log-probability with that of the model that training starts from. Elsewhere
 that model stays in memory beside the trained one. Here it is only there before: one pass without gradients gives two
 numbers for each pair, which are stored with the token cache, 16 bytes per pair, and then the model is loaded once more
-to be trained. A resumed run and the jobs of a sweep find the numbers there.
+to be trained. A resumed run and the jobs of a sweep find the numbers there. A rated answer has two numbers as well: by
+its own prompt, and by another one (`data/rated.py`).
 
 The numbers belong to the weights (by a digest, which checkpoints hold), to the precision, and to the tokens and their
 rows. So a changed model, template or seq_len gets numbers of its own.
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.data.loader import START, MicroBatch, Share, WindowLoader
-from lowmem.data.pairs import PairRows
+from lowmem.data.pairs import AnswerRows
 from lowmem.saving.checkpoint import Saved
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.errors import Refused
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 class Wanted:
     """The numbers of one split. Args: indices: of the rows that the run reads."""
 
-    def __init__(self, rows: PairRows, name: str, indices: np.ndarray, key: list) -> None:
+    def __init__(self, rows: AnswerRows, name: str, indices: np.ndarray, key: list) -> None:
         self.rows, self.name, self.indices = rows, name, indices
         stored_at = getattr(rows.split.ids, "filename", None)
         digest = hashlib.sha256(json.dumps([*key, rows.seq_len, rows.order]).encode()).hexdigest()[:16]
@@ -146,7 +147,8 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
     """Fills in the numbers of these rows, of which each rank computes its share."""
     ranks, rows = built.ranks, split.rows
     if ranks.rank == 0:
-        log.info(f"The reference computes {rows.pairs_of(missing).size:,} pairs before training; they are stored.")
+        count = rows.pairs_of(missing).size
+        log.info(f"The reference computes {count:,} {rows.batch.UNIT} before training; they are stored.")
     rows.reference, known = None, rows.reference
     batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
     trainer = Trainer(
@@ -166,9 +168,9 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
     computed = rows.pairs_of(missing)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
-            f"loss=: the reference gives pair {int(wrong[0]) + 1:,} of the {split.name} split a log-probability that "
-            "is not finite, so nothing can be compared with it. Type precision=bf16, which has fp32's range and "
-            "weights, or another model=."
+            f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
+            "log-probability that is not finite, so nothing can be compared with it. Type precision=bf16, which has "
+            "fp32's range and weights, or another model=."
         )
     rows.reference = known
 
@@ -177,7 +179,7 @@ class _Batches:
     """Yields groups of micro-batches of pairs, rows of similar length together. `pairs` has the numbers of the pairs of
     each micro-batch."""
 
-    def __init__(self, rows: PairRows, indices: np.ndarray, share: Share, at_once: int) -> None:
+    def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int) -> None:
         self.rows, self.share, self.at_once, self.pairs = rows, share, at_once, []
         self.indices = rows.arranged_by_length(indices)
 

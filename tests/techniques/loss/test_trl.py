@@ -1,4 +1,4 @@
-"""Losses of pairs beside TRL's trainers: both train the same network on the same text for 20 steps, in fp32 on the CPU.
+"""Losses of answers beside TRL's trainers: both train one network on the same text for 20 steps, in fp32 on the CPU.
 
 TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Either side computes
 its own reference, and has its own loop, loss and AdamW. TRL is no dependency: where it is missing, these are skipped.
@@ -10,6 +10,9 @@ TRL defines two losses otherwise than their papers and lowmem:
 - Its ORPO adds the loss of the chosen rows' tokens with their prompts, as a mean over the tokens of the batch. That is
   the mean over answers of their means where prompts have a single token, which nothing predicts, and where the chosen
   answers of a batch have one length. ORPO is compared on such pairs.
+
+Its KTO puts behind each prompt the answer before, round about within a batch, of which the first gets the last one's.
+Here lowmem's rows have the same.
 """
 
 import copy
@@ -25,7 +28,9 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import run_of
 from lowmem.data.loader import IGNORED, Rows, Share, WindowLoader
 from lowmem.data.pairs import PairBatch
+from lowmem.data.rated import RatedBatch
 from lowmem.model import loading
+from lowmem.techniques.loss.preference import KTO
 from lowmem.training.build import causal_lm
 from parity import MODEL, trainer
 
@@ -34,7 +39,7 @@ pytest.importorskip("trl", reason="needs pip install trl")
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -61,7 +66,12 @@ RUN = (
 )
 # fp32 sums in another order, of losses relatively and of rewards absolutely; the wrong ones are off by 1e-2 and more
 TOLERANCE = 1e-5
-TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+}
 
 
 class Pair(NamedTuple):
@@ -72,8 +82,17 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
+class Rated(NamedTuple):
+    """The numbers of the words of a rated answer, which goes on with the end of the text."""
+
+    prompt: list[int]
+    completion: list[int]
+    label: bool
+
+
 class Course(NamedTuple):
-    """Holds what a trainer computed before each step: the losses, (steps,), and both answers' rewards, (steps, 2)."""
+    """Holds what a trainer computed before each step: the losses, (steps,), and the rewards of both kinds of answer,
+    (steps, 2)."""
 
     losses: np.ndarray
     rewards: np.ndarray
@@ -99,6 +118,15 @@ def pairs(alike=False):
     return [pair(number) for number in range(BATCH * WINDOWS)]
 
 
+def ratings():
+    """Answers of the same pairs; in each batch two or three of four are desirable."""
+    labels = [True, False, True, True, False, True, False, True]
+    return [
+        Rated(pair.prompt, pair.chosen if number % 3 else pair.rejected, labels[number % len(labels)])
+        for number, pair in enumerate(pairs())
+    ]
+
+
 class Written(Rows):
     """Rows of pairs in the order in which they stand. Args: reference: (pairs, 2); None: not computed yet."""
 
@@ -115,15 +143,45 @@ class Written(Rows):
 
     def micro_batch(self, indices):
         rows = [(pair.prompt, [*answer, END]) for pair in map(self.pairs.__getitem__, indices) for answer in pair[1:]]
-        width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
-        inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
-        for row, (prompt, answer) in enumerate(rows):
-            tokens = prompt + answer
-            inputs[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, len(prompt) - 1 : len(tokens) - 1] = answer
         lengths = torch.tensor([[len(answer)] for _, answer in rows])
         reference = None if self.reference is None else self.reference[indices].reshape(-1, 1)
-        return PairBatch(torch.from_numpy(inputs), torch.from_numpy(labels), lengths=lengths, reference=reference)
+        return PairBatch(*tensors(rows), lengths=lengths, reference=reference)
+
+
+class WrittenRatings(Written):
+    """Rows of rated answers. Args: reference: (answers, 2)."""
+
+    def micro_batch(self, indices):
+        rated = [self.pairs[index] for index in indices]
+        before = [self.pairs[index - 1 if index % BATCH else index + BATCH - 1] for index in indices]
+        rows, mismatched = (
+            [(one.prompt, [*other.completion, END]) for one, other in zip(rated, others, strict=True)]
+            for others in (rated, before)
+        )
+        own = after = None
+        if self.reference is not None:
+            own, after = self.reference[indices].split(1, dim=1)
+        mismatched_ids, mismatched_labels = tensors(mismatched)
+        return RatedBatch(
+            *tensors(rows),
+            lengths=torch.tensor([[len(answer)] for _, answer in rows]),
+            reference=own,
+            desirable=torch.tensor([[one.label] for one in rated]),
+            mismatched_ids=mismatched_ids,
+            mismatched_labels=mismatched_labels,
+            mismatched_reference=after,
+        )
+
+
+def tensors(rows):
+    """Inputs and labels of prompts and answers, each (B, T)."""
+    width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+    inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
+    for row, (prompt, answer) in enumerate(rows):
+        tokens = prompt + answer
+        inputs[row, : len(tokens) - 1] = tokens[:-1]
+        labels[row, len(prompt) - 1 : len(tokens) - 1] = answer
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 class Watch(Callback):
@@ -136,7 +194,10 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer, module, window, _):
         answers = logp_of(module, *window.micro_batches)
         rewards = module.own_loss.rewards(answers) * (answers.tokens if self.per_token else 1)
-        self.rewards.append(rewards.mean(0).tolist())
+        if isinstance(module.own_loss, KTO):
+            self.rewards.append([rewards[which].mean().item() for which in (answers.desirable, ~answers.desirable)])
+        else:
+            self.rewards.append(rewards.mean(0).tolist())
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
         self.losses.append(float(outputs["loss"]))
@@ -157,9 +218,10 @@ def built(*overrides):
 def ours(written, *overrides):
     """Trains the real module under the real trainer, with the head in three tiles."""
     cfg, module = built(*overrides, "loss.columns=24")
-    rows = Written(written)
+    rows = WrittenRatings(written) if isinstance(module.own_loss, KTO) else Written(written)
     if module.own_loss.compares:
-        rows.reference = logp_of(module, rows.micro_batch(range(len(rows)))).logp
+        every = rows.micro_batch(range(len(rows)))
+        rows.reference = torch.cat([logp_of(module, each).logp for each in (every, every.ahead) if each], dim=1)
     watch = Watch(per_token="loss=ipo" in overrides)
     windows = WindowLoader(rows, Share(BATCH), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
@@ -176,11 +238,14 @@ def tokenizer():
 
 
 def text_of(written):
-    """Both answers begin with a space."""
-    columns = zip(*written, strict=True)
-    texts = ["".join(f" w{number}" for number in numbers) for column in columns for numbers in column]
-    texts = np.array(texts).reshape(3, -1).tolist()
-    return Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
+    """Answers begin with a space."""
+    columns = {name: [getattr(record, name) for record in written] for name in written[0]._fields}
+    texts = {
+        name: ["".join(f" w{number}" for number in numbers) for numbers in column]
+        for name, column in columns.items()
+        if name != "label"
+    }
+    return Dataset.from_dict(columns | texts)
 
 
 def arguments(config, folder, options):
@@ -199,7 +264,7 @@ def theirs(kind, written, folder, options):
     """Trains with TRL from the same weights."""
     network = built("loss=orpo")[1].model
     theirs, config = TRAINERS[kind]
-    with_reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
+    with_reference = {"ref_model": copy.deepcopy(network)} if kind in ("dpo", "kto") else {}
     run = theirs(
         network,
         args=arguments(config, folder, options),
@@ -228,6 +293,10 @@ class Case(NamedTuple):
     options: dict
     alike: bool = False  # see `pairs`
 
+    @property
+    def records(self):
+        return ratings() if self.kind == "kto" else pairs(self.alike)
+
 
 SMOOTHED = {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.8, -0.8], "label_smoothing": 0.1}
 SIMPO = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}
@@ -242,6 +311,12 @@ CASES = {
         SIMPO | {"label_smoothing": 0.1},
     ),
     "orpo": Case(("loss=orpo", "loss.beta=0.5"), "orpo", {"beta": 0.5}, alike=True),
+    "kto": Case(("loss=kto", "loss.beta=0.1"), "kto", {"beta": 0.1}),
+    "kto-weighed": Case(
+        ("loss=kto", "loss.beta=0.5", "loss.desirable_weight=0.6", "loss.undesirable_weight=1.2"),
+        "kto",
+        {"beta": 0.5, "desirable_weight": 0.6, "undesirable_weight": 1.2},
+    ),
 }
 
 
@@ -252,7 +327,7 @@ def course(tmp_path_factory):
     @cache
     def found(name):
         case = CASES[name]
-        return theirs(case.kind, pairs(case.alike), tmp_path_factory.mktemp(name), case.options)
+        return theirs(case.kind, case.records, tmp_path_factory.mktemp(name), case.options)
 
     return found
 
@@ -261,16 +336,16 @@ def course(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_are_those_of_trl(name, course):
     case = CASES[name]
-    found = ours(pairs(case.alike), *case.ours)
+    found = ours(case.records, *case.ours)
     assert len(found.losses) == len(course(name).losses) == len(course(name).rewards) == STEPS
     assert max(found.apart(course(name))) < TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_another_beta_is_not(name, course):
     case = CASES[name]
-    wrong = ours(pairs(case.alike), *case.ours, "loss.beta=0.3")
+    wrong = ours(case.records, *case.ours, "loss.beta=0.3")
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
 
 
@@ -280,3 +355,16 @@ def test_exchanged_answers_are_not(name, course):
     exchanged = [Pair(prompt, rejected, chosen) for prompt, chosen, rejected in pairs()]
     wrong = ours(exchanged, *CASES[name].ours)
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_exchanged_ratings_are_not(course):
+    wrong = ours([rated._replace(label=not rated.label) for rated in ratings()], *CASES["kto"].ours)
+    assert min(wrong.apart(course("kto"))) > 1000 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_kto_without_z_is_not(course, monkeypatch):
+    monkeypatch.setattr(KTO, "prepare", lambda self, ahead: None)
+    wrong = ours(ratings(), *CASES["kto"].ours)
+    assert min(wrong.apart(course("kto"))) > 100 * TOLERANCE

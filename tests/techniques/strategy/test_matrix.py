@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import pair
 from lowmem.system.errors import Refused
-from matrix import IN_BLOCKS, OF_PARTS, STRATEGIES, features, typed, why_not, written
-from pair import Failed, Fitted, Ranks, alone, apart, composed
+from matrix import CLIP, FP32, IN_BLOCKS, OF_PARTS, STRATEGIES, WINDOWS, features, typed, why_not, written
+from pair import PLAIN, Case, Failed, Fitted, Ranks, alone, apart, composed
 from same import same
 
 # Of each strategy those that are run each time: what its engine does by itself with gradients, and who skips a step.
@@ -103,6 +103,22 @@ def test_a_mistake_shows(ranks, folder, strategy, name, mistake):
     except AssertionError:  # ranks that no longer agree
         return
     assert any(found[what] > 3 * band for what, band in bands.items()), found
+
+
+RATED = ("loss=kto", "loss.columns=64", "loss.beta=0.5", "data=preference", "data.path=x")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor_parallel"))]
+)
+def test_rated_answers_of_all_devices_have_one_z(ranks, strategy):
+    case = typed(Case((*WINDOWS, *PLAIN, CLIP, *RATED)), strategy)
+    right = alone(case)
+    found = apart(ranks(case), right)
+    assert all(found[what] <= band for what, band in FP32.items()), found
+    if strategy != "tensor_parallel":  # whose ranks read the same rows
+        found = apart(ranks(replace(case, wrong="own z")), right)
+        assert any(found[what] > 3 * band for what, band in FP32.items()), found
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Reads pairs of answers, of which people prefer one: a record has `prompt`, `chosen` and `rejected`.
+"""Reads answers that people compared or rated: a record has `prompt`, `chosen`, `rejected`, or an answer and `label`.
 
-All three are texts, or all are lists of messages. Messages may hold the prompt themselves, in both answers, as those of
-many data sets of the hub do. A pair becomes two documents of the token store, the prompt with each answer
-(`data/pairs.py`), in which the last answer is learnt: texts are encoded as `data=jsonl` encodes prompt and completion,
-messages as `data=chat` does. Whether records hold texts or messages is asked of the first one.
+All are texts, or all are lists of messages. Messages may hold the prompt themselves, in both answers, as those of many
+data sets of the hub do. A pair becomes two documents of the token store, the prompt with each answer (`data/pairs.py`),
+in which the last answer is learnt: texts are encoded as `data=jsonl` encodes prompt and completion, messages as
+`data=chat` does. Of an answer that was rated alone (`completion` behind `prompt`, or the last one of `messages`) the
+other document is empty. Whether records hold texts or messages is asked of the first one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from posixpath import commonprefix
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from lowmem.config.values import no_such
-from lowmem.data import pairs
+from lowmem.data import pairs, rated
 from lowmem.data.sources.bad_record import BadRecord, kind, no_field
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
 from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, identity
 from lowmem.data.sources.source import Encoded, Encoder, SplitName
-from lowmem.data.sources.tables import TOOLS, parquet_rows
+from lowmem.data.sources.tables import TOOLS, has_column, parquet_rows
 from lowmem.data.sources.text_files import find_files
 from lowmem.data.token_store import Split
 
@@ -39,16 +40,42 @@ FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|txt)$")
 BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # so that no word is divided
 
 
+NOTHING = Encoded([], np.zeros(0, bool), 0)  # in place of an answer that was not given
+
+
+class Fields(NamedTuple):
+    """Holds the names of a record's fields. Args: prompt: None: it is what both answers of a pair begin with."""
+
+    prompt: str | None
+    chosen: str
+    rejected: str
+    completion: str
+    messages: str
+    label: str
+
+    def rates(self, fields: dict) -> bool:
+        """Returns whether a record has a rating in place of two answers."""
+        return all(fields.get(name) is None for name in (self.chosen, self.rejected)) and any(
+            name in fields for name in (self.completion, self.messages, self.label)
+        )
+
+    def answered(self, fields: dict) -> str | None:
+        """Returns the name of a record's first answer; None: there is none."""
+        names = self.chosen, self.messages, self.completion
+        return next((name for name in names if isinstance(fields.get(name), str | list | dict)), None)
+
+
 class Preference(Records):
-    """The source of pairs.
+    """The source of pairs, and of answers that were rated.
 
     Args:
         path: a file, a folder or the id of a data set of the hub.
-        prompt: the field; None for texts: what both answers begin with.
+        prompt, chosen, rejected, completion, messages, label: see `Fields`.
         assistant: which answers of conversations are learnt: the last, or all.
         template: of conversations, see `Chat`.
         subset, split, val_split, revision: of a data set of the hub.
         packing, too_long: padded or documents, see `data/pairs.py`.
+        rated: makes rows of single answers, see `data/rated.py`.
     """
 
     def __init__(
@@ -58,6 +85,9 @@ class Preference(Records):
         prompt: str | None = "prompt",
         chosen: str = "chosen",
         rejected: str = "rejected",
+        completion: str = "completion",
+        messages: str = "messages",
+        label: str = "label",
         assistant: Literal["last", "all"] = "last",
         template: str | None = None,
         val_fraction: float = 0.05,
@@ -69,33 +99,34 @@ class Preference(Records):
         packing: str = "padded",
         too_long: str = "drop",
         skip_bad: bool = False,
+        rated: bool = False,
     ) -> None:
+        self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label)
         if is_hub_id(path):
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
             reader = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
         else:
-            fields = [chosen, rejected], [*filter(None, [prompt]), TOOLS]
             files = find_files(path, pattern, val_fraction, val_path)
-            reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, *fields))
-        encoder = Answers(prompt, (chosen, rejected), assistant, template, lambda: _first_record(reader, chosen))
-        super().__init__(ByPrompt(reader, prompt, chosen), encoder, "preference", packing, too_long, skip_bad)
+            reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
+        encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields))
+        super().__init__(ByPrompt(reader, fields), encoder, "preference", packing, too_long, skip_bad)
 
     @classmethod
-    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.PairBatch:
-        return pairs.example(data, batch_size, seq_len)
+    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
+        return (rated if data.get("rated") else pairs).example(data, batch_size, seq_len)
 
-    def rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.PairRows:
-        return pairs.rows(split, seq_len, self.packing, self.too_long, name)
+    def rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.AnswerRows:
+        return (rated if self.rated else pairs).rows(split, seq_len, self.packing, self.too_long, name)
 
 
 class ByPrompt(Reader):
     """The reader of another one's records that holds out prompts in place of records: answers to a prompt that were
     ranked make several pairs, and some would else be both trained on and validated with."""
 
-    def __init__(self, reader: Reader, prompt: str | None, chosen: str) -> None:
+    def __init__(self, reader: Reader, fields: Fields) -> None:
         super().__init__(reader.alone, reader.val_fraction)
-        self.reader, self.fields, self.val_key = reader, (prompt, chosen), reader.val_key
+        self.reader, self.fields, self.val_key = reader, fields, reader.val_key
 
     def key(self) -> list:
         return [*self.reader.key(), "by prompt"]
@@ -104,11 +135,10 @@ class ByPrompt(Reader):
         return self.reader.size(split)
 
     def all_records(self, split: SplitName) -> Iterator[Record]:
-        prompt, chosen = self.fields
         for record in self.reader.all_records(split):
             if isinstance(record.fields, dict):
-                answer = record.fields.get(chosen)
-                asked = record.fields.get(prompt) or (answer[:-1] if isinstance(answer, list) else None)
+                answer = record.fields.get(self.fields.answered(record.fields))
+                asked = record.fields.get(self.fields.prompt) or (answer[:-1] if isinstance(answer, list) else None)
                 record = record._replace(identity=identity({"": asked}) if asked else record.identity)
             yield record
 
@@ -122,119 +152,142 @@ def is_hub_id(path: str) -> bool:
     return True
 
 
-def _records(file: Path, fields: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
-    return parquet_rows(file, fields, optional) if file.suffix == ".parquet" else lines(file)
+def _records(file: Path, fields: Fields) -> Iterator[Record]:
+    if file.suffix != ".parquet":
+        return lines(file)
+    needed = [fields.label] if has_column(file, fields.label) else [fields.chosen, fields.rejected]
+    return parquet_rows(file, needed, [name for name in (*fields, TOOLS) if name and name not in needed])
 
 
-def _first_record(reader: Reader, chosen: str) -> dict:
-    """Returns the fields of the first record that has an answer; there may be none."""
+def _first_record(reader: Reader, fields: Fields) -> dict:
+    """Returns the values of the first record that has an answer; there may be none."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
-    return next((fields for fields in usable if isinstance(fields.get(chosen), str | list | dict)), {})
+    return next((values for values in usable if fields.answered(values)), {})
 
 
 class Answers(Encoder):
-    """The encoder of pairs: it makes two documents of a record. Args: names: of the answers' fields, the better
-    one first; first: returns the first record; the others are those of `Preference`."""
+    """The encoder of records with two answers, or with one that was rated: it makes two documents of a record, the
+    better answer's first. Args: names: of its fields; first: returns the first record; the others are those of
+    `Preference`."""
 
     def __init__(
         self,
-        prompt: str | None,
-        names: tuple[str, str],
+        names: Fields,
         assistant: Literal["last", "all"],
         template: str | None,
         first: Callable[[], dict],
     ) -> None:
-        self.prompt, self.names = prompt, names
+        self.fields, self.names, self.prompt = names, (names.chosen, names.rejected), names.prompt
         self.assistant, self.template, self.first = assistant, template, first
 
     @cached_property
-    def chats(self) -> list[Chat]:
-        """Returns the encoder of each answer's conversation; empty if records hold texts."""
-        if isinstance(self.first().get(self.names[0]), str):
-            return []
+    def chats(self) -> dict[str, Chat]:
+        """Returns the encoder of the conversation of each field with answers; empty if records hold texts."""
+        first, names = self.first(), (*self.names, self.fields.completion)
+        if isinstance(first.get(self.fields.answered(first)), str) and self.fields.answered(first) in names:
+            return {}
         from lowmem.data.sources.chat import Chat  # templates are slow to import
 
-        return [Chat(name, self.assistant, self.template) for name in self.names]
+        return {name: Chat(name, self.assistant, self.template) for name in (*names, self.fields.messages)}
 
     @property
     def chat(self) -> Chat | None:
-        return self.chats[0] if self.chats else None
+        return self.chats[self.fields.chosen] if self.chats else None
 
     def key(self) -> list:
-        encoders = [encoder.key() for encoder in self.chats or self._completions]
-        return ["preference", self.prompt, *encoders]
+        return ["preference", self.prompt, self.fields.label, *(each.key() for each in self._encoders.values())]
 
     def text(self, fields: dict) -> str:
-        encoders = self.chats or self._completions
-        return "\n".join(encoder.text(side) for encoder, side in zip(encoders, self._sides(fields), strict=True))
+        return "\n".join(self._encoders[name].text(side) for name, side in self._sides(fields).items())
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[list[Encoded] | BadRecord]:
-        sides = [self._sides_or_reason(fields) for fields in batch]
-        usable = [both for both in sides if not isinstance(both, BadRecord)]
-        encoders = self.chats or self._completions
-        encoded = [
-            iter(encoder.encode(tokenizer, [both[number] for both in usable]))
-            for number, encoder in enumerate(encoders)
+        found = [self._sides_or_reason(fields) for fields in batch]
+        usable = [sides for sides in found if not isinstance(sides, BadRecord)]
+        encoded = {
+            name: iter(encoder.encode(tokenizer, [sides[name] for sides in usable if name in sides]))
+            for name, encoder in self._encoders.items()
+        }
+        return [
+            sides if isinstance(sides, BadRecord) else self._pair(fields, {name: next(encoded[name]) for name in sides})
+            for fields, sides in zip(batch, found, strict=True)
         ]
-        return [both if isinstance(both, BadRecord) else self._pair(*map(next, encoded)) for both in sides]
 
     @property
-    def _completions(self) -> list[Completion]:
-        return [Completion(self.prompt or "prompt", name) for name in self.names]
+    def _encoders(self) -> Mapping[str, Encoder]:
+        return self.chats or {
+            name: Completion(self.prompt or "prompt", name) for name in (*self.names, self.fields.completion)
+        }
 
-    def _pair(self, *answers: Encoded | BadRecord) -> list[Encoded] | BadRecord:
-        for name, answer in zip(self.names, answers, strict=True):
+    def _pair(self, fields: dict, answers: dict[str, Encoded | BadRecord]) -> list[Encoded] | BadRecord:
+        """Returns both documents of a record. Args: answers: by the names of their fields."""
+        for name, answer in answers.items():
             if isinstance(answer, BadRecord):
                 is_named = not self.chats or f'"{name}"' in str(answer)
                 return answer if is_named else BadRecord(f'in field "{name}" {answer}')
-        if np.array_equal(answers[0].ids, answers[1].ids):
+        first, *second = answers.values()
+        if not second:
+            return [first, NOTHING] if fields[self.fields.label] else [NOTHING, first]
+        if np.array_equal(first.ids, second[0].ids):
             return BadRecord(f'"{self.names[0]}" and "{self.names[1]}" are the same, so none can be preferred')
-        return list(answers)
+        return [first, *second]
 
-    def _sides_or_reason(self, fields: dict) -> tuple[dict, dict] | BadRecord:
+    def _sides_or_reason(self, fields: dict) -> dict[str, dict] | BadRecord:
         try:
             return self._sides(fields)
         except BadRecord as bad:
             return bad
 
-    def _sides(self, fields: dict) -> tuple[dict, dict]:
-        """Returns the record of each answer, as its encoder reads it. Raises: BadRecord: a field is missing, or texts
-        and messages are mixed."""
-        for name in self.names:
+    def _sides(self, fields: dict) -> dict[str, dict]:
+        """Returns the record of each answer, as its encoder reads it, by the name of its field. Raises: BadRecord: a
+        field is missing, texts and messages are mixed, or a rating is none."""
+        names = self.names
+        if self.fields.rates(fields):
+            messages = self.chats and fields.get(self.fields.messages) is not None
+            names = (self.fields.messages if messages else self.fields.completion,)
+            self._check_rating(fields)
+        for name in names:
             if name not in fields:
                 raise no_field(fields, name)
-        return self._conversations(fields) if self.chats else self._texts(fields)
+        return self._conversations(fields, names) if self.chats else self._texts(fields, names)
 
-    def _texts(self, fields: dict) -> tuple[dict, dict]:
+    def _check_rating(self, fields: dict) -> None:
+        if (name := self.fields.label) not in fields:
+            raise no_field(fields, name)
+        if not isinstance(fields[name], int) or fields[name] not in (0, 1):
+            raise BadRecord(f'field "{name}" is {kind(fields[name])} and neither true nor false')
+        if self.prompt is None and not self.chats:
+            raise BadRecord("it has a single answer, and with data.prompt=null nobody says where its prompt ends")
+
+    def _texts(self, fields: dict, names: Sequence[str]) -> dict[str, dict]:
         if self.prompt in fields:
-            return fields, fields
+            return dict.fromkeys(names, fields)
         if self.prompt is not None:
-            raise BadRecord(f'there is no field "{self.prompt}"; data.prompt=null takes what both answers begin with')
-        answers = [fields[name] for name in self.names]
+            null = "; data.prompt=null takes what both answers begin with" if names[1:] else ""
+            raise BadRecord(f'there is no field "{self.prompt}"{null}')
+        answers = [fields[name] for name in names]
         if not all(isinstance(answer, str) for answer in answers):
-            raise BadRecord(f'"{self.names[0]}" and "{self.names[1]}" are {kind(answers[0])} and {kind(answers[1])}')
+            raise BadRecord(f'"{names[0]}" and "{names[1]}" are {kind(answers[0])} and {kind(answers[1])}')
         shared = BEFORE_WHITE_SPACE.match(commonprefix(answers))
         begin = shared.end() if shared else 0
-        return tuple(
-            {"prompt": text[:begin], name: text[begin:]} for name, text in zip(self.names, answers, strict=True)
-        )
+        return {name: {"prompt": text[:begin], name: text[begin:]} for name, text in zip(names, answers, strict=True)}
 
-    def _conversations(self, fields: dict) -> tuple[dict, dict]:
+    def _conversations(self, fields: dict, names: Sequence[str]) -> dict[str, dict]:
         prompt = fields.get(self.prompt)
-        both = [_continued(prompt, fields[name]) for name in self.names]
+        both = {name: _continued(prompt, fields[name]) for name in names}
         self._check_ends(both)
-        before = [messages[:-1] for messages in both if isinstance(messages, list)]
+        before = [messages[:-1] for messages in both.values() if isinstance(messages, list)]
         if self.assistant == "last" and before[1:] and before[0] != before[1]:
             raise BadRecord(
-                f'"{self.names[0]}" and "{self.names[1]}" differ before their last messages, and only these would be '
+                f'"{names[0]}" and "{names[1]}" differ before their last messages, and only these would be '
                 "learnt: data.assistant=all learns all answers"
             )
         tools = {TOOLS: fields[TOOLS]} if TOOLS in fields else {}
-        return tuple({name: messages} | tools for name, messages in zip(self.names, both, strict=True))
+        return {name: {name: messages} | tools for name, messages in both.items()}
 
-    def _check_ends(self, both: Sequence[object]) -> None:
-        """Refuses conversations that lack their prompt, or end with a message of another than the assistant."""
-        for name, messages in zip(self.names, both, strict=True):
+    def _check_ends(self, both: Mapping[str, object]) -> None:
+        """Refuses conversations that lack their prompt, or end with a message of another than the assistant. Args:
+        both: conversations by the names of their fields."""
+        for name, messages in both.items():
             roles = [_role(message) for message in messages] if isinstance(messages, list) else []
             if self.prompt and roles and all(role in ("assistant", "tool") for role in roles):
                 raise BadRecord(f'"{name}" begins with its answer, and there is no "{self.prompt}" before it')

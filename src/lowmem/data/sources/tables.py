@@ -130,6 +130,17 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
             ) from None
 
 
+def has_column(file: Path, name: str) -> bool:
+    """Returns whether a parquet file has a column; `parquet_rows` raises an error if it cannot be read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return name in parquet.read_schema(file).names
+    except (pyarrow.ArrowException, OSError):
+        return False
+
+
 def _check_delimiter(names: Sequence[str], columns: Sequence[str], file: Path) -> None:
     if len(names) == 1 and names[0] not in columns:
         for character, typed in {"\t": "tab", ";": "';'", "|": "'|'"}.items():

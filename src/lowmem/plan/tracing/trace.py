@@ -188,7 +188,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
         micro_batches = [example(run.data.arguments, run.batch_size, run.seq_len) for _ in range(several)]
-        trainer.fit(module, Windows(micro_batches), Evaluation(micro_batches[: module.at_once]))
+        trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
     window, workspaces = recorder.recordings[0], _workspaces(run, recorder, attention) if attention else {}

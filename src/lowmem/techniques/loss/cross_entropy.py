@@ -36,7 +36,7 @@ class Loss:
     needs: type[MicroBatch] = MicroBatch  # its `weight` says over what the loss is a mean
     own_logits = False  # True if it computes the logits itself, which a class says by overriding `verify`
     shows: tuple[str, ...] = ()  # the names of its `figures`
-    compares = False  # True: with the log-probabilities that a reference model gives the answers of pairs
+    compares = False  # True: with the log-probabilities that a reference model gives the answers
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,8 +48,17 @@ class Loss:
 
     def figures(self) -> dict[str, Tensor]:
         """Returns what people look at besides the loss: sums over what `weight` counts, by name, for the last batch
-        that was computed without gradients."""
+        that was computed without gradients. One that is a mean over something else is (2,): its sum, and its count."""
         return {}
+
+    def ahead(self) -> Tensor:
+        """Returns numbers of the last batch that was computed without gradients, which was `MicroBatch.ahead`."""
+        raise NotImplementedError
+
+    def prepare(self, ahead: Tensor) -> None:
+        """Is told the sum of these numbers over all micro-batches of a window, or of a validation set, and over all
+        devices, before the loss of the first one is computed."""
+        raise NotImplementedError
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         """Checks that the loss is that of the model's own logits; `Verified` and a pipeline call it before the first

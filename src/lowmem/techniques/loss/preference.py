@@ -1,11 +1,12 @@
-"""Trains on pairs of answers, of which people prefer one, in the memory of fine-tuning on the same rows.
+"""Trains on answers that people compared or rated, in the memory of fine-tuning on the same rows.
 
 A loss of this file is a function of the log-probabilities of answers, which are sums over their tokens. Those come out
 of a head that is read in tiles of the vocabulary (`tiled.py`), so that whole logits never exist, and their gradient
-reaches each token as one factor of its answer. The reference model of DPO and IPO is not in memory while training:
+reaches each token as one factor of its answer. The reference model of DPO, IPO and KTO is not in memory while training:
 its log-probabilities are numbers of the batch (`training/reference.py`).
 
-The mean of a window is over pairs. It does not depend on how the window is cut into micro-batches.
+The mean of a window is over pairs, or over rated answers. It does not depend on how the window is cut into
+micro-batches.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowmem.data.pairs import PairBatch
+from lowmem.data.pairs import AnswerBatch, PairBatch
+from lowmem.data.rated import RatedBatch
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees
 from lowmem.techniques.loss.tiled import Tiled
@@ -39,8 +41,21 @@ class Answers(NamedTuple):
         return self.logp - self.reference
 
 
+class RatedAnswers(NamedTuple):
+    """Holds the arguments of a loss of rated answers, the first three as in `Answers`, each (answers, 1)."""
+
+    logp: Tensor
+    tokens: Tensor
+    reference: Tensor
+    desirable: Tensor  # bool
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logp - self.reference
+
+
 class PreferenceLoss(Tiled):
-    """The base class of losses of pairs.
+    """The base class of losses of answers.
 
     Args:
         beta: how strongly a difference of log-probabilities counts.
@@ -55,23 +70,23 @@ class PreferenceLoss(Tiled):
         self.beta = _positive("beta", beta)
         self._seen: tuple[Answers, Tensor] | None = None
 
-    def __call__(self, model: PreTrainedModel, batch: PairBatch) -> Tensor:
+    def __call__(self, model: PreTrainedModel, batch: AnswerBatch) -> Tensor:
         answers, real = self.answers(model, batch)
         if not torch.is_grad_enabled():
             self._seen = answers, real
         return self.losses(answers).where(real, 0.0).sum().float()
 
-    def answers(self, model: PreTrainedModel, batch: PairBatch) -> tuple[Answers, Tensor]:
+    def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[Answers, Tensor]:
         """Returns the answers of a batch, and which of its pairs are real, (pairs,) bool."""
         losses, learnt = self.each(model, batch)
-        tokens = batch.lengths.view(-1, 2)
+        tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learnt]
         sums = losses.new_zeros(batch.lengths.numel(), dtype=torch.float64)
-        logp = -sums.index_add(0, answer, losses.double()).view(-1, 2)
-        reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view(-1, 2)
+        logp = -sums.index_add(0, answer, losses.double()).view_as(tokens)
+        reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view_as(tokens)
         return Answers(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
 
-    def verify(self, model: PreTrainedModel, batch: PairBatch) -> None:
+    def verify(self, model: PreTrainedModel, batch: AnswerBatch) -> None:
         if not agrees(model, batch.inputs, tiled=True):
             raise Refused(
                 f"loss: computed in tiles of the vocabulary the logits of {type(model).__name__} are not the model's "
@@ -166,6 +181,61 @@ class SimPO(PreferenceLoss):
 
     def losses(self, answers: Answers) -> Tensor:
         return _logistic(_difference(self.rewards(answers)) - self.gamma, self.label_smoothing)
+
+
+class KTO(PreferenceLoss):
+    """weight x (1 - sigmoid(+-beta x (log-ratio to the reference - z))), where the sign is that of the rating:
+    Ethayarajh et al. 2024, arXiv 2402.01306. z is the mean log-ratio of answers behind prompts that are not theirs, and
+    at least 0. It is that of all micro-batches of a window, of which one more pass without gradients reads those rows.
+
+    Args: desirable_weight, undesirable_weight: for unequal numbers of both.
+    """
+
+    needs, compares = RatedBatch, True
+    shows = ("accuracy", "kl", "reward_desirable", "reward_undesirable", "logp_desirable", "logp_undesirable")
+
+    def __init__(
+        self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, columns: int = 4096
+    ) -> None:
+        super().__init__(beta, columns)
+        weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+        self.weights = [_number(key, weight) for key, weight in weights.items()]
+        if not any(self.weights):
+            raise Refused(
+                "loss.desirable_weight=0, loss.undesirable_weight=0: nothing would be learnt. Type 1 for both."
+            )
+        self._kl = torch.zeros(())  # z
+
+    def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[RatedAnswers, Tensor]:
+        answers, real = super().answers(model, batch)
+        return RatedAnswers(*answers, batch.desirable), real
+
+    def ahead(self) -> Tensor:
+        answers, real = self.take()
+        return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
+
+    def prepare(self, ahead: Tensor) -> None:
+        self._kl = (ahead[0] / ahead[1]).clamp(min=0.0)
+
+    def rewards(self, answers: RatedAnswers) -> Tensor:
+        return self.beta * answers.log_ratio
+
+    def losses(self, answers: RatedAnswers) -> Tensor:
+        above = self.rewards(answers) - self.beta * self._kl
+        desirable, undesirable = self.weights
+        losses = torch.where(answers.desirable, desirable * torch.sigmoid(-above), undesirable * torch.sigmoid(above))
+        return losses[:, 0]
+
+    def figures(self) -> dict[str, Tensor]:
+        """Returns the share of answers whose rating is told by whether their log-ratio is above z, and z."""
+        answers, real = self.take()
+        right = (answers.log_ratio > self._kl) == answers.desirable
+        figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}
+        for name, values in (("reward", self.rewards(answers)), ("logp", answers.logp)):
+            for side, rated in (("desirable", answers.desirable), ("undesirable", ~answers.desirable)):
+                counts = rated[:, 0] & real
+                figures[f"{name}_{side}"] = torch.stack([values[:, 0].where(counts, 0.0).sum(), counts.sum()])
+        return figures
 
 
 def _difference(values: Tensor) -> Tensor:

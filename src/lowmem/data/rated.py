@@ -1,0 +1,180 @@
+"""Makes rows of rated answers: each is desirable or not, and no two answers need to have the same prompt.
+
+A record is two documents in the token store (`pairs.py`): its desirable answer, then its undesirable one. A pair has
+both; of an answer that was rated alone the other document is empty. So each document with tokens is a unit of its own,
+and its number says how it was rated.
+
+KTO compares an answer's reward with that of answers that do not belong to their prompts. So a batch has, beside each
+answer's row, a mismatched row: the prompt, and behind it the answer to the next other prompt of the split. This next
+one is always the same, so that a reference model reads it once. Mismatched rows are computed without gradients.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowmem.data.loader import IGNORED
+from lowmem.data.packing import FILLER, Padded, describe_split
+from lowmem.data.pairs import AnswerBatch, PaddedAnswers
+from lowmem.data.token_store import Split
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class RatedBatch(AnswerBatch):
+    """Rows of one answer each."""
+
+    UNIT: ClassVar[str] = "answers"
+
+    desirable: Tensor | None = None  # (B, 1) bool
+    mismatched_ids: Tensor | None = None  # (B, S) int64: the same prompts with other answers
+    mismatched_labels: Tensor | None = None  # (B, S) int64
+    mismatched_reference: Tensor | None = None  # (B, 1) fp64, as `reference`
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return ("desirable" if self.desirable[0] else "undesirable",)
+
+    @property
+    def ahead(self) -> Self:
+        """Returns the mismatched rows."""
+        return RatedBatch(
+            self.mismatched_ids,
+            self.mismatched_labels,
+            lengths=(self.mismatched_labels != IGNORED).sum(1, keepdim=True),
+            desirable=self.desirable,
+            reference=self.mismatched_reference,
+        )
+
+    @property
+    def nothing(self) -> Self:
+        nothing = super().nothing
+        return replace(nothing, mismatched_labels=torch.full_like(nothing.mismatched_labels, IGNORED))
+
+
+class Answer(NamedTuple):
+    """Holds the tokens of an answer."""
+
+    ids: np.ndarray  # (tokens,)
+    learnt: np.ndarray  # (tokens,) bool
+
+
+class RatedAnswers(PaddedAnswers):
+    """One row for each answer.
+
+    Raises:
+        Refused: all prompts are the same, so that no answer can stand behind another one.
+    """
+
+    batch = RatedBatch
+
+    def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
+        super().__init__(split, seq_len, too_long, name)
+        self.desirable = self.numbers % 2 == 0  # (answers, 1)
+        self._others = np.full(len(self), -1)  # those that were asked for
+        if self._next_prompt(0) is None:
+            raise Refused(
+                f"loss=: all {len(self):,} answers of the {name} split have the same prompt, and this loss puts each "
+                "behind another one. Give other prompts too (data.val_path= or a larger data.val_fraction= for "
+                "validation), or type loss=dpo for pairs."
+            )
+
+    def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
+        return np.flatnonzero(lengths)[:, None]
+
+    def micro_batch(self, indices: np.ndarray) -> RatedBatch:
+        indices = np.asarray(indices)
+        ids, labels = self._mismatched(indices)
+        references = {}
+        if self.reference is not None:
+            own, mismatched = torch.from_numpy(self.reference[indices]).split(1, dim=1)
+            references = {"reference": own, "mismatched_reference": mismatched}
+        return RatedBatch(
+            **super().micro_batch(indices).tensors,
+            lengths=torch.from_numpy(self.labels[indices]),
+            desirable=torch.from_numpy(self.desirable[indices]),
+            mismatched_ids=ids,
+            mismatched_labels=labels,
+            **references,
+        )
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> RatedBatch:
+        own, mismatched = (Padded.example(batch_size, seq_len).tensors for _ in range(2))
+        column = torch.zeros(batch_size, 1, dtype=torch.float64)
+        return RatedBatch(
+            **own,
+            lengths=torch.full((batch_size, 1), seq_len),
+            desirable=torch.ones(batch_size, 1, dtype=torch.bool),
+            mismatched_ids=mismatched["input_ids"],
+            mismatched_labels=mismatched["labels"],
+            reference=column,
+            mismatched_reference=column.clone(),
+        )
+
+    def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and labels of these answers' prompts with other answers, each (B, S)."""
+        rows = []
+        for unit in indices.tolist():
+            (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
+            learnt = np.concatenate([np.zeros(len(prompt), bool), answer.learnt])
+            rows.append((np.concatenate([prompt, answer.ids]), learnt))
+        shape = len(rows), min(self.seq_len, max(len(row_ids) for row_ids, _ in rows) - 1)
+        ids, labels = np.full(shape, FILLER), np.full(shape, IGNORED)
+        for row, (tokens, learnt) in enumerate(rows):
+            width = min(shape[1], len(tokens) - 1)
+            ids[row, :width] = tokens[:width]
+            following = slice(1, width + 1)
+            labels[row, :width] = np.where(learnt[following], tokens[following].astype(np.int64), IGNORED)
+        return torch.from_numpy(ids), torch.from_numpy(labels)
+
+    def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
+        """Returns the tokens of the prompt, up to the first that is a label, and the answer that follows."""
+        start, length, last = (array[unit] for array in self.pieces)
+        stop = start + length + (not last)  # behind the label of the last token
+        ids, learnt = self.split.ids[start:stop], self.split.learnt(start, stop)
+        begin = 1 + int(learnt[1:].argmax())  # nothing predicts the first token
+        return ids[:begin], Answer(ids[begin:], learnt[begin:])
+
+    def _next_prompt(self, unit: int) -> int | None:
+        """Returns the next answer, in stored order and round about, that has another prompt; None: there is none."""
+        prompt, passed = self._read(unit)[0], []
+        while self._others[unit] < 0:
+            passed.append(unit)
+            unit = (unit + 1) % len(self)
+            if len(passed) == len(self):
+                return None
+            if not np.array_equal(self._read(unit)[0], prompt):
+                self._others[passed] = unit
+                return unit
+        self._others[passed] = self._others[unit]
+        return int(self._others[unit])
+
+
+def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> RatedAnswers:
+    """Returns rows of rated answers. Args: name: of the split, train or val. Raises: Refused: see `RatedAnswers`."""
+    _check(packing)
+    made = RatedAnswers(split, seq_len, too_long, name)
+    log.info(describe_split(made.report, name, packing, RatedBatch.UNIT))
+    return made
+
+
+def example(data: Mapping, batch_size: int, seq_len: int) -> RatedBatch:
+    """Returns full rows of zeros. Args: data: the arguments of the source."""
+    _check(data["packing"])
+    return RatedAnswers.example(batch_size, seq_len)
+
+
+def _check(packing: str) -> None:
+    if packing != "padded":
+        raise Refused(
+            f"data.packing={packing}: rows of rated answers are padded, since loss=kto reads each prompt with another "
+            "answer, too. Type data.packing=padded, or loss=dpo for pairs."
+        )

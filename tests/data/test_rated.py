@@ -1,0 +1,162 @@
+"""Rows of rated answers: each is there once with its rating, and its mismatched row is its prompt with another answer.
+
+Expectations are counted token by token.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from documents import split
+from lowmem.data import pairs, rated
+from lowmem.data.loader import IGNORED, Share, ValidationLoader
+from lowmem.data.packing import FILLER, NothingToLearn
+from lowmem.data.rated import RatedAnswers
+from lowmem.system.errors import Refused
+
+SEQ_LEN = 24
+# (the number of the prompt, its tokens, tokens of the desirable answer and of the undesirable one)
+RECORDS = [(0, 2, 3, 4), (1, 3, 2, 0), (1, 3, 0, 5), (2, 1, 0, 3), (0, 2, 4, 0), (0, 2, 6, 2)]
+UNITS = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (0, 4), (0, 6), (0, 2)]  # (prompt, tokens of the answer)
+DESIRABLE = [True, False, True, False, False, True, True, False]
+OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # the next unit with another prompt, round about
+PROMPTS = {0: [900, 901], 1: [910, 911, 912], 2: [920]}
+
+
+def drawn():
+    """The split of these records, whose answers are numbered tokens, and the answer of each unit."""
+    texts, masks, answers, at = [], [], [], 1
+    for prompt, _, *lengths in RECORDS:
+        for length in lengths:
+            answer = list(range(at, at + length))
+            texts.append(np.array(PROMPTS[prompt] + answer if length else [], int))
+            masks.append(np.arange(len(texts[-1])) >= len(PROMPTS[prompt]))
+            answers += [answer] * (length > 0)
+            at += length
+    return split(*texts, learnt=masks), answers
+
+
+def made(documents=None, seq_len=SEQ_LEN, too_long="drop"):
+    return RatedAnswers(drawn()[0] if documents is None else documents, seq_len, too_long, "train")
+
+
+def read(ids, labels):
+    """The tokens of a row: its inputs, and the last label behind them; and those that are labels."""
+    learnt = labels != IGNORED
+    return [*ids[: int(learnt.nonzero().max()) + 1].tolist(), int(labels[learnt][-1])], labels[learnt].tolist()
+
+
+def check(batch, units):
+    answers = drawn()[1]
+    for row, unit in enumerate(units):
+        prompt = PROMPTS[UNITS[unit][0]]
+        assert read(batch.input_ids[row], batch.labels[row]) == (prompt + answers[unit], answers[unit])
+        other = answers[OTHERS[unit]]
+        assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (prompt + other, other)
+        assert batch.desirable[row] == DESIRABLE[unit] and batch.lengths[row] == len(answers[unit])
+        assert batch.ahead.lengths[row] == len(other)
+
+
+def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
+    rows = made()
+    rows.reference = np.arange(2.0 * len(rows)).reshape(-1, 2)
+    units = np.random.default_rng(0).permutation(len(rows))
+    batch = rows.micro_batch(units)
+    assert len(rows) == rows.pairs == batch.weight == batch.ahead.weight == len(UNITS)
+    check(batch, units)
+    assert np.array_equal(torch.cat([batch.reference, batch.ahead.reference], 1), rows.reference[units])
+    assert rows.report["documents"] == len(UNITS) and rows.report["nothing_to_learn"] == 0
+
+
+def test_an_answer_behind_its_own_prompt_would_be_seen(monkeypatch):
+    """The deliberately wrong variant of the test above: the next answer is taken, whatever its prompt is."""
+    monkeypatch.setattr(RatedAnswers, "_next_prompt", lambda self, unit: (unit + 1) % len(self))
+    with pytest.raises(AssertionError):
+        test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row()
+
+
+def test_mismatched_answers_do_not_depend_on_what_was_asked_before():
+    for order in (range(8), reversed(range(8)), (6, 0, 7, 3, 5, 1, 2, 4)):
+        rows = made()
+        for unit in order:
+            assert rows._next_prompt(unit) == OTHERS[unit]
+
+
+def test_rows_do_not_depend_on_the_batch():
+    rows = made()
+    alone, beside = rows.micro_batch(np.array([3])), rows.micro_batch(np.array([6, 3]))
+    fill = {"input_ids": FILLER, "labels": IGNORED, "mismatched_ids": FILLER, "mismatched_labels": IGNORED}
+    for name, tensor in alone.tensors.items():
+        other, width = beside.tensors[name][1:], min(tensor.shape[1], beside.tensors[name].shape[1])
+        assert torch.equal(other[:, :width], tensor[:, :width])
+        assert all((left[:, width:] == fill.get(name)).all() for left in (other, tensor) if left.shape[1] > width)
+
+
+def test_devices_share_the_answers_and_one_without_a_row_takes_part():
+    rows, found = made(), 0
+    shares = [ValidationLoader(rows, Share(1, rank, 3), len(rows)) for rank in range(3)]
+    for number, batches in enumerate(zip(*shares, strict=True)):
+        for rank, batch in enumerate(batches):
+            unit = 3 * number + rank
+            assert batch.weight == batch.ahead.weight == int(unit < len(rows))
+            check(batch, [unit] if batch.weight else [])
+            found += batch.weight
+    assert found == len(UNITS) and batches[-1].tokens == batches[-1].ahead.tokens == 0
+
+
+def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
+    dropped = made(seq_len=7)
+    assert len(dropped) == 6 and dropped.report["too_long"] == 2
+    assert dropped.desirable[:, 0].tolist() == [True, False, True, False, True, False]
+    cut, answers = made(seq_len=4, too_long="cut"), drawn()[1]
+    batch = cut.micro_batch(np.arange(len(cut)))
+    assert len(cut) == len(UNITS) and cut.report["cut"] == 6 and batch.input_ids.shape[1] == 4
+    for row, other in enumerate(OTHERS):
+        prompt, before = PROMPTS[UNITS[row][0]], PROMPTS[UNITS[other][0]]
+        answer = answers[other][: 5 - len(before)]  # as much as its own row has of it
+        tokens = (prompt + answer)[:5]
+        assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (tokens, tokens[len(prompt) :])
+    with pytest.raises(Refused, match=r"2 of 8 answers of the train split .* seq_len=7, the first of them answer 4"):
+        made(seq_len=7, too_long="refuse")
+    with pytest.raises(NothingToLearn):
+        made(seq_len=1)
+
+
+def test_prompts_that_are_all_the_same_are_refused():
+    texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
+    same = split(*texts, learnt=[np.array([False, False, True])] * 4)
+    with pytest.raises(Refused, match=r"all 4 answers of the train split have the same prompt.*loss=dpo"):
+        made(same)
+
+
+def test_without_a_prompt_the_first_token_stands_for_it():
+    """Nothing predicts it, so it is no label."""
+    texts = [np.array([5, 6, 7]), np.array([8, 9])]
+    batch = made(split(*texts, learnt=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
+    assert read(batch.mismatched_ids[0], batch.mismatched_labels[0]) == ([5, 9], [9])
+    assert read(batch.mismatched_ids[1], batch.mismatched_labels[1]) == ([8, 6, 7], [6, 7])
+
+
+@pytest.mark.parametrize("packing", ["padded", "documents"])
+def test_pairs_are_not_made_of_ratings(packing):
+    with pytest.raises(Refused, match=r"4 of 6 records of the val split are single answers.*Type loss=kto"):
+        pairs.rows(drawn()[0], SEQ_LEN, packing, "drop", "val")
+
+
+def test_packed_rows_are_refused():
+    for make in (
+        lambda: rated.rows(drawn()[0], SEQ_LEN, "documents", "drop", "val"),
+        lambda: rated.example({"packing": "documents"}, 1, 8),
+    ):
+        with pytest.raises(Refused, match=r"data\.packing=documents: rows of rated answers are padded.*=padded"):
+            make()
+
+
+def test_an_example_has_the_tensors_of_a_batch():
+    rows = made()
+    rows.reference = np.zeros((len(rows), 2))
+    batch, example = rows.micro_batch(np.arange(3)), RatedAnswers.example(3, SEQ_LEN)
+    assert batch.tensors.keys() == example.tensors.keys()
+    for name, tensor in example.tensors.items():
+        assert tensor.dtype == batch.tensors[name].dtype and len(tensor) == 3, name
+        assert tensor.shape[1] == (SEQ_LEN if batch.tensors[name].shape[1] > 1 else 1)

@@ -1,0 +1,247 @@
+"""KTO beside an independent implementation on whole logits in fp64: values, gradients, z of a window, learning."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_preference import COLOURS, FP32, apart, gradients, preferences
+
+import pair_oracle
+from conftest import SMALL, beside
+from lowmem.config.instantiate import instantiate
+from lowmem.data.loader import Share, WindowLoader
+from lowmem.fit import fit as fit_run
+from lowmem.model import loading
+from lowmem.system.errors import Refused
+from lowmem.techniques.loss.preference import KTO
+from lowmem.training.build import causal_lm
+from lowmem.training.module import CausalLM
+from networks import network
+from parity import deviations, overrides, trainer
+from tolerances import allowed, within
+
+ANSWERS, LENGTH = 8, 16
+OPTIONS = [{}, {"beta": 0.5}, {"desirable_weight": 1.3, "undesirable_weight": 0.4}]
+
+
+def rows(model):
+    return pair_oracle.RaggedAnswers(ANSWERS, LENGTH, model.config.vocab_size)
+
+
+def looked_ahead(loss, model, batches):
+    """Gives the loss what the module reads of a window."""
+    found = []
+    with torch.no_grad():
+        for batch in batches:
+            loss(model, batch.ahead)
+            found.append(loss.ahead())
+    loss.prepare(torch.stack(found).sum(0))
+
+
+def expected(model, batch, **options):
+    """The oracle's loss and gradients, in fp64."""
+    wide = model.double()
+    loss = pair_oracle.mean_loss("kto", wide, batch, **options)
+    found = loss.item(), gradients(wide, loss)
+    model.float()
+    return found
+
+
+@pytest.mark.parametrize("columns", [7, 64, 10_000], ids=["narrow", "tiles", "whole"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(options, columns):
+    model = network("llama")
+    batch = rows(model).micro_batch(np.arange(ANSWERS))
+    loss, theirs = expected(model, batch, **options)
+    kto = KTO(**options, columns=columns)
+    looked_ahead(kto, model, [batch])
+    assert kto._kl > 0.5  # it counts
+    found = kto(model, batch) / batch.weight
+    assert batch.weight == ANSWERS and found.item() == pytest.approx(loss, rel=FP32)
+    assert apart(gradients(model, found), theirs) < FP32
+    # wrong variants: without z, with the ratings exchanged, with another beta
+    kto.prepare(torch.tensor([0.0, 1.0]))
+    assert abs((kto(model, batch) / ANSWERS).item() / loss - 1) > 5e-3
+    exchanged = batch.each(lambda tensor: ~tensor if tensor.dtype is torch.bool else tensor)
+    for other, changed in ((exchanged, options), (batch, options | {"beta": 3.0})):
+        wrong, gradient = expected(model, other, **changed)
+        assert abs(wrong / loss - 1) > 5e-3 and apart(gradient, theirs) > 0.1
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
+def test_any_head_gives_the_same(model_type):
+    """Biases, tied heads and capped logits are the model's own."""
+    model, kto = network(model_type), KTO(columns=64)
+    batch = rows(model).micro_batch(np.arange(ANSWERS))
+    loss, theirs = expected(model, batch)
+    looked_ahead(kto, model, [batch])
+    found = kto(model, batch) / batch.weight
+    assert found.item() == pytest.approx(loss, rel=FP32) and apart(gradients(model, found), theirs) < 5 * FP32
+
+
+def test_z_is_at_least_zero():
+    """The loss is that of z = 0 where mismatched answers are less likely than by the reference."""
+    model, kto = network("llama"), KTO(beta=1.0)
+    drawn = rows(model)
+    drawn.reference[:, 1] += 20
+    batch = drawn.micro_batch(np.arange(ANSWERS))
+    looked_ahead(kto, model, [batch])
+    assert kto._kl == 0.0
+    loss, _ = expected(model, batch, beta=1.0)
+    assert (kto(model, batch) / ANSWERS).item() == pytest.approx(loss, rel=FP32)
+
+
+def test_rows_of_a_device_without_answers_count_nothing():
+    model, kto = network("llama"), KTO()
+    batch = rows(model).micro_batch(np.arange(ANSWERS))
+    looked_ahead(kto, model, [batch])
+    z = kto._kl
+    looked_ahead(kto, model, [batch, batch.nothing])
+    assert kto._kl == z
+    loss = kto(model, batch.nothing)
+    assert batch.nothing.weight == 0 and loss.item() == 0.0
+    assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_figures_are_means_over_their_own_answers():
+    model, kto = network("llama"), KTO(beta=0.3)
+    batch = rows(model).micro_batch(np.arange(ANSWERS))
+    looked_ahead(kto, model, [batch])
+    with torch.no_grad():
+        kto(model, batch)
+        logp = pair_oracle.log_probabilities(model, batch)[0][:, 0]
+    figures, good = kto.figures(), batch.desirable[:, 0]
+    assert tuple(figures) == kto.shows
+    ratio = logp - batch.reference[:, 0]
+    for name, values in (("reward", 0.3 * ratio), ("logp", logp)):
+        for side, which in (("desirable", good), ("undesirable", ~good)):
+            total, count = figures[f"{name}_{side}"].tolist()
+            assert count == which.sum() > 0 and total / count == pytest.approx(values[which].mean().item(), rel=1e-5)
+    right = sum((r > kto._kl).item() == rated.item() for r, rated in zip(ratio, good, strict=True))
+    assert figures["accuracy"] == right and figures["kl"] / ANSWERS == pytest.approx(kto._kl.item())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 0}, "loss.beta=0: nothing would be learnt"),
+        ({"desirable_weight": -1}, "loss.desirable_weight=-1: give a number"),
+        ({"undesirable_weight": "x"}, "loss.undesirable_weight=x: give a number"),
+        ({"desirable_weight": 0, "undesirable_weight": 0}, "loss.desirable_weight=0, loss.undesirable_weight=0: noth"),
+        ({"columns": 0}, "loss.columns=0"),
+    ],
+)
+def test_arguments_without_sense_are_refused(options, words):
+    with pytest.raises(Refused, match=words):
+        KTO(**options)
+
+
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def of_each_micro_batch(monkeypatch):
+    """The deliberately wrong variant: z of each micro-batch is that of its own rows alone."""
+    right = CausalLM._run_micro_batch
+
+    def wrong(self, micro_batch, weight, sums):
+        self._look_ahead([[micro_batch]])
+        right(self, micro_batch, weight, sums)
+
+    monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
+
+
+def window_of(config, size, monkeypatch):
+    """The loss and the gradients of one window of four answers, in micro-batches of this size."""
+    torch.manual_seed(0)
+    cfg = config(*overrides("loss=kto"), "loss.beta=0.5", "clip=null", "max_steps=1", f"batch_size={size}", base=())
+    module = causal_lm(cfg, loading.describe(cfg))
+    found = {}
+
+    def step(self, loss, window):
+        found.update({name: p.grad.clone() for name, p in self.model.named_parameters()}, loss=loss.clone())
+        self.optimizers().step()
+        return True
+
+    monkeypatch.setattr(CausalLM, "_step", step)
+    drawn = pair_oracle.RaggedAnswers(4, LENGTH, 300)
+    windows = WindowLoader(drawn, Share(size), lambda *_: 4 // size, seed=0)
+    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    trainer(cfg, plugins, list(map(instantiate, cfg.callbacks.values()))).fit(module, windows)
+    return found.pop("loss").item(), found
+
+
+def test_four_micro_batches_of_one_answer_are_one_of_four(config, monkeypatch):
+    """To fp32's sums in another order; with a z of each micro-batch the loss is off by 5e-3 and more."""
+    loss, theirs = window_of(config, 4, monkeypatch)
+    for size in (1, 2):
+        found, ours = window_of(config, size, monkeypatch)
+        assert found == pytest.approx(loss, rel=FP32) and apart(ours, theirs) < 2 * FP32
+    of_each_micro_batch(monkeypatch)
+    found, ours = window_of(config, 1, monkeypatch)
+    assert abs(found / loss - 1) > 5e-3 and apart(ours, theirs) > 1e-2
+
+
+def test_a_z_of_each_micro_batch_is_outside_the_tolerance(config, monkeypatch):
+    techniques = "loss=kto", "accumulation=fixed"
+    cfg = config(*overrides(*techniques), base=())
+    assert within(deviations(cfg, *techniques), allowed(*techniques))
+    of_each_micro_batch(monkeypatch)
+    found = deviations(cfg, *techniques)
+    assert found[0] > 0.1 and found[2] > 0.02, found
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+SHAPE = ("val_every=1000", "batch_size=8", "lr=3e-3", "seq_len=64", "max_steps=50", "model.architecture.n_embd=64")
+
+
+def ratings(folder):
+    """Pairs, and more answers that were rated alone: desirable are those of the first half of the colours."""
+    draw, lines, half = random.Random(1), [], len(COLOURS) // 2
+    for number in range(240):
+        good, bad = draw.choice(COLOURS[:half]), draw.choice(COLOURS[half:])
+        pair, label = {"chosen": good, "rejected": bad}, draw.random() < 0.5
+        answer = pair if number % 3 == 0 else {"completion": good if label else bad, "label": label}
+        lines.append(json.dumps({"prompt": f"Colour {number}? "} | answer))
+    file = folder / "rated.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def trained(fit, file, *lines):
+    data = "data=preference", f"data.path={file}", "data.val_fraction=0.15", "loss=kto"
+    return fit(*beside((*SHAPE, *data), lines))[0]["validation"][0]
+
+
+def test_ratings_are_learnt(fit, tmp_path):
+    start = trained(fit, ratings(tmp_path), "max_steps=1", "lr=1e-12")
+    assert start["accuracy"] == pytest.approx(0.5, abs=0.15) and start["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert start["loss"] == pytest.approx(0.5, abs=1e-4)
+    learnt = trained(fit, ratings(tmp_path))
+    assert learnt["accuracy"] > 0.9 and learnt["reward_desirable"] > 0 > learnt["reward_undesirable"]
+
+
+def test_with_exchanged_ratings_they_are_not(fit, tmp_path, monkeypatch):
+    """The deliberately wrong variant: the loss takes each answer for the other kind, the accuracy does not."""
+    losses = KTO.losses
+    monkeypatch.setattr(
+        KTO, "losses", lambda self, answers: losses(self, answers._replace(desirable=~answers.desirable))
+    )
+    assert trained(fit, ratings(tmp_path))["accuracy"] < 0.5
+
+
+def test_training_on_ratings_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
+    """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
+    lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"
+    file, columns = preferences(tmp_path, count=100, words=60), "loss.columns=128"
+    typed = "data=preference", f"data.path={file}", "data.val_fraction=0.15", "loss=kto", columns, "plan=check"
+    rated, whole = (fit(*beside((*SHAPE, *typed), (*lines, line)))[0] for line in (columns, "loss.columns=1024"))
+    text = lines[0], *lines[2:], "data=random", "loss=tiled", columns
+    tuned = fit_run(config(*beside((*SMALL, *SHAPE), text), base=()), tmp_path / "tuned")
+    peak = rated["peak_bytes"]["device"]
+    assert peak == pytest.approx(tuned["peak_bytes"]["device"], rel=0.03)
+    assert whole["peak_bytes"]["device"] > 1.1 * peak
+    predicted = max(phase["device"] for phase in rated["predicted"]["phases"].values())
+    assert predicted == pytest.approx(peak, rel=0.01)

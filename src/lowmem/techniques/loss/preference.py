@@ -215,7 +215,7 @@ class KTO(PreferenceLoss):
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
     def prepare(self, ahead: Tensor) -> None:
-        self._kl = (ahead[0] / ahead[1]).clamp(min=0.0)
+        self._kl = (ahead[0] / ahead[1].clamp(min=1.0)).clamp(min=0.0)  # rows that are all prompt have no answer
 
     def rewards(self, answers: RatedAnswers) -> Tensor:
         return self.beta * answers.log_ratio

@@ -258,7 +258,7 @@ BAD_RATINGS = [
     (LONE, LONE | {"label": "yes"}, 'field "label" is a text and neither true nor false'),
     (LONE, LONE | {"label": None}, 'field "label" is null and neither true nor false'),
     (LONE, LONE | {"label": 2}, 'field "label" is the number 2 and neither true nor false'),
-    (LONE, LONE | {"label": 1.0}, 'field "label" is the number 1.0 and neither true nor false'),
+    (LONE, LONE | {"label": 0.5}, 'field "label" is the number 0.5 and neither true nor false'),
     (LONE, LONE | {"completion": " "}, 'field "completion" is empty'),
     (LONE, LONE | {"completion": [A]}, 'field "completion" is a list and no text'),
     (TURNS, {"messages": [USER], "label": True}, '"messages" does not end with an answer of the assistant'),

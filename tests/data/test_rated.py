@@ -12,6 +12,8 @@ from lowmem.data import pairs, rated
 from lowmem.data.loader import IGNORED, Share, ValidationLoader
 from lowmem.data.packing import FILLER, NothingToLearn
 from lowmem.data.rated import RatedAnswers
+from lowmem.data.sources.preference import Preference
+from lowmem.data.token_store import Twice
 from lowmem.system.errors import Refused
 
 SEQ_LEN = 24
@@ -36,8 +38,8 @@ def drawn():
     return split(*texts, learnt=masks), answers
 
 
-def made(documents=None, seq_len=SEQ_LEN, too_long="drop"):
-    return RatedAnswers(drawn()[0] if documents is None else documents, seq_len, too_long, "train")
+def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
+    return RatedAnswers(drawn()[0] if documents is None else documents, seq_len, too_long, name)
 
 
 def read(ids, labels):
@@ -125,8 +127,32 @@ def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
 def test_prompts_that_are_all_the_same_are_refused():
     texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
     same = split(*texts, learnt=[np.array([False, False, True])] * 4)
-    with pytest.raises(Refused, match=r"all 4 answers of the train split have the same prompt.*loss=dpo"):
+    with pytest.raises(Refused, match=r"the train split has 4 answers and one prompt.*Give other prompts, too"):
         made(same)
+    with pytest.raises(Refused, match=r"the val split has 4 answers and one prompt.*larger data.val_fraction="):
+        made(same, name="val")
+
+
+def test_what_stands_beside_an_answer_rated_alone_is_no_document_of_both_splits():
+    twice = Twice()
+    for document in (b"", b"a", b"b"):
+        twice.held_out(document)
+    for document in (b"", b"a"):
+        twice.trained_on(document)
+    twice.check()  # one of two
+    twice.trained_on(b"b")
+    with pytest.raises(Refused, match="2 of 2 different"):
+        twice.check()
+
+
+def test_names_of_fields_that_cannot_be_told_apart_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    for key, name, match in (
+        ("completion", "prompt", "data.completion names this field, too"),
+        ("messages", None, "data.messages=null: give the name of a field"),
+    ):
+        with pytest.raises(Refused, match=match):
+            Preference(str(tmp_path / "a.jsonl"), **{key: name})
 
 
 def test_without_a_prompt_the_first_token_stands_for_it():

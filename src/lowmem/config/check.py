@@ -98,6 +98,8 @@ def check_places(run: Run) -> None:
     if run.tokenizer is not None and not _is_there(run.tokenizer):
         check_hub_id("tokenizer", run.tokenizer)
     data = run.data.arguments
+    if bool(data.get("rated")) != run.any("of_rated") and "rated" in data:
+        raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets it. Leave it out.")
     _check_texts("data", data)
     for name, source in data.get("parts", {}).items():
         _check_texts(f"data.parts.{name}", source)

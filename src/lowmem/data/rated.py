@@ -80,10 +80,10 @@ class RatedAnswers(PaddedAnswers):
         self.desirable = self.numbers % 2 == 0  # (answers, 1)
         self._others = np.full(len(self), -1)  # those that were asked for
         if self._next_prompt(0) is None:
+            more = "Type a larger data.val_fraction=, such as 0.2" if name == "val" else "Give other prompts, too"
             raise Refused(
-                f"loss=: all {len(self):,} answers of the {name} split have the same prompt, and this loss puts each "
-                "behind another one. Give other prompts too (data.val_path= or a larger data.val_fraction= for "
-                "validation), or type loss=dpo for pairs."
+                f"loss=: the {name} split has {len(self):,} answer{'s' if len(self) > 1 else ''} and one prompt, and "
+                f"this loss also reads each answer behind another prompt. {more}."
             )
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
@@ -163,6 +163,8 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     _check(packing)
     made = RatedAnswers(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, RatedBatch.UNIT))
+    desirable = int(made.desirable.sum())
+    log.info(f"{name}: {desirable:,} answers are desirable, and {len(made) - desirable:,} are not.")
     return made
 
 

@@ -319,7 +319,7 @@ class Twice:
         self.repeated: set[bytes] = set()
 
     def held_out(self, document: bytes) -> None:
-        if len(self.looked_for) < LOOKED_AT:
+        if document and len(self.looked_for) < LOOKED_AT:  # one without tokens stands beside an answer rated alone
             self.looked_for.add(document)
 
     def trained_on(self, document: bytes) -> None:

@@ -40,7 +40,7 @@ class Wanted:
     def __init__(self, rows: AnswerRows, name: str, indices: np.ndarray, key: list) -> None:
         self.rows, self.name, self.indices = rows, name, indices
         stored_at = getattr(rows.split.ids, "filename", None)
-        digest = hashlib.sha256(json.dumps([*key, rows.seq_len, rows.order]).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps([*key, rows.seq_len, rows.order, rows.batch.UNIT]).encode()).hexdigest()[:16]
         self.file = stored_at and Path(stored_at).with_name(f"{name}_reference_{digest}.npy")
 
     def read(self) -> np.ndarray:

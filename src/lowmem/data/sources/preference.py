@@ -29,6 +29,7 @@ from lowmem.data.sources.source import Encoded, Encoder, SplitName
 from lowmem.data.sources.tables import TOOLS, has_column, parquet_rows
 from lowmem.data.sources.text_files import find_files
 from lowmem.data.token_store import Split
+from lowmem.system.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,15 @@ class Fields(NamedTuple):
     completion: str
     messages: str
     label: str
+
+    def checked(self) -> Fields:
+        """Raises Refused for a name that is missing, or that two of them have."""
+        for key, name in self._asdict().items():
+            if name is None and key != "prompt":
+                raise Refused(f"data.{key}=null: give the name of a field, which records may lack.")
+            if other := next((k for k, n in self._asdict().items() if n == name and n and k != key), None):
+                raise Refused(f"data.{key}={name}: data.{other} names this field, too. Give each a field of its own.")
+        return self
 
     def rates(self, fields: dict) -> bool:
         """Returns whether a record has a rating in place of two answers."""
@@ -101,7 +111,7 @@ class Preference(Records):
         skip_bad: bool = False,
         rated: bool = False,
     ) -> None:
-        self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label)
+        self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
@@ -253,7 +263,7 @@ class Answers(Encoder):
     def _check_rating(self, fields: dict) -> None:
         if (name := self.fields.label) not in fields:
             raise no_field(fields, name)
-        if not isinstance(fields[name], int) or fields[name] not in (0, 1):
+        if not isinstance(fields[name], int | float) or fields[name] not in (0, 1):  # tables turn 1 into 1.0
             raise BadRecord(f'field "{name}" is {kind(fields[name])} and neither true nor false')
         if self.prompt is None and not self.chats:
             raise BadRecord("it has a single answer, and with data.prompt=null nobody says where its prompt ends")

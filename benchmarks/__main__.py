@@ -19,6 +19,7 @@ EVERY = {
     "speed": "what checkpointing and the chunked loss cost in time",
     "learning_rates": "which lr each optimizer wants",
     "claims": "claims of guides, compared with measurements",
+    "preference": "training on pairs beside fine-tuning, and beside TRL where it is installed",
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "streamed": "weights that stream: memory, time and copied bytes, and 8B parameters trained here",

@@ -105,7 +105,19 @@ def test_a_mistake_shows(ranks, folder, strategy, name, mistake):
     assert any(found[what] > 3 * band for what, band in bands.items()), found
 
 
+PAIRED = ("loss=dpo", "loss.columns=64", "loss.beta=0.5", "data=preference", "data.path=x")
 RATED = ("loss=kto", "loss.columns=64", "loss.beta=0.5", "data=preference", "data.path=x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel"])
+def test_pairs_are_divided_over_devices_and_their_loss_is_that_of_one(ranks, strategy):
+    case = typed(Case((*WINDOWS, *PLAIN, CLIP, *PAIRED)), strategy)
+    right = alone(case)
+    found = apart(ranks(case), right)
+    assert all(found[what] <= band for what, band in FP32.items()), found
+    other = tuple(line.replace("beta=0.5", "beta=0.4") for line in case.lines)
+    assert any(apart(ranks(replace(case, lines=other)), right)[what] > 3 * band for what, band in FP32.items())
 
 
 @pytest.mark.parametrize(

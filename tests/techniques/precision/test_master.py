@@ -50,7 +50,8 @@ def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(config,
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_the_naive_loop_with_every_checkpointing(config, precision, clip, checkpointing):
-    for optim, loss in product(OPTIMIZERS, LOSSES):
+    # the naive loop does not look ahead, as loss=kto does (tests/techniques/loss/test_kto.py)
+    for optim, loss in product(OPTIMIZERS, [loss for loss in LOSSES if loss != "kto"]):
         more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
         cfg = configured(config, precision, optim, clip, "fixed", "linear", *more)
         assert equal(ours(cfg), naive(cfg)), (optim, loss)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lowmem.plan.cost.allocator import Allocator, Full, replay, smallest_limit
+from lowmem.plan.cost.allocator import Allocator, Full, from_the_start, replay, smallest_limit
 
 MIB = 2**20
 
@@ -100,3 +100,14 @@ def test_the_smallest_limit_is_the_smallest_that_works():
     assert replay(events, limit).reserved_peak <= limit
     with pytest.raises(Full):
         replay(events, limit - 2 * MIB)
+
+
+def test_a_run_begins_without_state_and_takes_workspaces_amid_its_first_window():
+    weight, state, activation, gradient = (0, 30), (1, 20), (2, 50), (3, 30)
+    died = [(serial, -size) for serial, size in (activation, gradient)]
+    later = [weight, state, activation, gradient, *died]
+    found = from_the_start(later, existing=2, weights=30, workspaces={0: 8, 1: 9})
+    first = [(("first", serial), size) for serial, size in (activation, gradient, *died)]
+    workspaces = [(("workspace", number), size) for number, size in ((0, 8), (1, 9))]
+    assert found == [weight, workspaces[0], first[0], workspaces[1], *first[1:], state, *later[2:]]
+    assert replay(found).allocated == replay(later[:2]).allocated + replay(workspaces).allocated

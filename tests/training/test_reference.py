@@ -80,16 +80,18 @@ def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
     return found
 
 
+def second_model(run):
+    """The one that others hold beside the trained one, and batches of all rows: it reads the same rows, and stays."""
+    data = build.data(run)
+    seed_everything(run.seed, verbose=False)
+    second, rows = build.module(run, data), data.train.sequences
+    return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
+
+
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
 def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
-    """The second model is the one that others hold beside the trained one: it reads the same rows, and stays."""
     fit_run(preferring(*lines, "max_steps=100"), tmp_path / "run")
-    run = preferring(*lines).resolved()
-    data, stored = build.data(run), numbers(tmp_path, "train")
-    seed_everything(run.seed, verbose=False)
-    second = build.module(run, data)
-    rows = data.train.sequences
-    batches = reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
+    stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring(*lines).resolved())
     for number, (batch,) in enumerate(batches):
         with torch.no_grad():
             answers, real = second.own_loss.answers(second.model.eval(), batch)
@@ -103,12 +105,7 @@ def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
 def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_path):
     """By their own prompts, and by those of the mismatched rows."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
-    run = preferring("loss=kto").resolved()
-    data, stored = build.data(run), numbers(tmp_path, "train")
-    seed_everything(run.seed, verbose=False)
-    second = build.module(run, data)
-    rows = data.train.sequences
-    batches = reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
+    stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
     for number, (batch,) in enumerate(batches):
         for side, read in enumerate((batch, batch.ahead)):
             with torch.no_grad():

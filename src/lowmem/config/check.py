@@ -98,7 +98,7 @@ def check_places(run: Run) -> None:
     if run.tokenizer is not None and not _is_there(run.tokenizer):
         check_hub_id("tokenizer", run.tokenizer)
     data = run.data.arguments
-    if bool(data.get("rated")) != run.any("of_rated") and "rated" in data:
+    if "rated" in data and data["rated"] != run.any("of_rated"):
         raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets it. Leave it out.")
     _check_texts("data", data)
     for name, source in data.get("parts", {}).items():

@@ -15,7 +15,7 @@ from lowmem.data.opening import source_class
 from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.model.trainable import packed, parameters, trainable
-from lowmem.plan.cost.allocator import replay, smallest_limit
+from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.as_card import workspaces
@@ -310,10 +310,11 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     }
     base = sum(built_on.values())
     device = _device_bytes(trace, on_card, leaving)
-    beside = _beside_tensors(trace) if on_card else 0
+    free = replay(trace.events) if on_card and trace.events else None
+    beside = _beside_tensors(trace, free) if on_card else 0
     more = {"load": 0, "save": trace.workspace, "resume": trace.workspace}
     device = {name: some + more.get(name, beside) for name, some in device.items()}
-    reserved, smallest = _by_the_allocator(trace, max(device.values()), leaving) if on_card else (0, 0)
+    reserved, smallest = _by_the_allocator(trace, free, max(device.values()), leaving) if on_card else (0, 0)
     host = _host_bytes(trace, run, on_card, size, loaded, maps)
     host["save"] += _merged(run, trace)
     mapped = _mapped(run, trace.parameters, loaded)
@@ -444,19 +445,19 @@ def _mapped(run: Run, parameters: int, size: int) -> int:
     return stored if _packs(run) or round(stored / parameters) != size else 0
 
 
-def _beside_tensors(trace: Trace) -> int:
+def _beside_tensors(trace: Trace, free: Allocator | None) -> int:
     """Returns the bytes that CUDA's allocator counts as allocated besides tensors: cuBLAS's workspaces, and rests of
-    blocks that are too small to be divided from them."""
-    if not trace.events:
+    blocks that are too small to be divided from them. Args: free: the replayed allocator; None: no event is known."""
+    if free is None:
         return trace.workspace
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
-    return max(trace.workspace, replay(trace.events).allocated_peak - tensors)
+    return max(trace.workspace, free.allocated_peak - tensors)
 
 
-def _by_the_allocator(trace: Trace, device_peak: int, leaving: int) -> tuple[int, int]:
+def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
     """Returns (bytes reserved if there is room, the least bytes that must be reserved)."""
-    if not trace.events:
+    if free is None:
         return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
     # The events lack the scratch of generated code, hence the comparison with the peak.
-    reserved, smallest = replay(trace.events).reserved, smallest_limit(trace.events)
-    return max(reserved + leaving, device_peak), max(smallest + leaving, device_peak)
+    smallest = smallest_limit(trace.events, free)
+    return max(free.reserved + leaving, device_peak), max(smallest + leaving, device_peak)

@@ -125,7 +125,7 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
 
 
 def from_the_start(
-    events: Sequence[tuple[int, int]], before: int, weights: int, workspaces: Mapping[int, int]
+    events: Sequence[tuple[int, int]], existing: int, weights: int, workspaces: Mapping[int, int]
 ) -> list[tuple[Hashable, int]]:
     """Returns the events of a run's first window and of a later one.
 
@@ -133,11 +133,11 @@ def from_the_start(
     make do with these: cuBLAS takes its workspaces amid a pass, and the optimizer makes its state in the first step. On
     an H200 that explained the smallest cap of five of six recipes; without it all were too small, by up to 7%.
 
-    Args: events: of a later window; before: so many of them stand for what exists before it, the weights first;
+    Args: events: of a later window; existing: so many of them stand for what exists before it, the weights first;
     weights: their bytes; workspaces: number of an event of the window -> bytes that stay from there on.
     """
-    window, end, total = events[before:], 0, 0
-    while end < before and total < weights:
+    window, end, total = events[existing:], 0, 0
+    while end < existing and total < weights:
         total, end = total + events[end][1], end + 1
     born, died = ({serial for serial, size in window if sign * size > 0} for sign in (1, -1))
     first = []
@@ -146,12 +146,13 @@ def from_the_start(
             first.append((("workspace", number), workspaces[number]))
         if serial in born and serial in died:
             first.append((("first", serial), size))
-    return [*events[:end], *first, *events[end:before], *window]
+    return [*events[:end], *first, *events[end:existing], *window]
 
 
-def smallest_limit(events: Sequence[tuple[Hashable, int]]) -> int:
-    """Returns the least bytes that the allocator must be able to reserve for these events, in multiples of 2 MiB."""
-    free = replay(events)
+def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | None = None) -> int:
+    """Returns the least bytes that the allocator must be able to reserve for these events, in multiples of 2 MiB. Args:
+    free: what `replay` returns for them without a limit, if it is known."""
+    free = free or replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments
     while works - fails > 1:
         middle = (fails + works) // 2

@@ -30,7 +30,7 @@ class Recording(NamedTuple):
 
     points: list[Point]  # one before the first event, and one after each
     events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
-    before: int  # so many of them stand for what existed before
+    existing: int  # so many of them stand for what existed before
     pinned: list[int]  # bytes of each activation in host memory
 
 
@@ -94,12 +94,11 @@ class Recorder(MemoryMeter):
         tracker = self._tracker
         points = super()._untrack(phase)
         if tracker is not None:
-            self.begins = self.begins or {place: tracker.device_events_before(at) for at, place in self.marks[::-1]}
-            self.recordings.append(
-                Recording(
-                    points, tracker.device_events(), tracker.device_events_before(0), tracker.host_sizes("activations")
-                )
-            )
+            if not self.recordings:
+                first = {place: at for at, place in reversed(self.marks)}
+                self.begins = {place: tracker.device_events_before(at) for place, at in first.items()}
+            events, existing = tracker.device_events(), tracker.device_events_before(0)
+            self.recordings.append(Recording(points, events, existing, tracker.host_sizes("activations")))
         return points
 
 

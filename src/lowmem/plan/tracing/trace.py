@@ -191,7 +191,10 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
-    window, workspaces = recorder.recordings[0], _workspaces(run, recorder, attention) if attention else {}
+    window, events, workspaces = recorder.recordings[0], recorder.recordings[0].events, {}
+    if attention:
+        workspaces = _workspaces(run, recorder, attention)
+        events = from_the_start(events, window.existing, recorder.weights, workspaces)
     return Trace(
         **of_model,
         **of_shard,
@@ -210,7 +213,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         else Sizes(),
         leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
         phases=_phases(recorder, on_card),
-        events=from_the_start(window.events, window.before, recorder.weights, workspaces),
+        events=events,
         workspace=sum(workspaces.values()),
         work=mode.work,
         sent=mode.sent,
@@ -225,9 +228,9 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
     """Returns {event of the window: bytes of cuBLAS's workspaces that are taken there}."""
-    before, begins = recorder.recordings[0].before, recorder.begins
-    forward = begins.get("forward first", begins.get("forward start", before))
-    places = forward - before, begins.get("backward end", forward) - before
+    existing, begins = recorder.recordings[0].existing, recorder.begins
+    forward = begins.get("forward first", begins.get("forward start", existing))
+    places = forward - existing, begins.get("backward end", forward) - existing
     return dict(zip(places, as_card.workspaces(run, attention.capability), strict=True))
 
 

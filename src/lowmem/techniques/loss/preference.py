@@ -24,30 +24,19 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class Answers(NamedTuple):
-    """Holds the arguments of a loss of pairs, each (pairs, 2), the chosen answer first."""
+    """Holds the arguments of a loss: of pairs (pairs, 2) each, the chosen answer first, or of rated answers (answers, 1)
+    each."""
 
     # fp64: the sum over an answer's tokens of their log-probabilities. In fp32 that of a long answer has an error as
     # large as the differences between models.
     logp: Tensor
     tokens: Tensor  # int64, at least 1
     reference: Tensor  # fp64: `logp` by the reference model; zeros where the loss has none
+    desirable: Tensor | None = None  # bool, of rated answers
 
     @property
     def mean(self) -> Tensor:
         return self.logp / self.tokens
-
-    @property
-    def log_ratio(self) -> Tensor:
-        return self.logp - self.reference
-
-
-class RatedAnswers(NamedTuple):
-    """Holds the arguments of a loss of rated answers, the first three as in `Answers`, each (answers, 1)."""
-
-    logp: Tensor
-    tokens: Tensor
-    reference: Tensor
-    desirable: Tensor  # bool
 
     @property
     def log_ratio(self) -> Tensor:
@@ -206,9 +195,9 @@ class KTO(PreferenceLoss):
             )
         self._kl = torch.zeros(())  # z
 
-    def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[RatedAnswers, Tensor]:
+    def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[Answers, Tensor]:
         answers, real = super().answers(model, batch)
-        return RatedAnswers(*answers, batch.desirable), real
+        return answers._replace(desirable=batch.desirable), real
 
     def ahead(self) -> Tensor:
         answers, real = self.take()
@@ -217,10 +206,10 @@ class KTO(PreferenceLoss):
     def prepare(self, ahead: Tensor) -> None:
         self._kl = (ahead[0] / ahead[1].clamp(min=1.0)).clamp(min=0.0)  # rows that are all prompt have no answer
 
-    def rewards(self, answers: RatedAnswers) -> Tensor:
+    def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.log_ratio
 
-    def losses(self, answers: RatedAnswers) -> Tensor:
+    def losses(self, answers: Answers) -> Tensor:
         above = self.rewards(answers) - self.beta * self._kl
         desirable, undesirable = self.weights
         losses = torch.where(answers.desirable, desirable * torch.sigmoid(-above), undesirable * torch.sigmoid(above))

@@ -24,8 +24,7 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class Answers(NamedTuple):
-    """Holds the arguments of a loss: of pairs (pairs, 2) each, the chosen answer first, or of rated answers (answers, 1)
-    each."""
+    """Holds the arguments of a loss. Each is (pairs, 2), the chosen answer first, or (answers, 1) for rated answers."""
 
     # fp64: the sum over an answer's tokens of their log-probabilities. In fp32 that of a long answer has an error as
     # large as the differences between models.

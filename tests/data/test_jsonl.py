@@ -354,3 +354,20 @@ def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
         made = made_of(tmp_path, path, skip_bad=True, **typed)
         for split in (made.train, made.val):
             assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
+
+
+def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
+    """Unless lines were left out before it. A line without anything counts, too."""
+    texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    path = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
+    write(tmp_path / "val" / "short.jsonl", [{"text": "short"}])
+    for skip_bad, named in ((False, " The first of them is long.jsonl, line 5."), (True, "")):
+        typed = {"val_path": str(tmp_path / "val"), "packing": "padded", "too_long": "refuse", "skip_bad": skip_bad}
+        source = opened(path, **typed)
+        made = token_store.tokenize(source, tmp_path / "cache", 400)
+        with pytest.raises(
+            Refused, match=r"2 of 52 documents of the train split are longer than seq_len=64"
+        ) as refused:
+            source.rows(made.train, 64, "train")
+        assert str(refused.value).endswith(f"data.too_long=cut or drop.{named}")

@@ -331,3 +331,16 @@ def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path, config):
     source = Preference(str(file), val_fraction=0.1)
     sides = [{record.fields["prompt"] for record in source.reader.records(split)} for split in ("train", "val")]
     assert all(sides) and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 40
+
+
+@pytest.mark.parametrize(("rated", "line"), [(False, 2), (True, 3)])
+def test_of_an_answer_that_is_too_long_the_line_is_named(tmp_path, rated, line):
+    """Each record is two documents, also where one of them is empty."""
+    records = [TEXT, TEXT | {"prompt": "one", "chosen": " long" * 90}]
+    if rated:
+        single = {"prompt": "two", "completion": " yes", "label": True}
+        records = [single, single | {"prompt": "three", "label": False}, records[1]]
+    source = opened(tmp_path, *records, like=str, too_long="refuse", rated=rated)
+    made = tokens_of(tmp_path, source)
+    with pytest.raises(Refused, match=rf"data\.too_long=refuse: 1 of .* The first of them is a\.jsonl, line {line}\.$"):
+        source.rows(made.train, 64, "train")

@@ -165,9 +165,7 @@ def test_what_is_too_long_is_dropped_or_cut_and_counted(kind, how, kept, report)
 
 
 def test_what_is_too_long_is_refused_or_nothing_is_left():
-    refused = (
-        r"2 of 3 pairs of the val split .* seq_len=24, the first of them pair 2; {} of the longest has {} tokens. T"
-    )
+    refused = r"2 of 3 pairs of the val split .* seq_len=24; {} of the longest has {} tokens. T"
     for kind, *words in (("padded", "an answer with its prompt", 60), ("documents", "both answers with their.*", 69)):
         with pytest.raises(Refused, match=refused.format(*words)):
             pairs.rows(of_lengths(5, 6, 7, 26, 9, 60), 24, kind, "refuse", "val")

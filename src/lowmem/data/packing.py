@@ -47,6 +47,14 @@ class NothingToLearn(Refused):
         self.report = report
 
 
+class TooLong(Refused):
+    """With too_long=refuse a document is too long. Args: document: the number of the first one in its split."""
+
+    def __init__(self, message: str, document: int) -> None:
+        super().__init__(message)
+        self.document = document
+
+
 class Joined(Rows):
     """Row i has the tokens i*T .. i*T + T (T inputs and the T that follow them); an incomplete last row is left out.
 
@@ -282,10 +290,11 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     above = lengths > seq_len
     if too_long == "refuse" and above.any():
         longest = int(lengths.max())
-        raise Refused(
+        raise TooLong(
             f"data.too_long=refuse: {int(above.sum()):,} of {len(ends):,} documents of the {name} split are longer "
             f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, if the model "
-            "has as many positions, or data.too_long=cut or drop."
+            "has as many positions, or data.too_long=cut or drop.",
+            int(above.argmax()),
         )
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
     cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)

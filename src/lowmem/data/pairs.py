@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.packing import Documents, NothingToLearn, Padded, Pieces, describe_split, labels_that_count
+from lowmem.data.packing import Documents, NothingToLearn, Padded, Pieces, TooLong, describe_split, labels_that_count
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
 
@@ -97,7 +97,8 @@ class AnswerRows:
         """Returns the pieces of each unit, one after the other, and counts of what became of the units.
 
         Raises:
-            Refused: with too_long=refuse a unit that is too long; no unit is left.
+            TooLong: with too_long=refuse a unit is too long.
+            Refused: no unit is left.
         """
         ends = np.asarray(self.split.ends, np.int64)
         lengths = np.diff(ends, prepend=0)
@@ -106,11 +107,11 @@ class AnswerRows:
         need, limit, units = self._need(lengths), self.seq_len, self.batch.UNIT
         above = need > limit
         if self.too_long == "refuse" and above.any():
-            raise Refused(
+            raise TooLong(
                 f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} {units} of the {name} split do not "
-                f"fit into seq_len={limit}, the first of them {units[:-1]} {int(above.argmax()) + 1:,}; {self.fits} of "
-                f"the longest has {int(need.max()):,} tokens. Type seq_len={int(need.max())}, if the model has as many "
-                "positions, or data.too_long=drop or cut."
+                f"fit into seq_len={limit}; {self.fits} of the longest has {int(need.max()):,} tokens. Type "
+                f"seq_len={int(need.max())}, if the model has as many positions, or data.too_long=drop or cut.",
+                int(documents[above.argmax(), 0]),
             )
         is_cut = above[:, None] if self.too_long == "cut" else False
         kept = np.where(is_cut, np.minimum(lengths, self._room), lengths)

@@ -126,7 +126,7 @@ class Preference(Records):
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
         return (rated if data.get("rated") else pairs).example(data, batch_size, seq_len)
 
-    def rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.AnswerRows:
+    def make_rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.AnswerRows:
         return (rated if self.rated else pairs).rows(split, seq_len, self.packing, self.too_long, name)
 
 
@@ -179,6 +179,8 @@ class Answers(Encoder):
     """The encoder of records with two answers, or with one that was rated: it makes two documents of a record, the
     better answer's first. Args: names: of its fields; first: returns the first record; the others are those of
     `Preference`."""
+
+    documents_per_record = 2
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from lowmem.config.values import checked_fields, shown
 from lowmem.data.opening import StoredSource
+from lowmem.data.packing import TooLong
 from lowmem.data.sources.bad_record import BadRecord, checked, control, no_field
 from lowmem.data.sources.pieces import batches, controls, encode, end_of, text_bytes
 from lowmem.data.sources.reading import ahead, digests
@@ -26,6 +28,9 @@ from lowmem.system.errors import Refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lowmem.data.loader import Rows
+    from lowmem.data.token_store import Split
 
 FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
 NAMED = 3  # records that the log names of those that are left out
@@ -158,6 +163,21 @@ class Records(StoredSource):
                 f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
                 f"few, or all are the same. Type data.{self.reader.val_key}, or give more."
             )
+
+    def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
+        """Makes the rows of a split. Raises: Refused: see `StoredSource`; of a document that is too long it says where
+        its record stands, except where records were left out, so that counting does not tell."""
+        try:
+            return self.make_rows(split, seq_len, name)
+        except TooLong as error:
+            if self.skip_bad:
+                raise
+            number = error.document // self.encoder.documents_per_record
+            record = next(islice(self.reader.records(name), number, None))
+            raise Refused(f"{error} The first of them is {shown(record.where)}.") from None
+
+    def make_rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
+        return super().rows(split, seq_len, name)
 
     def forget(self, split: SplitName) -> None:
         """Forgets which records of a split were left out."""

@@ -43,6 +43,7 @@ class Encoder:
     """Makes documents of records; `records.py` and `chat.py` have the kinds."""
 
     chat: ChatFormat | None = None
+    documents_per_record = 1
 
     def key(self) -> list:
         """Returns settings that change the tokens: texts and numbers."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from tqdm import tqdm
 
 import pair_oracle
 from conftest import SMALL
@@ -85,7 +86,8 @@ def second_model(run):
     data = build.data(run)
     seed_everything(run.seed, verbose=False)
     second, rows = build.module(run, data), data.train.sequences
-    return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
+    arranged = rows.arranged_by_length(np.arange(len(rows)))
+    return second, reference._Batches(rows, arranged, build.share_of(run, second.ranks), 1, tqdm(disable=True))
 
 
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
@@ -150,6 +152,31 @@ def test_only_what_is_read_is_computed_and_a_second_run_computes_nothing(preferr
     assert computed() == 0
     fit_run(preferring("max_steps=6"), tmp_path / "longer")
     assert computed() == 4
+
+
+@pytest.mark.parametrize("lines", [(), pytest.param(STREAMED, marks=pytest.mark.slow)], ids=["resident", "streamed"])
+def test_an_interrupted_pass_goes_on(preferring, tmp_path, computed, monkeypatch, lines):
+    """It computes what it lacks, in the same micro-batches: to the bit."""
+    whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
+    computed()
+    monkeypatch.setattr(reference, "STORED_EVERY", 2)
+    store, stored = reference.Wanted.store, []
+
+    def until_the_third(self):
+        store(self)
+        stored.append(self.name)
+        if len(stored) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(reference.Wanted, "store", until_the_third)
+        fit_run(preferring("max_steps=20", *lines), tmp_path / "interrupted")
+    known = len(whole) - int(np.isnan(numbers(tmp_path, "train")).any(1).sum())
+    asked = computed()
+    assert stored == ["train"] * 3 and 0 < known < len(whole) == asked
+    fit_run(preferring("max_steps=20", *lines), tmp_path / "again")
+    assert computed() == asked - known + len(numbers(tmp_path, "val"))
+    assert np.array_equal(numbers(tmp_path, "train"), whole)
 
 
 def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):

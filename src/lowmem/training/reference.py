@@ -33,6 +33,8 @@ from lowmem.training.module import CausalLM
 
 log = logging.getLogger(__name__)
 
+STORED_EVERY = 256  # groups of micro-batches: minutes where weights stream, which are lost when the pass is interrupted
+
 
 class Wanted:
     """The numbers of one split. Args: indices: of the rows that the run reads."""
@@ -104,8 +106,6 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
             )
     for split, rows in unknown:
         _compute(run, built, split, rows)
-        if ranks.rank == 0:
-            split.store()
     del built
     gc.collect()
     return again(saved)
@@ -144,13 +144,24 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 
 def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> None:
-    """Fills in the numbers of these rows, of which each rank computes its share."""
-    ranks, rows = built.ranks, split.rows
-    if ranks.rank == 0:
+    """Fills in the numbers of these rows, rows of similar length together, and stores them from time to time."""
+    rows, share = split.rows, build.share_of(run, built.ranks)
+    if built.ranks.rank == 0:
         count = rows.pairs_of(missing).size
         log.info(f"The reference computes {count:,} {rows.batch.UNIT} before training; they are stored.")
+    arranged, portion = rows.arranged_by_length(missing), STORED_EVERY * share.rows_per_step * built.at_once
+    with tqdm(total=len(arranged), desc="reference", disable=None, leave=False, delay=2) as bar:
+        for begin in range(0, len(arranged), portion):
+            batches = _Batches(rows, arranged[begin : begin + portion], share, built.at_once, bar)
+            _compute_portion(run, built, split, batches)
+            if built.ranks.rank == 0:
+                split.store()
+
+
+def _compute_portion(run: Run, built: CausalLM, split: Wanted, batches: "_Batches") -> None:
+    """Fills in the numbers of these rows, of which each rank computes its share."""
+    ranks, rows = built.ranks, split.rows
     rows.reference, known = None, rows.reference
-    batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
     trainer = Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
         devices=1,
@@ -165,7 +176,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
         known[pairs] = values.numpy()
     for of_rank in ranks.all_gather(known):
         known = np.where(np.isnan(known), of_rank, known)
-    computed = rows.pairs_of(missing)
+    computed = rows.pairs_of(batches.indices)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
             f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
@@ -176,23 +187,24 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
 
 
 class _Batches:
-    """Yields groups of micro-batches of pairs, rows of similar length together. `pairs` has the numbers of the pairs of
-    each micro-batch."""
+    """Yields groups of micro-batches of pairs. `pairs` has the numbers of the pairs of each micro-batch. Args: bar:
+    counts the rows."""
 
-    def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int) -> None:
-        self.rows, self.share, self.at_once, self.pairs = rows, share, at_once, []
-        self.indices = rows.arranged_by_length(indices)
+    def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int, bar: tqdm) -> None:
+        self.rows, self.indices, self.share, self.at_once, self.bar = rows, indices, share, at_once, bar
+        self.pairs: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return -(-len(self.indices) // (self.share.rows_per_step * self.at_once))
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         step, group = self.share.rows_per_step, []
-        for begin in tqdm(range(0, len(self.indices), step), desc="reference", disable=None, leave=False, delay=2):
+        for begin in range(0, len(self.indices), step):
             chosen = self.indices[begin : begin + step]
             own = chosen[self.share.places()]
             self.pairs.append(self.rows.pairs_of(own) if len(own) else own)
             group.append(self.share.rows_of(self.rows.micro_batch(chosen)))
+            self.bar.update(len(chosen))
             if len(group) == self.at_once:
                 yield group
                 group = []

@@ -17,6 +17,7 @@ from lowmem.data import pairs, token_store
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.pairs import PackedPairs, PaddedPairs
 from lowmem.data.rated import RatedAnswers
+from lowmem.data.sources import preference
 from lowmem.data.sources.chat_template import CHATML
 from lowmem.data.sources.preference import Preference, is_hub_id
 from lowmem.report.show import Row, page, written
@@ -344,3 +345,40 @@ def test_of_an_answer_that_is_too_long_the_line_is_named(tmp_path, rated, line):
     made = tokens_of(tmp_path, source)
     with pytest.raises(Refused, match=rf"data\.too_long=refuse: 1 of .* The first of them is a\.jsonl, line {line}\.$"):
         source.rows(made.train, 64, "train")
+
+
+def test_ratings_of_a_data_set_of_the_hub_are_those_of_a_file(tmp_path, monkeypatch):
+    """A local folder stands for the data set."""
+    single = {"prompt": "two", "completion": " yes", "label": True}
+    records = [single, single | {"prompt": "three", "label": False}, TEXT | {"prompt": "one"}]
+    fields = [*single, "chosen", "rejected"]
+    (tmp_path / "set").mkdir()
+    table = pa.table({name: [record.get(name) for record in records] for name in fields})
+    for split in ("train", "test"):
+        parquet.write_table(table, tmp_path / "set" / f"{split}-0.parquet")
+    wanted = read(tmp_path, *records, like=str, rated=True)
+    monkeypatch.setattr(preference, "is_hub_id", lambda path: True)
+    monkeypatch.setattr(token_store.Twice, "check", lambda self: None)  # both splits are the same records
+    source = Preference(str(tmp_path / "set"), val_split="test", rated=True)
+    assert documents(tokens_of(tmp_path, source)) == wanted and len(wanted) == 6
+
+
+@pytest.mark.parametrize(
+    ("of_hub", "typed", "words"),
+    [
+        (False, {"subset": "en"}, r"data\.subset=en: data\.path=.* is a file or folder, which has no subset\. Leave"),
+        (False, {"split": "test"}, r"data\.split=test: .* which has no split"),
+        (True, {"val_path": "x"}, r"data\.val_path=x: .* is a data set of the hub.*Type data\.val_split=<a split>"),
+        (True, {"val_split": "train"}, r"data\.val_split=train: this is data\.split too"),
+    ],
+)
+def test_a_key_that_would_not_be_read_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
+    monkeypatch.setattr(preference, "is_hub_id", lambda path: of_hub)
+    with pytest.raises(Refused, match=words):
+        Preference(str(tmp_path), **typed)
+
+
+def test_of_one_prompt_nothing_can_be_held_out(tmp_path):
+    file = write(tmp_path / "one.jsonl", [TEXT, TEXT | {"rejected": " never"}])
+    with pytest.raises(Refused, match="there are too few prompts, or all are the same"):
+        tokens_of(tmp_path, Preference(file))

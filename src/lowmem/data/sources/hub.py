@@ -35,19 +35,20 @@ def hub(
     **how: str | bool | None,
 ) -> Records | Stream:
     """Returns the source of a data set. Args: how: those of `records`."""
-    if val_split == split:
-        raise Refused(
-            f"data.val_split={val_split}: this is data.split too, and validation would be of what was trained on. "
-            "Type data.val_split=<another>, or null for some of its rows."
-        )
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     rows = records(table, "hub", **how)
     return Stream(rows, block, val_rows) if streaming else rows
 
 
 class Table(Reader):
-    """The reader of a data set's rows. Args: splits: the names of its splits; without one for validation some rows are
-    held out."""
+    """The reader of a data set's rows.
+
+    Args:
+        splits: the names of its splits; without one for validation some rows are held out.
+
+    Raises:
+        Refused: both splits are the same.
+    """
 
     val_key = "val_split=<another split>"
 
@@ -59,6 +60,11 @@ class Table(Reader):
         val_fraction: float,
         revision: str | None,
     ) -> None:
+        if splits["val"] == splits["train"]:
+            raise Refused(
+                f"data.val_split={splits['val']}: this is data.split too, and validation would be of what was trained "
+                "on. Type data.val_split=<another>, or null for some of its rows."
+            )
         folder = Path(os.path.expanduser(path))
         self.path, self.folder = str(folder.resolve()) if folder.is_dir() else path, folder.is_dir()
         self.subset, self.splits, self.revision = subset, splits, revision

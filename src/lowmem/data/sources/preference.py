@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from lowmem.config.values import no_such
+from lowmem.config.values import no_such, shown
 from lowmem.data import pairs, rated
 from lowmem.data.sources.bad_record import BadRecord, kind, no_field
 from lowmem.data.sources.jsonl import lines
@@ -113,10 +113,14 @@ class Preference(Records):
     ) -> None:
         self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
+            _check_unused(path, {"val_path": val_path}, "is a data set of the hub", "Type data.val_split=<a split>")
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
             reader = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
         else:
+            of_hub = {"subset": subset, "val_split": val_split, "revision": revision}
+            of_hub["split"] = None if split == "train" else split
+            _check_unused(path, of_hub, "is a file or folder", "Leave it out")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields))
@@ -133,6 +137,8 @@ class Preference(Records):
 class ByPrompt(Reader):
     """The reader of another one's records that holds out prompts in place of records: answers to a prompt that were
     ranked make several pairs, and some would else be both trained on and validated with."""
+
+    held_out_are = "prompts"
 
     def __init__(self, reader: Reader, fields: Fields) -> None:
         super().__init__(reader.alone, reader.val_fraction)
@@ -151,6 +157,13 @@ class ByPrompt(Reader):
                 asked = record.fields.get(self.fields.prompt) or (answer[:-1] if isinstance(answer, list) else None)
                 record = record._replace(identity=identity({"": asked}) if asked else record.identity)
             yield record
+
+
+def _check_unused(path: str, unused: Mapping[str, object], what: str, instead: str) -> None:
+    """Raises: Refused: a key is typed that is not read with this path."""
+    for key, value in unused.items():
+        if value is not None:
+            raise Refused(f"data.{key}={value}: data.path={shown(path)} {what}, which has no {key}. {instead}.")
 
 
 def is_hub_id(path: str) -> bool:

@@ -51,6 +51,7 @@ class Reader:
     """
 
     val_key: str  # the key that gives other records for validation
+    held_out_are = "records"  # as a refusal calls what is held out
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
         self.alone, self.val_fraction = alone, val_fraction
@@ -161,7 +162,7 @@ class Records(StoredSource):
         if self.reader.alone and not self._counts[split][1]:
             raise Refused(
                 f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
-                f"few, or all are the same. Type data.{self.reader.val_key}, or give more."
+                f"few {self.reader.held_out_are}, or all are the same. Type data.{self.reader.val_key}, or give more."
             )
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:

@@ -52,10 +52,10 @@ both_kinds = pytest.mark.parametrize("kind", KINDS)
 def test_every_pair_is_there_once_and_its_lengths_and_reference_are_its_own(kind):
     documents, expected = drawn()
     made = KINDS[kind](documents, SEQ_LEN, "drop", "train")
-    made.reference = np.arange(2.0 * made.pairs).reshape(-1, 2) + 1
+    made.reference = np.arange(2.0 * made.unit_count).reshape(-1, 2) + 1
     indices = np.random.default_rng(0).permutation(len(made))
-    batch, order = made.micro_batch(indices), made.pairs_of(indices)
-    assert sorted(order) == list(range(COUNT)) and batch.weight == made.pairs == COUNT
+    batch, order = made.micro_batch(indices), made.units_of(indices)
+    assert sorted(order) == list(range(COUNT)) and batch.weight == made.unit_count == COUNT
     assert answers_in(batch) == [expected[pair] for pair in order]
     assert np.array_equal(batch.reference[batch.lengths > 0].view(-1, 2), made.reference[order])
 
@@ -137,7 +137,7 @@ def test_padded_and_packed_rows_have_the_same_log_probabilities():
         with torch.no_grad():
             answers, real = loss.answers(model, made.micro_batch(np.arange(len(made))))
         assert real.sum() == COUNT
-        found[name] = answers.logp[real][np.argsort(made.pairs_of(np.arange(len(made))))]
+        found[name] = answers.logp[real][np.argsort(made.units_of(np.arange(len(made))))]
         assert answers.tokens[real].sum() == sum(len(one) for both in expected for one in both)
     torch.testing.assert_close(found["padded"], found["documents"], rtol=0, atol=1e-5)
 

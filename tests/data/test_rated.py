@@ -64,7 +64,7 @@ def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
     rows.reference = np.arange(2.0 * len(rows)).reshape(-1, 2)
     units = np.random.default_rng(0).permutation(len(rows))
     batch = rows.micro_batch(units)
-    assert len(rows) == rows.pairs == batch.weight == batch.ahead.weight == len(UNITS)
+    assert len(rows) == rows.unit_count == batch.weight == batch.ahead.weight == len(UNITS)
     check(batch, units)
     assert np.array_equal(torch.cat([batch.reference, batch.ahead.reference], 1), rows.reference[units])
     assert rows.report["documents"] == len(UNITS) and rows.report["nothing_to_learn"] == 0

@@ -98,7 +98,7 @@ def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
         with torch.no_grad():
             answers, real = second.own_loss.answers(second.model.eval(), batch)
             whole, _ = pair_oracle.log_probabilities(second.model, batch)
-        assert np.array_equal(answers.logp[real].numpy(), stored[batches.pairs[number]])
+        assert np.array_equal(answers.logp[real].numpy(), stored[batches.units[number]])
         # whole logits in fp32, of answers with up to ten tokens: measured 2e-6, and another model is off by 0.1
         assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)
     assert not np.isnan(stored).any()
@@ -113,7 +113,7 @@ def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_pat
             with torch.no_grad():
                 answers, real = second.own_loss.answers(second.model.eval(), read)
                 whole, _ = pair_oracle.log_probabilities(second.model, read)
-            assert np.array_equal(answers.logp[real].numpy()[:, 0], stored[batches.pairs[number], side])
+            assert np.array_equal(answers.logp[real].numpy()[:, 0], stored[batches.units[number], side])
             assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)  # as above
     assert not np.isnan(stored).any() and not np.allclose(stored[:, 0], stored[:, 1])
 

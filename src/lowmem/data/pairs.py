@@ -131,7 +131,7 @@ class AnswerRows:
         return both.chosen(np.repeat(learnt, self.batch.ANSWERS)), report
 
     @property
-    def pairs(self) -> int:
+    def unit_count(self) -> int:
         """Returns the number of pairs, or of rated answers."""
         return len(self.labels)
 
@@ -178,7 +178,7 @@ class PaddedAnswers(AnswerRows, Padded):
     def lengths(self) -> np.ndarray:
         return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
-    def pairs_of(self, indices: np.ndarray) -> np.ndarray:
+    def units_of(self, indices: np.ndarray) -> np.ndarray:
         """Returns the units of these rows, (units,), in the order of a batch of them."""
         return np.asarray(indices)
 
@@ -220,7 +220,7 @@ class PackedPairs(_Pairs, Documents):
     def documents(self, row: int) -> np.ndarray:
         return (2 * self.units(row)[:, None] + [0, 1]).ravel()
 
-    def pairs_of(self, indices: np.ndarray) -> np.ndarray:
+    def units_of(self, indices: np.ndarray) -> np.ndarray:
         return np.concatenate([self.units(int(index)) for index in indices])
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:

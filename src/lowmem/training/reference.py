@@ -50,16 +50,16 @@ class Wanted:
         if self.file and self.file.exists():
             try:
                 stored = np.load(self.file)
-                if stored.shape == (self.rows.pairs, 2):
+                if stored.shape == (self.rows.unit_count, 2):
                     return stored
             except (OSError, ValueError):  # a file that is damaged is written again
                 pass
-        return np.full((self.rows.pairs, 2), np.nan)
+        return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
         """Returns those rows of the run that have a pair without numbers."""
         unknown = np.isnan(self.rows.reference).any(1)
-        return np.array([row for row in self.indices if unknown[self.rows.pairs_of(np.array([row]))].any()], int)
+        return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
     def store(self) -> None:
         if self.file is None:
@@ -147,7 +147,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
     """Fills in the numbers of these rows, rows of similar length together, and stores them from time to time."""
     rows, share = split.rows, build.share_of(run, built.ranks)
     if built.ranks.rank == 0:
-        count = rows.pairs_of(missing).size
+        count = rows.units_of(missing).size
         log.info(f"The reference computes {count:,} {rows.batch.UNIT} before training; they are stored.")
     arranged, portion = rows.arranged_by_length(missing), STORED_EVERY * share.rows_per_step * built.at_once
     with tqdm(total=len(arranged), desc="reference", disable=None, leave=False, delay=2) as bar:
@@ -172,11 +172,11 @@ def _compute_portion(run: Run, built: CausalLM, split: Wanted, batches: "_Batche
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     found = (values for group in trainer.predict(built, batches) for values in group)
-    for pairs, values in zip(batches.pairs, found, strict=True):
-        known[pairs] = values.numpy()
+    for units, values in zip(batches.units, found, strict=True):
+        known[units] = values.numpy()
     for of_rank in ranks.all_gather(known):
         known = np.where(np.isnan(known), of_rank, known)
-    computed = rows.pairs_of(batches.indices)
+    computed = rows.units_of(batches.indices)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
             f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
@@ -187,12 +187,15 @@ def _compute_portion(run: Run, built: CausalLM, split: Wanted, batches: "_Batche
 
 
 class _Batches:
-    """Yields groups of micro-batches of pairs. `pairs` has the numbers of the pairs of each micro-batch. Args: bar:
-    counts the rows."""
+    """Yields groups of micro-batches. `units` has the numbers of the pairs, or rated answers, of each micro-batch.
+
+    Args:
+        bar: counts the rows.
+    """
 
     def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int, bar: tqdm) -> None:
         self.rows, self.indices, self.share, self.at_once, self.bar = rows, indices, share, at_once, bar
-        self.pairs: list[np.ndarray] = []
+        self.units: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return -(-len(self.indices) // (self.share.rows_per_step * self.at_once))
@@ -202,7 +205,7 @@ class _Batches:
         for begin in range(0, len(self.indices), step):
             chosen = self.indices[begin : begin + step]
             own = chosen[self.share.places()]
-            self.pairs.append(self.rows.pairs_of(own) if len(own) else own)
+            self.units.append(self.rows.units_of(own) if len(own) else own)
             group.append(self.share.rows_of(self.rows.micro_batch(chosen)))
             self.bar.update(len(chosen))
             if len(group) == self.at_once:

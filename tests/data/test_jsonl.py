@@ -357,17 +357,15 @@ def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
 
 
 def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
-    """Unless lines were left out before it. A line without anything counts, too."""
+    """Unless lines were left out. A line without anything counts, too."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]
-    path = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
+    whole = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
+    damaged = write(tmp_path / "bad.jsonl", [b"{", *lines])
     write(tmp_path / "val" / "short.jsonl", [{"text": "short"}])
-    for skip_bad, named in ((False, " The first of them is long.jsonl, line 5."), (True, "")):
-        typed = {"val_path": str(tmp_path / "val"), "packing": "padded", "too_long": "refuse", "skip_bad": skip_bad}
-        source = opened(path, **typed)
+    for path, named in ((whole, " The first of them is long.jsonl, line 5."), (damaged, "")):
+        source = opened(path, val_path=str(tmp_path / "val"), packing="padded", too_long="refuse", skip_bad=True)
         made = token_store.tokenize(source, tmp_path / "cache", 400)
-        with pytest.raises(
-            Refused, match=r"2 of 52 documents of the train split are longer than seq_len=64"
-        ) as refused:
+        with pytest.raises(Refused, match="2 of 52 documents of the train split") as refused:
             source.rows(made.train, 64, "train")
         assert str(refused.value).endswith(f"data.too_long=cut or drop.{named}")

@@ -165,8 +165,11 @@ def test_what_is_too_long_is_dropped_or_cut_and_counted(kind, how, kept, report)
 
 
 def test_what_is_too_long_is_refused_or_nothing_is_left():
-    refused = r"2 of 3 pairs of the val split .* seq_len=24; {} of the longest has {} tokens. T"
-    for kind, *words in (("padded", "an answer with its prompt", 60), ("documents", "both answers with their.*", 69)):
+    refused = r"2 of 3 pairs of the val split .* seq_len=24; the longest has {} tokens, of {}"
+    for kind, *words in (
+        ("padded", 60, "an answer with its prompt"),
+        ("documents", 69, "both answers with their prompts"),
+    ):
         with pytest.raises(Refused, match=refused.format(*words)):
             pairs.rows(of_lengths(5, 6, 7, 26, 9, 60), 24, kind, "refuse", "val")
         with pytest.raises(NothingToLearn, match="no document of the val split"):

@@ -118,7 +118,7 @@ def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
         answer = answers[other][: 5 - len(before)]  # as much as its own row has of it
         tokens = (prompt + answer)[:5]
         assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (tokens, tokens[len(prompt) :])
-    with pytest.raises(Refused, match=r"2 of 8 answers of the train split .* seq_len=7;.* longest has 8"):
+    with pytest.raises(Refused, match=r"2 of 8 answers of the train split .* seq_len=7; the longest has 8 tokens"):
         made(seq_len=7, too_long="refuse")
     with pytest.raises(NothingToLearn):
         made(seq_len=1)

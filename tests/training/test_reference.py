@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from tqdm import tqdm
 
 import pair_oracle
 from conftest import SMALL
@@ -86,8 +85,7 @@ def second_model(run):
     data = build.data(run)
     seed_everything(run.seed, verbose=False)
     second, rows = build.module(run, data), data.train.sequences
-    arranged = rows.arranged_by_length(np.arange(len(rows)))
-    return second, reference._Batches(rows, arranged, build.share_of(run, second.ranks), 1, tqdm(disable=True))
+    return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
 
 
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
@@ -154,29 +152,59 @@ def test_only_what_is_read_is_computed_and_a_second_run_computes_nothing(preferr
     assert computed() == 4
 
 
-@pytest.mark.parametrize("lines", [(), pytest.param(STREAMED, marks=pytest.mark.slow)], ids=["resident", "streamed"])
-def test_an_interrupted_pass_goes_on(preferring, tmp_path, computed, monkeypatch, lines):
+@pytest.mark.parametrize(
+    ("killed", "lines"),
+    [(True, ()), (False, ()), pytest.param(True, STREAMED, marks=pytest.mark.slow)],
+    ids=["killed", "interrupted", "streamed"],
+)
+def test_a_pass_that_ended_early_goes_on(preferring, tmp_path, computed, monkeypatch, killed, lines):
     """It computes what it lacks, in the same micro-batches: to the bit."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
-    monkeypatch.setattr(reference, "STORED_EVERY", 2)
     store, stored = reference.Wanted.store, []
 
-    def until_the_third(self):
-        store(self)
+    def ends_at_the_third(self, numbers):
+        """The first is that of the start. What a killed run did not store then is lost."""
         stored.append(self.name)
+        if len(stored) <= 3 or not killed:
+            store(self, numbers)
         if len(stored) == 3:
-            raise KeyboardInterrupt
+            raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(reference.Wanted, "store", until_the_third)
-        fit_run(preferring("max_steps=20", *lines), tmp_path / "interrupted")
-    known = len(whole) - int(np.isnan(numbers(tmp_path, "train")).any(1).sum())
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(reference, "STORED_EVERY", 0)
+        patch.setattr(reference.Wanted, "store", ends_at_the_third)
+        fit_run(preferring("max_steps=20", *lines), tmp_path / "ended")
+    unknown = int(np.isnan(numbers(tmp_path, "train")).any(1).sum())
     asked = computed()
-    assert stored == ["train"] * 3 and 0 < known < len(whole) == asked
+    assert set(stored) == {"train"} and 0 < unknown < asked == len(whole)
     fit_run(preferring("max_steps=20", *lines), tmp_path / "again")
-    assert computed() == asked - known + len(numbers(tmp_path, "val"))
+    assert computed() == unknown + len(numbers(tmp_path, "val"))
     assert np.array_equal(numbers(tmp_path, "train"), whole)
+
+
+def test_two_runs_keep_what_the_other_has_stored(preferring, tmp_path):
+    """The one that is behind writes last."""
+    fit_run(preferring("max_steps=20"), tmp_path / "run")
+    complete = numbers(tmp_path, "train")
+    run = preferring("max_steps=20").resolved()
+    data = build.data(run)
+    seed_everything(run.seed, verbose=False)
+    (behind, _) = reference._wanted(run, data, build.module(run, data).identity["start"])
+    assert np.array_equal(behind.read(), complete)
+    behind.store(np.full_like(complete, np.nan))
+    assert np.array_equal(numbers(tmp_path, "train"), complete) and not np.isnan(complete).any()
+
+
+def test_a_cache_that_cannot_be_written_to_is_noticed_before_the_pass(preferring, tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    fit_run(preferring("loss=simpo"), tmp_path / "tokens")
+    monkeypatch.setattr(reference, "atomic_write", full)
+    monkeypatch.setattr(CausalLM, "predict_step", lambda *_: pytest.fail("the pass has begun"))
+    with pytest.raises(Refused, match=r"cannot be written to .* \(No space left on device\)\. Type cache_dir="):
+        fit_run(preferring(), tmp_path / "run")
 
 
 def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
@@ -232,7 +260,9 @@ def test_an_exported_model_does_not_know_its_reference(preferring, tmp_path):
 
 def test_numbers_that_are_not_finite_are_refused(preferring, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        CausalLM, "predict_step", lambda self, batches, *_: [torch.full((2, 2), torch.nan)] * len(batches)
+        CausalLM,
+        "predict_step",
+        lambda self, batches, *_: [torch.full((len(batch.labels) // 2, 2), torch.nan) for batch in batches],
     )
     with pytest.raises(Refused, match="a log-probability that is not finite"):
         fit_run(preferring(), tmp_path / "run")

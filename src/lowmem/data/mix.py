@@ -75,7 +75,7 @@ class Mix(Openable):
         if self.chat:
             self.chat.dress(tokenizer)  # before any source is read: the documents of all end in the same token
         wanted = wanted._replace(tokenizer=tokenizer)
-        opened = {name: source.opened(wanted) for name, source in self.parts.items()}
+        opened = {name: _opened(name, source, wanted) for name, source in self.parts.items()}
         train = Mixed({name: source.train for name, source in opened.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.describe())}.")
         val = {
@@ -83,6 +83,14 @@ class Mix(Openable):
         }
         tokens = [source.tokens for source in opened.values()]
         return Opened(next((chat for chat in tokens if chat.template), tokens[0]), train, val)
+
+
+def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:
+    """Opens a part of the mixture, whose refusals are told with its name."""
+    try:
+        return source.opened(wanted)
+    except Refused as error:
+        raise Refused(f"data.parts.{name}: {error}") from None
 
 
 class Mixed(Rows):

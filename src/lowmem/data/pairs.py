@@ -109,7 +109,7 @@ class AnswerRows:
         if self.too_long == "refuse" and above.any():
             raise TooLong(
                 f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} {units} of the {name} split do not "
-                f"fit into seq_len={limit}; {self.fits} of the longest has {int(need.max()):,} tokens. Type "
+                f"fit into seq_len={limit}; the longest has {int(need.max()):,} tokens, {self.fits}. Type "
                 f"seq_len={int(need.max())}, if the model has as many positions, or data.too_long=drop or cut.",
                 int(documents[above.argmax(), 0]),
             )
@@ -165,7 +165,7 @@ class _Pairs(AnswerRows):
 class PaddedAnswers(AnswerRows, Padded):
     """Rows of one answer each, as long as the longest of the micro-batch. A row's number is that of a unit."""
 
-    fits = "an answer with its prompt"
+    fits = "of an answer with its prompt"
 
     def _need(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.max(1)
@@ -204,7 +204,7 @@ class PaddedPairs(_Pairs, PaddedAnswers):
 class PackedPairs(_Pairs, Documents):
     """Rows of complete pairs."""
 
-    fits, batch, stored_as = "both answers with their prompts", PackedPairBatch, "pairs"
+    fits, batch, stored_as = "of both answers with their prompts", PackedPairBatch, "pairs"
 
     def _need(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.sum(1)

@@ -14,11 +14,13 @@ import gc
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 from tqdm import tqdm
 
 from lowmem.config.instantiate import instantiate
@@ -33,7 +35,7 @@ from lowmem.training.module import CausalLM
 
 log = logging.getLogger(__name__)
 
-STORED_EVERY = 256  # groups of micro-batches: minutes where weights stream, which are lost when the pass is interrupted
+STORED_EVERY = 60  # seconds
 
 
 class Wanted:
@@ -46,12 +48,12 @@ class Wanted:
         self.file = stored_at and Path(stored_at).with_name(f"{name}_reference_{digest}.npy")
 
     def read(self) -> np.ndarray:
-        """Returns the stored numbers, (pairs, 2); NaN where there is none."""
+        """Returns the stored numbers, (units, 2); NaN where there is none, or one that is not finite."""
         if self.file and self.file.exists():
             try:
                 stored = np.load(self.file)
                 if stored.shape == (self.rows.unit_count, 2):
-                    return stored
+                    return np.where(np.isfinite(stored), stored, np.nan)
             except (OSError, ValueError):  # a file that is damaged is written again
                 pass
         return np.full((self.rows.unit_count, 2), np.nan)
@@ -61,16 +63,17 @@ class Wanted:
         unknown = np.isnan(self.rows.reference).any(1)
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
-    def store(self) -> None:
+    def store(self, numbers: np.ndarray) -> None:
+        """Writes the numbers, beside those that another run has stored by now. Args: numbers: (units, 2)."""
         if self.file is None:
             return
         try:
             with atomic_write(self.file) as draft, draft.open("wb") as out:
-                np.save(out, self.rows.reference)
+                np.save(out, np.where(np.isnan(numbers), self.read(), numbers))
         except OSError as error:
             raise Refused(
                 f"cache_dir: the reference's log-probabilities cannot be written to {self.file.parent} "
-                f"({error.strerror}). Make room, or type cache_dir=<a folder that you may write to>."
+                f"({error.strerror}). Type cache_dir=<a folder that has room, and that you may write to>."
             ) from error
 
 
@@ -144,57 +147,66 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 
 def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> None:
-    """Fills in the numbers of these rows, rows of similar length together, and stores them from time to time."""
-    rows, share = split.rows, build.share_of(run, built.ranks)
-    if built.ranks.rank == 0:
-        count = rows.units_of(missing).size
-        log.info(f"The reference computes {count:,} {rows.batch.UNIT} before training; they are stored.")
-    arranged, portion = rows.arranged_by_length(missing), STORED_EVERY * share.rows_per_step * built.at_once
-    with tqdm(total=len(arranged), desc="reference", disable=None, leave=False, delay=2) as bar:
-        for begin in range(0, len(arranged), portion):
-            batches = _Batches(rows, arranged[begin : begin + portion], share, built.at_once, bar)
-            _compute_portion(run, built, split, batches)
-            if built.ranks.rank == 0:
-                split.store()
-
-
-def _compute_portion(run: Run, built: CausalLM, split: Wanted, batches: "_Batches") -> None:
     """Fills in the numbers of these rows, of which each rank computes its share."""
     ranks, rows = built.ranks, split.rows
-    rows.reference, known = None, rows.reference
+    computed, known = rows.units_of(missing), rows.reference
+    if ranks.rank == 0:
+        log.info(
+            f"The reference computes {computed.size:,} {rows.batch.UNIT} of the {split.name} split before training; "
+            "they are stored."
+        )
+        split.store(known)  # a folder that cannot be written to is noticed now
+    rows.reference = None
+    batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
+    collector = _Collector(split, known, batches)
     trainer = Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
         devices=1,
         strategy=ranks.lightning(),
         inference_mode=not ranks.several,
         plugins=list(map(instantiate, run.trainer.plugins.every())),
-        callbacks=list(map(instantiate, run.callbacks.values())),
+        callbacks=[*map(instantiate, run.callbacks.values()), collector],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    found = (values for group in trainer.predict(built, batches) for values in group)
-    for units, values in zip(batches.units, found, strict=True):
-        known[units] = values.numpy()
-    for of_rank in ranks.all_gather(known):
-        known = np.where(np.isnan(known), of_rank, known)
-    computed = rows.units_of(batches.indices)
+    try:
+        trainer.predict(built, batches, return_predictions=False)
+        for of_rank in ranks.all_gather(known):
+            known = np.where(np.isnan(known), of_rank, known)
+    finally:
+        rows.reference = known
+        if ranks.rank == 0:
+            split.store(known)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
             f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
             "log-probability that is not finite, so nothing can be compared with it. Type precision=bf16, which has "
             "fp32's range and weights, or another model=."
         )
-    rows.reference = known
+
+
+class _Collector(Callback):
+    """Collects the numbers, and stores them from time to time: a pass takes as long as a part of an epoch."""
+
+    def __init__(self, split: Wanted, known: np.ndarray, batches: "_Batches") -> None:
+        self.split, self.known, self.batches = split, known, batches
+        self.micro_batches, self.stored_at = 0, time.monotonic()
+
+    def on_predict_batch_end(self, trainer: Trainer, module: CausalLM, outputs: list[Tensor], *_) -> None:
+        for values in outputs:
+            self.known[self.batches.units[self.micro_batches]] = values.numpy()
+            self.micro_batches += 1
+        if module.ranks.rank == 0 and time.monotonic() >= self.stored_at + STORED_EVERY:
+            self.split.store(self.known)
+            self.stored_at = time.monotonic()
 
 
 class _Batches:
-    """Yields groups of micro-batches. `units` has the numbers of the pairs, or rated answers, of each micro-batch.
+    """Yields groups of micro-batches, rows of similar length together. `units` has the numbers of the pairs, or rated
+    answers, of each micro-batch."""
 
-    Args:
-        bar: counts the rows.
-    """
-
-    def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int, bar: tqdm) -> None:
-        self.rows, self.indices, self.share, self.at_once, self.bar = rows, indices, share, at_once, bar
+    def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int) -> None:
+        self.rows, self.share, self.at_once = rows, share, at_once
+        self.indices = rows.arranged_by_length(indices)
         self.units: list[np.ndarray] = []
 
     def __len__(self) -> int:
@@ -202,12 +214,11 @@ class _Batches:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         step, group = self.share.rows_per_step, []
-        for begin in range(0, len(self.indices), step):
+        for begin in tqdm(range(0, len(self.indices), step), desc="reference", disable=None, leave=False, delay=2):
             chosen = self.indices[begin : begin + step]
             own = chosen[self.share.places()]
             self.units.append(self.rows.units_of(own) if len(own) else own)
             group.append(self.share.rows_of(self.rows.micro_batch(chosen)))
-            self.bar.update(len(chosen))
             if len(group) == self.at_once:
                 yield group
                 group = []

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lowmem.data.sources.chat import Chat
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w-][\w.-]*")
+FILES = "**/*.jsonl"  # of a folder
 FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|txt)$")
 BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # so that no word is divided
 
@@ -91,7 +92,7 @@ class Preference(Records):
     def __init__(
         self,
         path: str,
-        pattern: str = "**/*.jsonl",
+        pattern: str = FILES,
         prompt: str | None = "prompt",
         chosen: str = "chosen",
         rejected: str = "rejected",
@@ -113,14 +114,15 @@ class Preference(Records):
     ) -> None:
         self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
-            _check_unused(path, {"val_path": val_path}, "is a data set of the hub", "Type data.val_split=<a split>")
+            typed = {"val_path": val_path, "pattern": None if pattern == FILES else pattern}
+            _check_unused(typed, f"{path} is no file here, and a data set of the hub", "Mend data.path or leave")
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
             reader = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
         else:
             of_hub = {"subset": subset, "val_split": val_split, "revision": revision}
             of_hub["split"] = None if split == "train" else split
-            _check_unused(path, of_hub, "is a file or folder", "Leave it out")
+            _check_unused(of_hub, f"{shown(path)} is a file or folder, which", "Leave")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields))
@@ -159,11 +161,11 @@ class ByPrompt(Reader):
             yield record
 
 
-def _check_unused(path: str, unused: Mapping[str, object], what: str, instead: str) -> None:
-    """Raises: Refused: a key is typed that is not read with this path."""
-    for key, value in unused.items():
+def _check_unused(typed: Mapping[str, object], what: str, instead: str) -> None:
+    """Raises: Refused: a key is typed that is not read with this path. Args: what: describes the path."""
+    for key, value in typed.items():
         if value is not None:
-            raise Refused(f"data.{key}={value}: data.path={shown(path)} {what}, which has no {key}. {instead}.")
+            raise Refused(f"data.{key}=: data.path={what} has no {key}. {instead} data.{key} out.")
 
 
 def is_hub_id(path: str) -> bool:

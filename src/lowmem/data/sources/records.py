@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,11 +170,13 @@ class Records(StoredSource):
         try:
             return self.make_rows(split, seq_len, name)
         except TooLong as error:
-            if self.skip_bad:
+            number, each = 0, self.encoder.documents_per_record
+            for number, record in enumerate(self.reader.records(name), 1):
+                if number == error.document // each + 1:
+                    found = record.where
+            if number * each != len(split.ends):
                 raise
-            number = error.document // self.encoder.documents_per_record
-            record = next(islice(self.reader.records(name), number, None))
-            raise Refused(f"{error} The first of them is {shown(record.where)}.") from None
+            raise Refused(f"{error} The first of them is {shown(found)}.") from None
 
     def make_rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
         return super().rows(split, seq_len, name)

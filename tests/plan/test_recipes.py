@@ -520,6 +520,9 @@ def test_recomputation_costs_a_forward_pass_of_the_blocks(composed):
     assert flops(plain, "forward") == 2 * 8 * 128 * parameters + attention + head
 
 
+WORKSPACES = "other"  # four times as large as all else of so small a model, and alike for every depth
+
+
 def taking_turns(config, recipe, depth=9):
     """Gemma 2's blocks see a window of 4 tokens or all, in turns. Without a flash kernel the scores are T x T."""
     keys = {"model_type": "gemma2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
@@ -553,7 +556,7 @@ def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch,
     assert recipes.depth_and_period(cfg) == (depth, 2)
     derivation = Derivation(composed, depth, (1, 4), ON_CARD, machine(), period=rounds)
     derived, traced = (
-        sum(needs(one, cfg, ON_CARD, 0).by_category.values())
+        sum(held for category, held in needs(one, cfg, ON_CARD, 0).by_category.items() if category != WORKSPACES)
         for one in (derivation.derive(recipe, cfg)[0], replace(trace(cfg, True), events=[]))  # a derived one has none
     )
     assert (derived == pytest.approx(traced, rel=0.002)) == (rounds == 2)

@@ -866,14 +866,14 @@ def test_a_rank_that_hangs_ends_the_run_with_a_sentence(here, monkeypatch, code,
 
 @pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
-    """Every stage as typed, in small: two minutes and a half on two idle cores, most of it imports."""
+    """Every stage as typed, in small: two to four minutes on two idle cores, most of it imports."""
     file = tmp_path / "card.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.card", "--device", "cpu", "--to", str(file)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     found = json.loads(file.read_text())
     whys = [case["why"] for stage in found["stages"].values() for case in stage["cases"].values() if "why" in case]

@@ -91,7 +91,8 @@ def smallest(here: Here, cfg, found: dict) -> dict:
     """Returns the smallest cap that works, in bytes and as a share of the card, and every cap that was tried."""
     from lowmem.system.errors import Refused
 
-    fails, planned = round(LOWEST * found["allocated"]), found["predicted"]["smallest_cap"]
+    fails = round(LOWEST * found["allocated"])
+    planned = found["predicted"]["smallest_cap"] or found["reserved"]  # 0: a rehearsal without a card plans none
     at_work = partial(works, cfg)
     try:
         cap, tried = smallest_that_works(fails, planned, found["reserved"], at_work, here.size.tries)

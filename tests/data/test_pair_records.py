@@ -366,18 +366,10 @@ def test_ratings_of_a_data_set_of_the_hub_are_those_of_a_file(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("of_hub", "typed", "words"),
     [
-        (
-            False,
-            {"subset": "en"},
-            r"data\.subset=: data\.path=.* is a file or folder, which has no subset\. Leave",
-        ),
+        (False, {"subset": "en"}, r"data\.subset=: data\.path=.* is a file or folder, which has no subset\. Leave"),
         (False, {"split": "test"}, r"data\.split=: .* which has no split"),
-        (
-            True,
-            {"val_path": "x"},
-            r"val_path=: .* is no file here, and a data set of the hub has no val_path",
-        ),
-        (True, {"pattern": "*.parquet"}, r"data\.pattern=: .* Mend data\.path,? or leave data\.pattern out\."),
+        (True, {"val_path": "x"}, r"val_path=: .* is no file here, and a data set of the hub has no val_path"),
+        (True, {"pattern": "*.parquet"}, r"data\.pattern=: .* Mend data\.path or leave data\.pattern out\."),
         (True, {"val_split": "train"}, r"data\.val_split=train: this is data\.split too"),
     ],
 )

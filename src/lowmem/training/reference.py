@@ -185,7 +185,8 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
 
 
 class _Collector(Callback):
-    """Collects the numbers, and stores them from time to time: a pass takes as long as a part of an epoch."""
+    """Collects the numbers of this rank, and on rank 0 stores them from time to time: a pass takes as long as a part of
+    an epoch."""
 
     def __init__(self, split: Wanted, known: np.ndarray, batches: "_Batches") -> None:
         self.split, self.known, self.batches = split, known, batches

@@ -114,15 +114,15 @@ class Preference(Records):
     ) -> None:
         self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
-            typed = {"val_path": val_path, "pattern": None if pattern == FILES else pattern}
+            typed = {"val_path": val_path is not None, "pattern": pattern != FILES}
             _check_unused(typed, f"{path} is no file here, and a data set of the hub", "Mend data.path or leave")
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
             reader = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
         else:
             of_hub = {"subset": subset, "val_split": val_split, "revision": revision}
-            of_hub["split"] = None if split == "train" else split
-            _check_unused(of_hub, f"{shown(path)} is a file or folder, which", "Leave")
+            typed = {key: value is not None for key, value in of_hub.items()} | {"split": split != "train"}
+            _check_unused(typed, f"{shown(path)} is a file or folder, which", "Leave")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields))
@@ -161,10 +161,10 @@ class ByPrompt(Reader):
             yield record
 
 
-def _check_unused(typed: Mapping[str, object], what: str, instead: str) -> None:
-    """Raises: Refused: a key is typed that is not read with this path. Args: what: describes the path."""
-    for key, value in typed.items():
-        if value is not None:
+def _check_unused(typed: Mapping[str, bool], what: str, instead: str) -> None:
+    """Raises: Refused: a key is typed that is not read with this path. Args: typed: by key; what: the path is."""
+    for key, is_typed in typed.items():
+        if is_typed:
             raise Refused(f"data.{key}=: data.path={what} has no {key}. {instead} data.{key} out.")
 
 

@@ -191,7 +191,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
-    window, events, workspaces = recorder.recordings[0], recorder.recordings[0].events, {}
+    window, workspaces = recorder.recordings[0], {}
+    events = window.events
     if attention:
         workspaces = _workspaces(run, recorder, attention)
         events = from_the_start(events, window.existing, recorder.weights, workspaces)

@@ -3,32 +3,38 @@ PYTHON ?= python3
 BIN = .venv/bin
 # processes: most of each test runs on one core
 AT_ONCE = -n 2 --dist worksteal
+# units, and each seam once
+FIRST = (unit or seam) and not matrix
 # which part of the tests to run: `make test-all SHARD=2/4` runs the second quarter
 SHARD ?= 1/1
 # seconds: whole commands of README take longer than any test of `make test` may
-SLOW = -o faulthandler_timeout=1200 --shard=$(SHARD)
+LONGER = -o faulthandler_timeout=1200 --shard=$(SHARD)
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
-.PHONY: train test test-all test-slow test-oldest test-newest test-gpu lint format
+.PHONY: train test test-all test-rest test-docs test-oldest test-newest test-gpu lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not slow" $(AT_ONCE)
+	$(BIN)/python -m pytest -m "$(FIRST)" $(AT_ONCE)
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest $(SLOW) $(AT_ONCE)
+	$(BIN)/python -m pytest $(LONGER) $(AT_ONCE)
 
 # what `make test` leaves out
-test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow $(SLOW) $(AT_ONCE)
+test-rest: .venv/installed
+	$(BIN)/python -m pytest -m "not ($(FIRST))" $(LONGER) $(AT_ONCE)
+
+# pages and their commands, packaging, and the tools of tests and benchmarks
+test-docs: .venv/installed
+	$(BIN)/python -m pytest -m docs $(LONGER) $(AT_ONCE)
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -m "not slow" $(AT_ONCE)
+	.venv-oldest/bin/python -m pytest -m "$(FIRST)" $(AT_ONCE)
 
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest -m "not slow" $(AT_ONCE)
+	.venv-newest/bin/python -m pytest -m "$(FIRST)" $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed

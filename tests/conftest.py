@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -133,15 +134,15 @@ def config(small):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
-    """Leaves a single pixel in the place of memory.png: drawing one takes longer than a small run."""
+    """Leave a single pixel in the place of memory.png: drawing one takes longer than a small run."""
     monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
 
 @pytest.fixture
-def fit(small, tmp_path, no_picture):
-    """(overrides) -> (summary, output folder) of a small run as a function, its picture not drawn."""
+def fit(small, tmp_path):
+    """(overrides) -> (summary, output folder) of a small run as a function."""
     from lowmem.fit import fit
 
     def run(*overrides: str, folder: str = "run"):
@@ -151,9 +152,8 @@ def fit(small, tmp_path, no_picture):
 
 
 @pytest.fixture
-def command(small, tmp_path, monkeypatch, capsys, no_picture):
-    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process, its picture not
-    drawn."""
+def command(small, tmp_path, monkeypatch, capsys):
+    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process."""
     import train
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
@@ -239,6 +239,16 @@ def without_compiler(monkeypatch):
 @pytest.fixture(autouse=True)
 def same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def root_handlers():
+    """Remove the handlers that a command line leaves on the root logger: pytest closes their stream."""
+    before = logging.root.handlers.copy()
+    yield
+    for handler in logging.root.handlers.copy():
+        if handler not in before and not type(handler).__module__.startswith("_pytest"):
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)

@@ -38,13 +38,14 @@ pytestmark = pytest.mark.usefixtures("as_for_families")
 
 
 @pytest.mark.rows("mixtral")
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in POPULAR)])
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
 def test_every_technique_is_right_or_refused(name):
     for cell, said in family(name).items():
         refusal = REFUSED.get((name, cell))
         assert said.startswith(refusal) if refusal else said == "right", (cell, said)
 
 
+@pytest.mark.wrong
 def test_a_merge_of_another_adapter_is_found_out(monkeypatch):
     merge = architectures.merge
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from lowmem.config.settle import run_of
 from lowmem.model.loading import describe
 
+pytestmark = pytest.mark.docs
+
 # A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
 COUNTING = """
 import json, sys, time
@@ -34,7 +36,6 @@ print(json.dumps({"seconds": turns.seconds, "tokens_per_second": 1.0}))
 """
 
 
-@pytest.mark.slow
 def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
     diary = tmp_path / "diary"
     found = turns.take_turns({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
@@ -62,7 +63,6 @@ def test_time_spent_waiting_for_a_turn_is_nobodys(monkeypatch):
     assert loop.seconds == [1.0, 1.0]
 
 
-@pytest.mark.slow
 def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
     broken = "import sys; sys.exit('no such model')"
     rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
@@ -103,7 +103,6 @@ def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
     assert turns.difference(ours, theirs, warm_up=1) == -1.0  # of 0, -2, 2 and -2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_loop_has_the_same_losses_to_the_last_bit(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
@@ -112,7 +111,6 @@ def test_every_loop_has_the_same_losses_to_the_last_bit(recipe):
     assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
 
 
-@pytest.mark.slow
 def test_another_order_of_additions_has_other_bits():
     """The wrong variant: a plain loop that clips by the same norm, summed from the last parameter to the first."""
     wrong = """
@@ -170,7 +168,6 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]
 
 
-@pytest.mark.slow
 def test_copied_bytes_of_weights_that_stream_are_counted(tmp_path):
     """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]

@@ -39,6 +39,8 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB
 from made_up import Allocator
 
+pytestmark = pytest.mark.docs
+
 STAGES = (
     Stage(1, "made up", "card_stages", seconds=60, together=2),
     Stage(2, "made up again", "card_stages", seconds=60, gib=8),
@@ -94,7 +96,6 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
 def test_results_are_written_after_every_case(made_up, monkeypatch):
     written = []
     monkeypatch.setattr(kit, "write", lambda file, found: written.append(len(found["stages"]["1"]["cases"])))
@@ -102,7 +103,6 @@ def test_results_are_written_after_every_case(made_up, monkeypatch):
     assert written == [1, 2, 3, 4, 5, 6, 6]
 
 
-@pytest.mark.slow
 def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(made_up, tmp_path, monkeypatch):
     made_up().run(STAGES[:1])
     ran = []
@@ -121,7 +121,6 @@ def test_resume_leaves_out_what_is_there_and_retry_does_again_what_went_wrong(ma
     assert ran == ["well"] and statuses(known(tmp_path)["stages"]["1"]) == ENDS
 
 
-@pytest.mark.slow
 def test_some_stages_leave_what_is_known_of_the_others(made_up, tmp_path):
     made_up().run(STAGES[1:])
     second = known(tmp_path)["stages"]["2"]
@@ -155,7 +154,6 @@ def test_a_card_that_is_too_small_for_a_stage_leaves_it_out(made_up, tmp_path, c
     assert "2 large: left out, it needs 16 GiB and the card has 12.0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_results_of_another_card_are_set_aside(made_up, tmp_path, monkeypatch):
     made_up().run(STAGES[:1])
     monkeypatch.setattr(Kit, "_machine", lambda self: CARD | {"name": "another"})
@@ -165,14 +163,12 @@ def test_results_of_another_card_are_set_aside(made_up, tmp_path, monkeypatch):
     assert json.loads(aside.read_text())["machine"] == CARD
 
 
-@pytest.mark.slow
 def test_a_file_of_results_that_is_cut_short_is_set_aside_too(made_up, tmp_path):
     (tmp_path / "card.json").write_text('{"machine": {"na')
     made_up().run(STAGES[:1], resume=True)
     assert statuses(known(tmp_path)["stages"]["1"]) == ENDS and len(list(tmp_path.glob("card-*.json"))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("content", ["[]", '{"machine": {"name": "NVIDIA Made-Up 3000"}, "stages": {}}'])
 def test_a_file_of_another_format_is_set_aside(made_up, tmp_path, content):
     (tmp_path / "card.json").write_text(content)
@@ -245,7 +241,6 @@ def test_as_many_cases_at_once_as_cores_and_the_card_have_room_for(monkeypatch):
     assert kit._at_once(Stage(4, "", "", 60), 80 * GIB) == (1, 16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sign", ["SIGTERM", "SIGINT"])
 def test_no_case_outlives_a_kit_that_is_ended(tmp_path, sign):
     code = f"""
@@ -271,7 +266,6 @@ kit.Kit("cpu", Path({str(tmp_path / "card.json")!r}), [stage]).run([stage])
     assert not any(_runs(child.pid) for child in children)
 
 
-@pytest.mark.slow
 def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_path):
     made_up().run(STAGES[:1])
     assert not (tmp_path / "card.md").exists()
@@ -282,7 +276,6 @@ def test_the_page_is_written_where_there_is_a_card_and_only_there(made_up, tmp_p
     assert "- **fails** failed: ZeroDivisionError: at the second step" in written
 
 
-@pytest.mark.slow
 def test_the_page_can_be_made_again_from_the_file_alone(made_up, tmp_path, capsys, monkeypatch):
     made_up().run(STAGES[:1])
     monkeypatch.setattr(process, "case", None)  # nothing is run
@@ -365,7 +358,6 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
     assert "hydra: not installed" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_no_stage_needs_pytest():
     code = "import sys; sys.modules['pytest'] = None; import made_up, oracle, parity, same, tolerances, two_models"
     paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests/support", "tests"))
@@ -473,7 +465,6 @@ def test_a_technique_is_compared_with_the_oracle_and_a_wrong_one_is_not_right(he
     assert "| y |" in correctness.table({"x": case, "y": wrong}) and "| NO |" in correctness.table({"y": wrong})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", correctness.MIXED)
 def test_every_mixed_recipe_is_the_oracle(here, recipe):
     found = correctness.oracle(here, recipe)
@@ -488,7 +479,6 @@ def test_a_library_that_is_not_installed_leaves_its_cases_out(here, monkeypatch)
         here.config("optim=adam8bit")
 
 
-@pytest.mark.slow
 def test_masters_whose_bits_differ_are_found_out(here, monkeypatch):
     """The deliberately wrong variant: a naive loop that rounds otherwise."""
     import two_models
@@ -518,7 +508,6 @@ def test_fp32_that_is_tf32_and_tf32_that_is_fp32_are_found_out(fp32, tf32, has_t
     assert link.right({"fp32": fp32, "TF32": tf32, "bf16": 2e-3, "fp16": 2e-4}, has_tf32) == right
 
 
-@pytest.mark.rows("True")
 @pytest.mark.parametrize("lost", [False, True])
 def test_state_that_is_restored_goes_on_to_the_same_bits(here, monkeypatch, lost):
     """Lost: the wrong variant, whose second half begins without state."""
@@ -616,7 +605,6 @@ def test_a_loop_that_failed_is_told_in_the_table_and_the_others_are_compared():
     assert "| lightning | no such thing | - | - | - |" in table and "| plain | 4 | 2.000 | 1.000 | - |" in table
 
 
-@pytest.mark.slow
 def test_a_run_of_the_preset_that_its_time_ends_tells_what_it_had_measured(here, monkeypatch, tmp_path):
     """The process of a training that writes its files and then does not end."""
     from benchmarks import gpt2_xl
@@ -679,7 +667,6 @@ def test_weights_stream_over_a_lane_that_looks_at_the_clock(here, monkeypatch):
     assert lines[3].endswith("| - |") and "| large | resident | no   room | - |" in lines[5]
 
 
-@pytest.mark.slow
 def test_streamed_and_resident_weights_are_predicted_and_train_the_same(here):
     runs = streamed.row(here, "GPT-2 XL, 4 x 1024")["runs"]
     assert runs["streamed"]["train_loss"] == runs["resident"]["train_loss"]
@@ -702,7 +689,6 @@ def test_a_copy_is_hidden_that_the_device_did_not_stand_still_for(copied, waited
     assert streamed.hidden({"copied_seconds": copied, "waited_seconds": waited}) == share
 
 
-@pytest.mark.slow
 def test_streamed_weights_have_no_race_that_the_sanitizer_sees(here):
     found = sanitizer.cases(here.size)[sanitizer.RIGHT].run(here)
     assert found["right"] and not found["races"], found["races"]
@@ -789,7 +775,6 @@ def test_the_ranks_have_every_card_of_the_kit_and_other_cases_the_first(monkeypa
     assert "OMP_NUM_THREADS" not in several.environment()  # of a case; ranks have each a share
 
 
-@pytest.mark.slow
 def test_a_run_that_takes_too_long_takes_its_ranks_along(here, monkeypatch):
     """Told twice, as a person would."""
     script = here.folder / "train.py"
@@ -864,7 +849,6 @@ def test_a_rank_that_hangs_ends_the_run_with_a_sentence(here, monkeypatch, code,
     assert several.hang(here, 2)["right"] == is_right
 
 
-@pytest.mark.slow
 def test_the_whole_kit_runs_on_stand_ins(tmp_path):
     """Every stage as typed, in small: two to four minutes on two idle cores, most of it imports."""
     file = tmp_path / "card.json"

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 import composing
 from lowmem.config import typed_lines
 
+pytestmark = pytest.mark.docs
+
 TYPED = (
     ["precision=16", "optim=adam8bit", "lr=3"],
     ["optim=adam8bit", "precision=16", "seed=4"],  # the same choices, typed in another order
@@ -41,7 +43,6 @@ def by_hydra(monkeypatch):
         return [outcome(lines) for lines in TYPED]
 
 
-@pytest.mark.slow
 def test_a_kept_config_is_the_one_that_hydra_makes(by_hydra):
     assert [outcome(lines) for lines in TYPED] == by_hydra  # perhaps made for this
     assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept

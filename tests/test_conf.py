@@ -191,7 +191,7 @@ def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
 CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("preset", CARDS)
 def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
     from lowmem.plan.prediction import predict

@@ -67,6 +67,7 @@ def test_no_protocol_hides_behind_hasattr():
     assert asked(SOURCE) == THEIRS.keys()
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize(
     "line", ['hasattr(it, "step_from")', 'getattr(it, "chat", None)', 'getattr(it, "limit", 0)', 'hasattr(it, "size")']
 )

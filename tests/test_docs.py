@@ -12,6 +12,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGE = (ROOT / "docs" / "add-a-technique.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: ([^\n]+))?\n(.*?)```", PAGE, re.DOTALL)
 PARTS = ("src", "conf", "tests", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", "LICENSE")
@@ -67,7 +69,6 @@ def test_the_copy_is_tested_and_not_the_original(copy):
 NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
-@pytest.mark.slow
 def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
     """The small sibling of what follows."""
     where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
@@ -75,7 +76,6 @@ def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
     assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
 
 
-@pytest.mark.slow
 def test_their_proofs_hold(copy):
     """They are those that are generated for their names, and what the page itself tests."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
@@ -109,7 +109,6 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
 def test_a_step_that_is_left_out_is_asked_for(copy, name, left_out, tests, says):
     """The deliberately wrong variants: the test that fails says what belongs where."""
@@ -128,9 +127,8 @@ def test_a_step_that_is_left_out_is_asked_for(copy, name, left_out, tests, says)
 READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\b|lowmem\.refusals")
 
 
-@pytest.mark.slow
 def test_what_make_test_runs_of_techniques_is_green_after_the_page(copy, small):
-    """Not its slow tests, which `make test` leaves out too, and not what no technique changes."""
+    """Units and seams of the files whose tests depend on the lists of techniques."""
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))
     assert code == 0, said
@@ -148,8 +146,8 @@ def test_what_make_test_runs_of_techniques_is_green_after_the_page(copy, small):
 
 
 def make_test():
-    """Runs what `make test` types, in the environment that runs."""
+    """Return what `make test` types, for the environment that runs."""
     assert command("make") == "make test"
     makefile = (ROOT / "Makefile").read_text()
     typed = re.search(r"^test:.*\n\t\$\(BIN\)/(python .*)", makefile, re.MULTILINE)[1]
-    return typed.replace("$(AT_ONCE)", re.search(r"^AT_ONCE = (.*)", makefile, re.MULTILINE)[1])
+    return re.sub(r"\$\((\w+)\)", lambda name: re.search(rf"^{name[1]} = (.*)", makefile, re.MULTILINE)[1], typed)

@@ -9,6 +9,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.docs
+
 HANGS = {
     "in Python": "import time\ndef test_that_hangs(): time.sleep(600)\n",
     "in native code, with the GIL": "import ctypes\ndef test_that_hangs(): ctypes.PyDLL(None).sleep(600)\n",
@@ -16,7 +18,6 @@ HANGS = {
 THE_NEXT = "def test_of_the_next_process(): pass\n"
 
 
-@pytest.mark.rows("in native code*")
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
 def test_one_that_hangs_is_ended_with_its_stack_and_the_others_run(tmp_path, code):
     (tmp_path / "test_it.py").write_text(code + THE_NEXT)

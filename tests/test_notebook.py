@@ -12,6 +12,8 @@ from lowmem.config.check import check
 from lowmem.config.settle import run_of
 from lowmem.plan.job import resolved
 
+pytestmark = pytest.mark.docs
+
 NOTEBOOK = ROOT / "examples" / "prove_on_a_t4.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
@@ -154,7 +156,6 @@ def execute(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
 def test_it_runs_without_a_card_and_shows_both_pictures(execute):
     outputs = [output for cell in execute() for output in cell.get("outputs", [])]
     said = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
@@ -162,7 +163,6 @@ def test_it_runs_without_a_card_and_shows_both_pictures(execute):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
-@pytest.mark.slow
 def test_another_seed_of_one_run_is_found_out(execute):
     """The deliberately wrong variant."""
     from nbclient.exceptions import CellExecutionError

@@ -9,6 +9,8 @@ from packaging.requirements import Requirement
 from conftest import ROOT
 from oldest import pins
 
+pytestmark = pytest.mark.docs
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 RANGES = {

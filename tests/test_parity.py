@@ -33,7 +33,7 @@ def deviations(config, *techniques, overrides=()):
     return list(refused(cfg)) or parity.deviations(cfg, *techniques)
 
 
-@pytest.mark.slow_rows(*parity.SIBLINGS)
+@pytest.mark.matrix_rows(*parity.SIBLINGS)
 @pytest.mark.parametrize("technique", CHOICES)
 def test_a_technique_is_the_oracle(config, technique):
     found = deviations(config, technique)
@@ -76,7 +76,7 @@ REFUSED_PAIRS |= {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_is_the_oracle_or_is_refused(config, pair):
     found = deviations(config, *pair)
@@ -86,7 +86,7 @@ def test_a_pair_is_the_oracle_or_is_refused(config, pair):
         assert within(found, allowed(*pair)), found
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("pair", CHECKPOINTED, ids="+".join)
 def test_any_precision_with_any_checkpointing_and_the_chunked_loss(config, pair):
     found = deviations(config, *pair, "loss=chunked")
@@ -127,8 +127,9 @@ def norms_decay(monkeypatch):
 WRONG = (short_window_divided_by_the_full_one, last_micro_batch_dropped, norms_decay)
 
 
+@pytest.mark.wrong
 @pytest.mark.rows("*-short_window*")
-@pytest.mark.slow_rows(*parity.SIBLINGS)
+@pytest.mark.matrix_rows(*parity.SIBLINGS)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("technique", CHOICES)
 def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monkeypatch):
@@ -217,7 +218,7 @@ def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(confi
 # --- torchao's optimizers, compiled: one shape ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw_fp8"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_torchaos_state_on_one_matrix(config, optim, wrong):

@@ -4,6 +4,8 @@ import pytest
 
 from prose import wrong
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.mark.parametrize(
     ("text", "says"),

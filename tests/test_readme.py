@@ -20,6 +20,8 @@ from conftest import ROOT
 from pages import DOCS, README
 from test_parity import REFUSED_PAIRS
 
+pytestmark = pytest.mark.docs
+
 TEXT = README.read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [README, *DOCS]
@@ -134,7 +136,6 @@ def beside(command: str) -> list[str]:
     return [*more, *small, *(f"model.architecture.{key}" for key in thin)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_runs(command, folder):
     said = as_typed(command, folder, *beside(command))
@@ -157,7 +158,6 @@ def python_block(start: str) -> str:
     return next(block for block in blocks if f"\n{start}" in block)
 
 
-@pytest.mark.slow
 def test_the_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
     """optuna itself is not installed: a stand-in asks for one trial."""
     lines = ["max_steps=2", "val_sequences=16"]
@@ -331,7 +331,6 @@ def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
     assert len(named) > 6 and named <= logged
 
 
-@pytest.mark.slow
 def test_the_first_two_commands_as_a_newcomer_types_them(folder):
     """Nothing beside them. Both learn more than the statistics of three bytes, and nearly the same."""
     from benchmarks.trigram import trigram_bits_per_byte

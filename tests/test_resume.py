@@ -13,7 +13,7 @@ EVERY = [
     if choice.startswith(("optim=", "precision=", "adapter=", "weights="))
     and choice not in ("adapter=none", "weights=resident")
 ]
-EACH = [pytest.param(t, marks=pytest.mark.slow if t in COMPILED else []) for t in EVERY]
+EACH = [pytest.param(t, marks=pytest.mark.matrix if t in COMPILED else []) for t in EVERY]
 
 # 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.
 SEQUENCES, WINDOWS = 12, [5, 5, 2, 5, 5, 2, 5]
@@ -73,7 +73,7 @@ def life(fit, monkeypatch):
     return live
 
 
-@pytest.mark.slow_rows(*shipped_but("weights=streamed"))
+@pytest.mark.matrix_rows(*shipped_but("weights=streamed"))
 @pytest.mark.parametrize("technique", EACH)
 def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):
     unbroken = []
@@ -96,18 +96,21 @@ def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique
         assert same(one[key], other[key]), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.slow)])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.matrix)]
+)
 def test_the_same_on_a_cpu_without_units_for_its_products(life, tmp_path, without_units, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.slow)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.matrix)])
 def test_the_same_without_a_compiler(life, tmp_path, without_compiler, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
 def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     """The deliberately wrong variants."""

@@ -14,6 +14,8 @@ from lowmem.saving import checkpoint
 from lowmem.saving.checkpoint import complete
 from same import same
 
+pytestmark = pytest.mark.process
+
 TOGETHER = 12  # rows of a window, of all processes
 NEAR = 1e-9
 ROWS = f"batch_size={TOGETHER}"  # where all read the same
@@ -108,6 +110,7 @@ def test_what_is_read_is_what_was_saved_and_the_next_steps_are_those_of_the_unbr
     assert exported[0].keys() == exported[1].keys() and furthest(*exported) < NEAR
 
 
+@pytest.mark.wrong
 def test_forgetting_the_state_is_caught(written, lines):
     """The deliberately wrong variant."""
     base, _ = written
@@ -141,7 +144,6 @@ def test_an_export_that_fails_fails_for_all(written):
     assert not list((base / "no export").rglob("*.safetensors"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
 def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_path, strategy):
     """Parts of layers, of which some lie in another order than in the model, and whole blocks on each."""
@@ -163,7 +165,6 @@ def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_p
     assert ours.keys() == theirs.keys() and furthest(ours, theirs) < NEAR
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["16", "bf16-sr"])
 def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, strategy, precision):
@@ -188,7 +189,6 @@ def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, str
     assert not same(state_of(at(whole, AFTER))[0], state_of(at(tmp_path / "other", AFTER))[0])
 
 
-@pytest.mark.slow
 def test_three_processes_and_back(written, lines, tmp_path):
     base, _ = written
     at_once, resume = ("saves at once",), f"resume={at(base / 'fsdp', AFTER)}"
@@ -202,7 +202,6 @@ def test_three_processes_and_back(written, lines, tmp_path):
         assert furthest(state_of(at(reader, STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
 
 
-@pytest.mark.slow
 def test_one_that_is_killed_in_a_save_leaves_the_checkpoint_before(written, lines, tmp_path):
     run = tmp_path / "run"
     said = several(2, Job(lines("fsdp", 2), run, ("killed at step 3",)))

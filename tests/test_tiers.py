@@ -1,8 +1,13 @@
-"""`make test` runs the rows that are named, and shards together run each test once."""
+"""`make test` runs units and seams, and shards together run each test once."""
+
+import re
 
 import pytest
 
+from conftest import ROOT
+
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.docs
 
 TESTS = """
 import pytest
@@ -17,17 +22,42 @@ def test_one(row): pass
 @ROWS
 def test_pattern(row): pass
 
-@pytest.mark.slow_rows("a", "b")
+@pytest.mark.matrix_rows("a", "b")
 @pytest.mark.parametrize("other", [0, 1])
 @ROWS
 def test_but_two(row, other): pass
 
-@pytest.mark.slow
-def test_long(): pass
+@pytest.mark.process
+@pytest.mark.seam
+@pytest.mark.parametrize("row", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_seam(row): pass
 
-def test_short(): pass
+@pytest.mark.process
+def test_process(): pass
+
+@pytest.mark.wrong
+@pytest.mark.rows("a")
+@ROWS
+def test_wrong(row): pass
+
+def test_unit(): pass
 """
-FAST = {"test_one[a]", "test_pattern[b-c]", "test_but_two[b-c-0]", "test_but_two[b-c-1]", "test_short"}
+FIRST = {
+    "test_one[a]",
+    "test_pattern[b-c]",
+    "test_but_two[b-c-0]",
+    "test_but_two[b-c-1]",
+    "test_seam[0]",
+    "test_wrong[a]",
+    "test_unit",
+}
+
+
+@pytest.fixture(scope="module")
+def make_test():
+    """The choice of marks that `make test` types."""
+    (line,) = re.findall(r"^FIRST = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return line
 
 
 @pytest.fixture
@@ -43,19 +73,19 @@ def chosen(pytester):
     return collect
 
 
-def test_fast_rows_are_those_that_are_named(chosen):
-    assert chosen("-m", "not slow") == FAST
+def test_units_and_seams_are_what_make_test_runs(chosen, make_test):
+    assert chosen("-m", make_test) == FIRST
 
 
 def test_shards_make_a_whole_and_share_nothing(chosen):
     first, second, every = chosen("--shard=1/2"), chosen("--shard=2/2"), chosen()
-    assert len(every) == 14 and every > FAST and first | second == every and not first & second
+    assert len(every) == 19 and every > FIRST and first | second == every and not first & second
 
 
 def test_rows_that_name_nothing_are_refused(chosen):
     renamed = TESTS.replace('rows("a")', 'rows("renamed")')
-    assert "test_one names none of its rows" in chosen("-m", "not slow", tests=renamed)
+    assert "test_one, test_wrong names none of its rows" in re.sub(r"\S+::", "", chosen(tests=renamed))
 
 
-def test_a_shard_that_is_no_part_is_refused(chosen):
+def test_a_shard_that_is_not_a_part_is_refused(chosen):
     assert "--shard=2/4 for the second of four parts" in chosen("--shard=5/4")

@@ -196,6 +196,7 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
     assert sorted(order, key=tries.index) == order
 
 
+@pytest.mark.process
 def test_help_imports_nothing_heavy():
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
@@ -215,7 +216,7 @@ def test_a_run_leaves_the_signal_handlers_as_they_were(command):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
     """A real process and a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]

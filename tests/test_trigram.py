@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from benchmarks.trigram import PRIOR, trigram_bits_per_byte
 
+pytestmark = pytest.mark.docs
+
 
 def test_a_fixed_cycle_costs_nothing():
     assert trigram_bits_per_byte([b"abcd" * 5000], [b"abcd" * 500]) < 0.01

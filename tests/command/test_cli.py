@@ -84,6 +84,8 @@ def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was
     assert cli.prepare([f"resume={tmp_path}"]) == ["plan=12GiB", "lr=0.1", f"resume={tmp_path}"]
 
 
+@pytest.mark.rows("seq_len=999999*")
+@pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])
 def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")

@@ -49,23 +49,26 @@ def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
     return sorted(found)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_eight_runs_of_one_second_have_eight_folders(race, tmp_path):
     first = "outputs/2026-01-31/12-00-00"
     assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, EIGHT + 1))]
 
 
+@pytest.mark.process
 def test_three_sweeps_of_one_second_have_three_folders(race, tmp_path):
     found = have_their_own(race, tmp_path, "-m", "seed=1", count=3)
     assert found == sorted(f"multirun/2026-01-31/12-00-00{end}/0" for end in ("", "-2", "-3"))
 
 
+@pytest.mark.process
+@pytest.mark.wrong
 def test_without_a_claim_they_share_one_and_are_caught(race, tmp_path):
     with pytest.raises(AssertionError):
         have_their_own(race, tmp_path, count=2, claims=False)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
 def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, exists):
     if exists:

@@ -60,6 +60,7 @@ def test_the_comments_of_a_yaml(tmp_path):
     assert help.heading(tmp_path / "a.yaml") == "head on two lines"
 
 
+@pytest.mark.process
 def test_every_key_with_a_comment_is_shown_with_it(typed):
     assert len(COMMENTS) > 30
     for key, comment in COMMENTS.items():
@@ -76,6 +77,7 @@ def test_every_key_that_one_may_type_has_a_comment():
     assert all(of_plan[key] for key in ("gpu", "ram", "search", "node", "rows"))
 
 
+@pytest.mark.process
 def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, typed):
     """The text is made from the files: another conf/ has another help."""
     shutil.copytree(CONF, tmp_path / "conf")
@@ -90,6 +92,7 @@ def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, ty
     assert unwrapped(COMMENTS["clip"]) in unwrapped(typed)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_choice_of_every_group_is_named(typed, group):
     start = typed.index(f"  {group}=")
@@ -98,11 +101,13 @@ def test_every_choice_of_every_group_is_named(typed, group):
         assert file.stem in unwrapped(entry)
 
 
+@pytest.mark.process
 def test_it_is_eighty_columns_wide(typed):
     wide = [line for line in typed.splitlines() if len(line) > 80]
     assert not wide
 
 
+@pytest.mark.process
 def test_it_shows_what_is_typed_beside_it():
     text = said("precision=16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
     assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
@@ -111,11 +116,13 @@ def test_it_shows_what_is_typed_beside_it():
     assert "loss.rows" not in said("--help")
 
 
+@pytest.mark.process
 def test_what_is_taken_out_is_shown_as_that():
     text = said("~clip", "memory=null", "--help")
     assert "  ~clip " in text and "  ~memory.limit " in text and unwrapped(COMMENTS["clip"]) in unwrapped(text)
 
 
+@pytest.mark.process
 def test_the_planner_shows_its_own_keys_too():
     text = unwrapped(said("--help", script="plan.py"))
     for key, comment in help.comments(CONF / "plan.yaml").items():
@@ -123,10 +130,12 @@ def test_the_planner_shows_its_own_keys_too():
     assert "lr=" in text and "python plan.py" in text
 
 
+@pytest.mark.process
 def test_compare_shows_its_options():
     assert "comparison.csv" in said("--help", script="compare.py")
 
 
+@pytest.mark.process
 def test_a_reader_that_reads_no_further_is_no_error():
     line = f"{shlex.quote(sys.executable)} train.py --help | head -n 1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -145,6 +154,7 @@ def completed(line: str, script: str = "train.py") -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -158,6 +168,7 @@ def test_groups_choices_and_keys_are_completed(line, expected):
     assert completed(line) == expected
 
 
+@pytest.mark.process
 def test_the_planners_keys_are_completed():
     assert completed("python plan.py gp", "plan.py") == ["gpu="]
 
@@ -189,6 +200,7 @@ def in_bash(tmp_path):
     return run
 
 
+@pytest.mark.process
 def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_bash):
     install = next(
         line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "-sc install=bash" in line
@@ -196,6 +208,7 @@ def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_ba
     assert in_bash(install) == ("optim=lion8bit", False)
 
 
+@pytest.mark.process
 def test_without_its_second_half_a_strangers_script_is_run(in_bash):
     """The wrong variant: Hydra's own line, which looks for its decorator and does not ask what it found."""
     assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)

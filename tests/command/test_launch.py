@@ -242,6 +242,8 @@ def test_a_signal_before_anything_is_there_to_keep_ends_at_once(ranks):
     assert ended.value.code == 129 and ended.value.said == "SIGHUP: ended at once."
 
 
+@pytest.mark.seam
+@pytest.mark.process
 def test_ranks_do_not_outlive_who_has_started_them(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -306,6 +308,7 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     assert says in str(error.value)
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize(
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
@@ -451,7 +454,7 @@ def of_run(run: Path) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_config_that_every_rank_refuses_is_said_once_and_leaves_nothing(typed, tmp_path):
     assert typed("optim.in_backward=true", "clip=null").wait(120) == 1
     said = (tmp_path / "said").read_text()
@@ -467,7 +470,7 @@ def at_step(run: Path, step: int, process: subprocess.Popen) -> None:
     assert process.poll() is None, (run.parent / "said").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_run_and_resume_goes_on(typed, tmp_path, rank):
     run = tmp_path / "run"
@@ -484,7 +487,7 @@ def test_a_killed_rank_ends_the_run_and_resume_goes_on(typed, tmp_path, rank):
     assert summary["steps"] == 60 and summary["resumed_from"] and folders.load(run).status == "done"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "to"), [("SIGTERM", None), ("SIGINT", None), ("SIGHUP", 0), ("SIGTERM", 1)])
 def test_a_signal_leaves_a_checkpoint_whoever_gets_it(typed, tmp_path, name, to):
     run = tmp_path / "run"
@@ -498,7 +501,7 @@ def test_a_signal_leaves_a_checkpoint_whoever_gets_it(typed, tmp_path, name, to)
     assert "Traceback" not in (tmp_path / "said").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collective(typed, tmp_path):
     run = tmp_path / "run"
     process = typed(*LONG, "strategy.timeout=20")  # on a busy machine one rank may start some seconds before the other
@@ -513,7 +516,7 @@ def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collecti
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ranks_end_with_the_command_that_was_killed(typed, tmp_path):
     run = tmp_path / "run"
     process = typed(*LONG)
@@ -523,7 +526,7 @@ def test_ranks_end_with_the_command_that_was_killed(typed, tmp_path):
     assert json.loads((run / "summary.json").read_text())["signal"] == "SIGTERM"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_sweep_of_such_jobs_has_a_folder_for_each(typed, tmp_path):
     process = typed("-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep", "max_steps=2")
     assert process.wait(240) == 0, (tmp_path / "said").read_text()
@@ -534,7 +537,7 @@ def test_a_sweep_of_such_jobs_has_a_folder_for_each(typed, tmp_path):
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typed, tmp_path):
     assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 0, (tmp_path / "said").read_text()
     run = tmp_path / "run"
@@ -544,7 +547,7 @@ def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typ
     assert (tmp_path / "said").read_text().count("another run is here") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_agents_of_torchrun_are_one_run(typed, tmp_path):
     """As `srun torchrun` starts them, one on each of two nodes."""
     where = f"--rdzv-endpoint=127.0.0.1:{launch.free_port()}"

@@ -46,7 +46,7 @@ def summaries(folder: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, failing, tmp_path, monkeypatch):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
@@ -70,7 +70,7 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
     assert not (tmp_path / "sweep" / "1" / folders.FAILED).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_eighteen_jobs_of_which_three_fail_leave_fifteen_results_and_three_reasons(command, failing, tmp_path):
     ways = failing(s3="SIGKILL", s8="SIGSEGV", s13="raise")
     code, said = command("-m", f"seed={','.join(map(str, range(18)))}", *ways)
@@ -91,7 +91,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(command, small_files, tmp_path):
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
@@ -179,7 +179,7 @@ def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_p
     assert f"sweep.resume={tmp_path} goes on" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, failing, tmp_path):
     code, said = command("-m", "seed=0,1", *failing(s0="SIGTERM"))
     assert code == 1 and "job 0 failed: ended by SIGTERM" in said and "job 1 done: " in said

@@ -140,7 +140,7 @@ def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
 # --- what is typed ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rows("plan.py-gpu=abc*", "train.py*")
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "line", "says"),
     [

@@ -62,6 +62,7 @@ def test_no_file_looks_into_the_name_of_a_class():
     assert [line for line in sniffed(SOURCE) if "optimizer_side" not in line] == []
 
 
+@pytest.mark.wrong
 def test_a_name_and_a_look_into_one_are_seen(tmp_path):
     package = tmp_path / "lowmem"
     package.mkdir()

@@ -345,7 +345,7 @@ def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="which compiles them; nobody has compared the numbers")
 def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
@@ -393,7 +393,7 @@ def test_proof_autograd_reads_weights_that_have_left(config):
         assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_compiled_blocks_do_not_take_their_weights_as_they_are_called(config):
     compiled = "gradient_checkpointing.backend=aot_eager_decomp_partition"
     with pytest.raises(Exception, match="set_ on a graph input"):
@@ -446,7 +446,7 @@ def test_proof_layers_that_torch_compile_cannot_follow(config):
         streams.trained(config, ["weights=resident"], "llama", streams.lines("llama", *compiled))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     with pytest.raises(Refused, match="Out of memory"):
@@ -455,7 +455,7 @@ def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatc
     assert fit("memory.limit=200KiB", *compiled, folder="compiled")[0]["steps"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_compiled_blocks_do_not_see_into_slices():
     from lowmem.techniques.gradient_checkpointing.slices import Tiles
 
@@ -467,7 +467,7 @@ def test_proof_compiled_blocks_do_not_see_into_slices():
         full(model, MicroBatch(ids, ids)).backward()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch, tmp_path):
     from torch._inductor import config as inductor
 
@@ -500,20 +500,20 @@ def test_proof_without_its_engine_a_strategy_does_not_start(monkeypatch):
         deepspeed.imported("cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_an_engine_that_steps_fp32_does_not_round_to_16_bits():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
     assert zero.results()["refused"]["stepped"] == "torch.float32"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_compiled_blocks_do_not_gather_their_weights():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
     found = zero.results()["refused"]
     assert found["graphs"] > 4 * found["graphs alone"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_proof_slices_do_not_gather_their_weights():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
     assert "ds_status" in zero.results()["refused"]["slices"]

@@ -204,7 +204,7 @@ def test_a_sweeps_flag_may_stand_anywhere(flag):
     assert parted(["lr=1", "--cfg", "job", "-m", "job"]) == (["--cfg", "job", "-m"], ["lr=1"], ["job"])
 
 
-@pytest.mark.rows("*precison=16*", "*optim=adamx*", "data=text data.path=/none", "max_steps=abc")
+@pytest.mark.process
 @pytest.mark.parametrize(
     "line",
     [
@@ -314,7 +314,7 @@ def test_an_awkward_path_trains_and_is_remembered_as_typed(command, text_folder,
     assert composed(again).data.path == str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_an_awkward_path_trains_in_a_sweep(command, text_folder, tmp_path):
     folder = tmp_path / "Müller's (old) notes, 2026"
     folder.symlink_to(text_folder)
@@ -492,4 +492,4 @@ SLOWLY = {
 }
 
 test_ten_command_lines = settings(max_examples=10, **SLOWLY)(DRAWN(holds))
-test_five_hundred_command_lines = pytest.mark.slow(settings(max_examples=500, **SLOWLY)(DRAWN(holds)))
+test_five_hundred_command_lines = pytest.mark.matrix(settings(max_examples=500, **SLOWLY)(DRAWN(holds)))

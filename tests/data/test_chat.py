@@ -246,6 +246,7 @@ def without_stop(self, messages, tools, i, whole):
 ANSWER = ChatTemplate._answer
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [everything, with_header, without_stop])
 def test_a_mask_that_learns_too_much_or_no_end_is_seen(wrong, plain_chatml, monkeypatch):
     monkeypatch.setattr(ChatTemplate, "_answer", wrong)
@@ -412,7 +413,7 @@ def test_any_messages_end_in_tokens_or_in_a_sentence(chatml, record, how):
     tokens_or_a_sentence(chatml, record, how)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields, hows)
 def test_any_messages_end_in_tokens_or_in_a_sentence_500_times(plain_chatml, record, how):

@@ -80,6 +80,7 @@ def test_packed_rows_are_complete_pairs_and_a_tail():
         assert (ids[at:] == FILLER).all() and (batch.labels[row, at:] == IGNORED).all()
 
 
+@pytest.mark.wrong
 def test_tokens_of_another_answer_would_be_seen(monkeypatch):
     """The deliberately wrong variant of the test above: an answer begins a token later."""
     late = property(lambda self, right=PairBatch.answers: right.fget(self).roll(1, 1))
@@ -100,6 +101,7 @@ def test_no_pair_is_divided_over_devices(kind):
     assert batches[-1].weight == 0 and batches[-1].tokens == 0  # a device without a row takes part
 
 
+@pytest.mark.wrong
 def test_a_divided_pair_would_be_seen(monkeypatch):
     monkeypatch.setattr(PairBatch, "ROWS", 1)
     with pytest.raises(AssertionError):

@@ -202,7 +202,7 @@ def peaks(processes, tmp_path):
     return of
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15
@@ -210,7 +210,7 @@ def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
     assert second - first > 50
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_a_file_of_96_mb_takes_no_more_memory_than_one_of_32(peaks, kind):
     first, second = peaks(kind, (32, 96), False, False)

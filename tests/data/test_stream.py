@@ -73,7 +73,7 @@ def test_without_its_state_a_position_means_another_place(folder, tokenizer):
     assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
 
 
-@pytest.mark.slow  # `datasets` takes 20 s over it
+@pytest.mark.matrix  # `datasets` takes 20 s over it
 def test_a_shuffle_buffer_is_not_resumed(folder, tokenizer, monkeypatch):
     """Another one."""
     load = datasets.load_dataset

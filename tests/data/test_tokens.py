@@ -199,7 +199,7 @@ def test_words_of_ordinary_length_make_the_same_tokenizer_in_pieces_or_not(texts
     )
 
 
-@pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.matrix)])
 def test_a_word_that_never_ends_does_not_stall_the_tokenizer(tmp_path, letters):
     """Whole, 200 000 letters take 8 s and 2 000 000 a minute and a half of one core, here half a second and 6 s."""
     (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")

@@ -114,6 +114,7 @@ def test_tied_weights_and_nested_state_count_once():
     assert sum(t.nbytes for t in optimizer_state(Nested)) == 3 * KIB
 
 
+@pytest.mark.wrong
 def test_a_dropped_release_is_caught(monkeypatch):
     """The deliberately wrong variant: a tracker that forgets to hold its weak references never sees a release."""
 

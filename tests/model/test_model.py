@@ -117,7 +117,8 @@ def test_weights_that_are_missing_are_refused_not_drawn(folder):
         built(spec(folder, architecture={"model_type": "any", layers: 3}))
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.matrix
 def test_loading_never_holds_two_copies(tmp_path):
     """A process of its own: what it holds in anonymous memory at most, over the weights' bytes."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
@@ -159,7 +160,6 @@ print((max(peak, anonymous()) - before) / weights)
     assert 0.9 < ratio < 1.5
 
 
-@pytest.mark.rows("dtype1-False")
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -69,6 +69,7 @@ def test_only_what_is_trained_is_held(config, precision):
     assert right(host_state(config, precision), precision)
 
 
+@pytest.mark.wrong
 def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
     """The deliberately wrong variant: the host's bytes tell."""
 
@@ -140,7 +141,7 @@ def resumed(fit, *lines):
     return last(whole), last(again), part
 
 
-SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.slow) for name in ("32", "bf16-sr")]
+SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.matrix) for name in ("32", "bf16-sr")]
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW])

@@ -43,7 +43,7 @@ def beyond(found, phases):
 
 
 @pytest.mark.rows("typed5")
-@pytest.mark.parametrize("typed", [one if one in FEW else pytest.param(*[one], marks=pytest.mark.slow) for one in ROWS])
+@pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
 def test_an_adapter_is_predicted(config, fit, typed):
     """To a few scalars of some MB: the bound of 1 % is 100 times as wide."""
     _, folder = fit(*row(*typed))
@@ -57,11 +57,12 @@ def test_an_adapter_is_predicted(config, fit, typed):
 
 
 SLOW = [
-    pytest.param(line, marks=pytest.mark.slow)
+    pytest.param(line, marks=pytest.mark.matrix)
     for line in ("adapter=none", "adapter=dora", "gradient_checkpointing=none")
 ]
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["adapter.r=8", *SLOW])
 def test_another_adapter_is_not(config, fit, wrong):
     """The deliberately wrong variants: beyond 1 % somewhere."""
@@ -101,16 +102,16 @@ def composer(config):
     return typed
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("line", "precision"),
     [
         ("adapter=lora", "bf16-master"),
-        pytest.param("adapter=dora", "bf16-true", marks=pytest.mark.slow),
-        pytest.param(FREEZE, "bf16-master", marks=pytest.mark.slow),
-        pytest.param("adapter=lora", "32", marks=pytest.mark.slow),
-        pytest.param("adapter=dora", "bf16-master", marks=pytest.mark.slow),
-        pytest.param("adapter=lora", "bf16-sr", marks=pytest.mark.slow),
+        pytest.param("adapter=dora", "bf16-true", marks=pytest.mark.matrix),
+        pytest.param(FREEZE, "bf16-master", marks=pytest.mark.matrix),
+        pytest.param("adapter=lora", "32", marks=pytest.mark.matrix),
+        pytest.param("adapter=dora", "bf16-master", marks=pytest.mark.matrix),
+        pytest.param("adapter=lora", "bf16-sr", marks=pytest.mark.matrix),
     ],
 )
 def test_a_recipe_with_an_adapter_is_derived_as_it_is_traced(composer, line, precision):
@@ -143,7 +144,7 @@ def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
         depth_and_period(composer("adapter=lora", "adapter.target=['*.h.6.*']")({}))
 
 
-@pytest.mark.parametrize(("line", "precision"), product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master")))
+@pytest.mark.parametrize(("line", "precision"), list(product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master"))))
 def test_an_outline_counts_what_is_trained(config, line, precision):
     """A model that cannot be traced still has weights, gradients and state."""
     cfg = config(line, f"precision={precision}").resolved()
@@ -186,7 +187,7 @@ def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
 @pytest.mark.rows("qlora-every_layer")
 @pytest.mark.parametrize(
     ("adapter", "policy"),
-    [("qlora", "every_layer"), ("qlora", "offload"), pytest.param("lora", "every_layer", marks=pytest.mark.slow)],
+    [("qlora", "every_layer"), ("qlora", "offload"), pytest.param("lora", "every_layer", marks=pytest.mark.matrix)],
 )
 def test_a_run_whose_base_streams_is_predicted(config, fit, adapter, policy):
     """To the byte in every phase. Wrong on purpose: a base that stays."""

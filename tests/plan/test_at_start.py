@@ -46,14 +46,14 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
     from lowmem.techniques.loss import cross_entropy
 
@@ -78,7 +78,7 @@ def test_off_starts_all_the_same(fit):
     assert summary["predicted"] is None and summary["steps"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     full = ("precision=32", "optim=adamw", "batch_size=8", "max_steps=3", "val_every=3")
     command("plan=off", *full)
@@ -93,7 +93,7 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # precision and optimizer were typed: the same update
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_as_typed_where_the_device_is_not(command, tmp_path):
     """device=auto is the default, and precisions want to know which it is."""
     code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
@@ -102,7 +102,7 @@ def test_as_typed_where_the_device_is_not(command, tmp_path):
     assert summary["device"] in ("cpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_card_by_its_name_is_a_size_too(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full", "max_steps=1")
     code, said = command("plan=rtx3060", *typed)
@@ -112,13 +112,13 @@ def test_a_card_by_its_name_is_a_size_too(command):
 ONE_WAY = ("precision=32", "gradient_checkpointing=none", "loss=full", "weights=resident", "accumulation=none")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_nothing_that_fits_is_said(command):
     code, said = command("plan=1KiB", *ONE_WAY, "optim=adamw", "may_change=precision,optim")
     assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
     """AdamW's state is too large here."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
@@ -165,6 +165,7 @@ def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
 
 
+@pytest.mark.wrong
 def test_nor_does_whatever_else_goes_wrong_with_rates(fit, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat()).save()

@@ -19,7 +19,7 @@ def test_bisection_finds_the_largest_that_fits_without_trying_all():
         assert len(tried) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_what_is_found_fits_and_the_next_larger_does_not(fit):
     typed = {n: fit(*AUTO[1:], f"batch_size={n}", folder=f"typed{n}")[0] for n in (4, 6)}
     room = typed[4]["peak_bytes"]["device"]
@@ -33,13 +33,13 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
         fit(*AUTO[1:], "batch_size=6", f"memory.limit={room}", folder="larger")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_as_typed_it_is_found_and_trained_with(command):
     code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_one_try_says_what_fits(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)
@@ -59,7 +59,7 @@ def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB"))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
     with pytest.raises(Refused, match=r"the try with batch_size=\d+ failed"):

@@ -21,7 +21,7 @@ def job(cfg, depth=2):
     return cfg.as_dict(), True, depth, None
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_it_finds_what_this_process_finds_and_ends_with_it():
     first, second = cfg("optim=adamw"), cfg("precision=bf16-sr", "optim=adafactor")
     with Helper() as helper:
@@ -33,7 +33,7 @@ def test_it_finds_what_this_process_finds_and_ends_with_it():
     assert not process.is_running()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_it_ends_when_nobody_is_left_to_ask():
     helper = Helper()
     helper._process.stdin.close()  # as the system does when this process is killed

@@ -79,7 +79,7 @@ def test_what_is_traced_for_a_preset_has_the_accumulation_of_the_trace(preset):
         assert all(cfg.accumulates == several for _, _, cfg in derivation.corners(*needed))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_planned(planned, preset):
     few = STREAMED if run_of([f"experiment={preset}"]).streams else FOUR
@@ -87,7 +87,7 @@ def test_a_preset_is_planned(planned, preset):
     assert code == 0 and written["recipes"], said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, said, written = planned("gpu=2GiB", "ram=64GiB", "precision=bf16-sr", "gradient_checkpointing=none")
@@ -103,7 +103,7 @@ def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     assert first[:4] == ["1.00", f"{need:.2f}", f"{0.98 * 2 - need:+.2f}", f"{reserves + 0.5:.2f}"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_changes_is_said(planned):
     """Nothing at all where the run fits as it is; and as little as it takes where it does not."""
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
@@ -123,7 +123,7 @@ def test_if_nothing_fits_it_says_what_is_missing(planned):
     assert "Nothing fits. The smallest recipe lacks 0.5 GiB of the card" in said and "does not fit" in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_and_which_model_would_fit(planned):
     typed = ("model=gpt2", "model.pretrained=false", "seq_len=32", "batch_size=1")
     _, said, _ = planned("gpu=1GiB", "ram=64GiB", *typed, *FOUR, "model.attention=sdpa")
@@ -138,7 +138,7 @@ def test_one_run_by_phase(planned):
     assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_was_typed_for_an_optimizer_or_a_loss_stays(planned):
     typed = ("precision=bf16", "loss=chunked", "loss.rows=16", "optim=adamw", "optim.betas=[0.8,0.9]", "batch_size=4")
     code, said, written = planned("gpu=RTX3060", "ram=64GiB", *typed)
@@ -146,7 +146,7 @@ def test_what_was_typed_for_an_optimizer_or_a_loss_stays(planned):
     assert "rtx3060, as torch reports it" in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_batch_size_auto_is_planned_for_the_card(planned):
     typed = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4")
@@ -159,7 +159,7 @@ def test_one_run_that_does_not_fit_is_told_by_the_exit_code(planned):
     assert code == 2 and "It does not fit a card" in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_card_by_its_name(planned):
     code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)
     assert code == 0 and "0.45 GiB for CUDA's context and kernels" in said
@@ -238,7 +238,7 @@ def test_devices_divide_what_is_sharded(planned):
     assert of_eight == pytest.approx(expected, abs=4)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
     """Blocks that take turns, two caps, no sdpa: its blocks are not equal, and are searched all the same."""
     import torch

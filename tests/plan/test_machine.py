@@ -279,7 +279,7 @@ def typed(*lines):
     return resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", "optim=adamw", *lines]), on_card=False)
 
 
-@pytest.mark.rows("rates-rates")
+@pytest.mark.process
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
 def test_rates_are_kept_where_a_variable_says(tmp_path, said, where):
     """Wherever the process goes later."""

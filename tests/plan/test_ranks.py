@@ -129,7 +129,7 @@ def test_a_window_of_one_and_a_loss_in_chunks_are_traced_too(traced):
     assert sum(traced(*lines, rank=rank).gradients for rank in (0, 1)) == WHOLE
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
     """A large vocabulary leaves the first and the last stage one block. Wrong: to look at these two alone."""
@@ -195,7 +195,7 @@ def test_a_host_must_have_room_for_all_who_share_it():
     assert torch.distributed.is_available() and not torch.distributed.is_initialized()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_processes_need_what_is_predicted():
     """3 %: a plan counts tensors to the byte, and an engine has counters and words beside them."""
     rows = {strategy: ranks.row(strategy, "10M", "4 micro-batches, checkpointing") for strategy in ranks.STRATEGIES}

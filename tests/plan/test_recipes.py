@@ -47,6 +47,9 @@ RECIPES = [
     ("16-true", "adafactor", "offload", "tiled", 2),
 ]
 
+# an update on the card, and one on the host with offloaded boundaries and a loss in chunks
+FIRST = [("bf16", "adamw", "none", "full", 8), ("bf16-master", "adafactor", "offload", "chunked", 4)]
+
 
 def machine():
     return Machine("a card", **cards.named(cards.REFERENCE).rates)
@@ -74,7 +77,7 @@ def composed(config):
     return make
 
 
-@pytest.mark.parametrize("ways", [RECIPES[::16], pytest.param(RECIPES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ways", [FIRST, pytest.param(RECIPES, marks=pytest.mark.matrix)], ids=["first", "every"])
 def test_derived_recipes_are_those_that_are_traced(composed, ways):
     rates = replace(machine(), overhead=0.0)
     derivation = Derivation(composed, DEPTH, (1, 8), ON_CARD, rates)
@@ -95,7 +98,7 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
         assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, monkeypatch):
     """And in the depth: they are of the sequence, so that all of them grow with the batch."""
     monkeypatch.setattr("test_recipes.SHAPE", [*SHAPE, "tile.tokens=50"])
@@ -107,6 +110,7 @@ def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, 
         assert derived.phases[phase].device == pytest.approx(itself.phases[phase].device, rel=0.01), phase
 
 
+@pytest.mark.wrong
 def test_a_derivation_from_another_depth_is_not(composed):
     recipe = as_override(*RECIPES[0])
     cfg = composed(recipe)
@@ -169,7 +173,7 @@ def of(found, *groups):
     return {tuple(one.option[group] for group in groups) for one in found}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
     found = [one.option for one in all_of(typed("batch_size=12", "precision=bf16", "optim=sgd"))]
     assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
@@ -181,7 +185,7 @@ def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
     assert {one.option["batch_size"] for one in all_of(typed(*lines[:2], *auto))} == {"1", "2", "3", "6"}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
     for lines, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
         found = found_for(*lines)
@@ -189,7 +193,7 @@ def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
         assert "adam8bit" in {r.option["optim"] for r in found if r.option["precision"] == "bf16"}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_card_without_bf16_products_is_given_fp16():
     def precisions(lines, card):
         asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
@@ -285,7 +289,7 @@ def test_a_part_that_nothing_reads_is_put_in_its_place():
     assert not stands_alone("batch_size", "8")  # no group
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_gradients_step_in_backward_where_nothing_forbids_it():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     assert not any("optim.in_backward" in one.option for one in all_of(typed(*lines)))  # clip=1.0
@@ -377,7 +381,7 @@ def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_cha
         assert plan.hopeless == 3 and [r.says for r in plan.recipes] == ["bf16-sr, adafactor for adamw"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_every_config_of_a_search_is_what_would_be_composed():
     lines = ("device=cpu", "gradient_checkpointing=none", "loss=chunked", "loss.rows=256", "optim=adamw")
     asked = typed(*lines, "optim.betas=[0.8,0.9]", "batch_size=8", may_change=("precision",))
@@ -407,7 +411,7 @@ def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strat
     assert {size * int(more.get("accumulation.batches", 1)) for size, more in tried} == {sequences}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_where_everything_is_refused_the_reason_is_said():
     with pytest.raises(Refused, match=r"Type memory\.limit"):
         recipes.search(typed("batch_size=auto", "accumulation=effective_batch", "device=cpu"), Target(on_card=False))
@@ -424,7 +428,7 @@ def test_sqrt_is_never_preferred():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     lines = ("device=cpu", "precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     asked = typed(*SHAPE, *lines, may_change=[])
@@ -534,6 +538,7 @@ def taking_turns(config, recipe, depth=9):
     return cfg.resolved()
 
 
+@pytest.mark.matrix
 @pytest.mark.rows("10-2")
 @pytest.mark.parametrize(("depth", "rounds"), [(9, 2), (10, 2), (10, 1)])
 def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch, depth, rounds):
@@ -596,8 +601,8 @@ def streaming(*way):
     return as_override(*recipe) | {"weights": "streamed", "weights.resident_blocks": str(staying)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [STREAMED[0], *(pytest.param(way, marks=pytest.mark.slow) for way in STREAMED[1:])])
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", [STREAMED[0], *(pytest.param(way, marks=pytest.mark.matrix) for way in STREAMED[1:])])
 def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(composed, way):
     """Also where some blocks stay. Wrong on purpose: as if one less of them did."""
     rates, recipe = replace(machine(), overhead=0.0), streaming(*way)
@@ -618,13 +623,14 @@ def test_derived_recipes_of_weights_that_stream_are_those_that_are_traced(compos
         assert fewer.weights < 0.99 * itself.weights and fewer.streamed > 1.1 * itself.streamed
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("micro_batches", "policy", "clip", "batches"),
     [
         (8, "offload", "null", (4, 4)),
-        *(pytest.param(2, "offload", clip, (1, 8), marks=pytest.mark.slow) for clip in ("1.0", "null")),
-        pytest.param(5, "every_layer", "null", (1, 8), marks=pytest.mark.slow),
-        pytest.param(3, "selective", "1.0", (1, 8), marks=pytest.mark.slow),
+        *(pytest.param(2, "offload", clip, (1, 8), marks=pytest.mark.matrix) for clip in ("1.0", "null")),
+        pytest.param(5, "every_layer", "null", (1, 8), marks=pytest.mark.matrix),
+        pytest.param(3, "selective", "1.0", (1, 8), marks=pytest.mark.matrix),
     ],
 )
 def test_derived_windows_whose_micro_batches_pass_through_blocks_together_are_those_that_are_traced(
@@ -655,7 +661,7 @@ def test_derived_windows_whose_micro_batches_pass_through_blocks_together_are_th
     assert other.phases["backward"].total < 0.95 * derived.phases["backward"].total
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_device_holds_two_blocks_of_however_many(composed):
     """Weights there are those outside the blocks and two slots, whatever the depth, and those of blocks that stay."""
     recipe = streaming(*STREAMED[0])
@@ -670,7 +676,7 @@ def test_the_device_holds_two_blocks_of_however_many(composed):
     assert stay.streamed == fourteen.streamed - 5 * block
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
     lines = ("optim=adamw", "batch_size=1", "loss=full")
     found = all_of(typed(*lines, "precision=bf16-master")) + all_of(typed(*lines, "precision=bf16"))
@@ -699,7 +705,7 @@ def test_windows_of_weights_that_stream_are_tried_in_both_orders():
     assert orders(*others, "gradient_checkpointing=every_layer") == {(None, "2"), ("by_layer", "2")}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_fits_on_the_device_stays_there():
     """If not all blocks fit, as many as fit stay. Wrong: a recipe that streams beside one that fits."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")

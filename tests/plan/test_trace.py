@@ -51,7 +51,7 @@ def cases():
     for choice in [c for c in parity.CHOICES if c not in COMPILED] + ["optim.in_backward=true"]:
         for model in MODELS:
             slow = model == "gpt2" and choice in ("optim=adamw4bit", "optim=adamw_fp8")
-            yield pytest.param(choice, model, marks=pytest.mark.slow if slow else ())
+            yield pytest.param(choice, model, marks=pytest.mark.matrix if slow else ())
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,9 @@ def test_every_phase_of_a_run_is_predicted(config, fit, full_rows, choice, model
             assert phases[phase].host == found[phase]["host_tensor_bytes"]
 
 
+@pytest.mark.rows("offload-null")
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-@pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
 def test_a_window_whose_micro_batches_pass_through_blocks_together_is_predicted(config, fit, clip, policy):
     """To the byte. Wrong on purpose: a micro-batch less, and each micro-batch by itself."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
@@ -187,6 +188,7 @@ def test_padded_rows_have_no_mask(config):
     assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize(
     ("real", "wrong"),
     [
@@ -214,7 +216,7 @@ def test_a_window_that_asks_for_numbers_is_answered(config):
     assert set(PHASES) <= set(found.phases)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_seventy_billion_parameters_take_no_memory(config):
     """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""
     process.reset_peak_rss()

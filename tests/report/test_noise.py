@@ -72,7 +72,7 @@ def wide(said, columns=80):
     return [line for line in said.split("\n") if len(line) > columns]
 
 
-@pytest.mark.rows("csv")
+@pytest.mark.process
 @pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
 def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder, logger):
     shutil.copytree(text_folder, folder / "text")
@@ -91,7 +91,7 @@ def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder
     assert said.count("\npython train.py ") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_on_a_terminal_of_80_columns_both_bars_stand_whole(folder, text_folder):
     shutil.copytree(text_folder, folder / "text")
     code, said = on_a_terminal(typed(("logger=csv",)), folder)
@@ -118,6 +118,7 @@ def on_a_terminal(command, folder):
     return process.wait(), said.decode()
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("printed", ["wandb: View project", "x" * 81, "[transformers] LOAD REPORT from: x"])
 def test_noise_is_seen(printed):
     assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/model\n", FORMS) == [printed]
@@ -135,6 +136,7 @@ def test_a_bar_of_ten_thousand_steps_and_ten_hours_fits(monkeypatch):
         assert len(shown) <= 79 and shown.endswith(f"left{figures}]")
 
 
+@pytest.mark.process
 def test_a_refusal_is_folded_between_words(folder):
     done = subprocess.run(
         [sys.executable, f"{ROOT}/train.py", "data=text", "data.path=none", "logger=csv", "device=cpu", "plan=off"],

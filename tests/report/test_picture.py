@@ -18,6 +18,11 @@ TITLE += "gradient_checkpointing=selective loss=chunked"
 TYPED = " ".join(f"data.path=/a/folder/with/a/long/name/{i}" for i in range(20))
 
 
+@pytest.fixture
+def no_picture():
+    """Draw them, where every other test leaves a pixel."""
+
+
 def points(size: int = MIB) -> list[Point]:
     levels = [("forward", 1), ("forward", 3), ("backward", 5), ("backward", 2), ("step", 2)]
     return [Point(phase, dict.fromkeys(CATEGORIES, level * size)) for phase, level in levels]
@@ -131,6 +136,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda, on_dri
     assert overlaps(shown.figure) == []
 
 
+@pytest.mark.wrong
 @pytest.mark.rows("phase")
 @pytest.mark.parametrize(
     "spoil",

@@ -111,7 +111,7 @@ def test_show_goes_with_nothing_that_was_trained(config):
         check_values(config("show=1", "evaluate=x"))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_drawn_and_what_is_mixed_is_shown_too(command, text_folder):
     code, said = command("data=random", "show=1", "seq_len=16", base=SMALL)
     assert code == 0 and "drawn and of no text" in said and "16 of 17 tokens learnt" in said

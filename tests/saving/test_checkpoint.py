@@ -27,7 +27,7 @@ def weights_of(run, step):
 WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
     """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
     from lowmem.data.packing import Joined
@@ -51,6 +51,7 @@ def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, mo
     assert all(run == read[0] for run in read[1:])
 
 
+@pytest.mark.wrong
 def test_forgetting_the_position_is_caught(fit, monkeypatch):
     """The deliberately wrong variant: a resume that starts the data over."""
     from lowmem.data.loader import Position
@@ -138,7 +139,7 @@ def test_the_last_two_checkpoints_are_kept(fit):
 TENSORS, EACH = 10, 5_000_000  # 20 MB each
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
@@ -158,7 +159,7 @@ def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
     assert (highest.rise < 0.05 * TENSORS * EACH * 4) != wrong
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @linux
 @pytest.mark.parametrize("let_go", [True, False])
 def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident(tmp_path, let_go):

@@ -172,7 +172,7 @@ def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
         fit(*RUN, folder="poisoned")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
     """It started at random, so it has no base elsewhere."""
     _, divided = fit(*RUN, "adapter=lora", folder="divided")
@@ -184,7 +184,7 @@ def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-7
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("merged", [False, True])
 def test_an_adapter_beside_a_published_base_is_written_alone_or_merged(kept, fit, merged):
     base = ("model=hf", f"model.name={kept / 'model'}", "adapter=lora", f"merge={merged}".lower())

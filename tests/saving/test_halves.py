@@ -40,7 +40,7 @@ def stopped(fit, tmp_path):
     return run, in_halves(run, tmp_path / "halves")
 
 
-slow = pytest.mark.slow
+slow = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,12 @@ def everything(run):
     return saved(complete(run / "checkpoints")[-1]) | load_file(run / "model" / "model.safetensors")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("steps", "deaths"),
     [
         pytest.param(6, [("half a file", 1), ("in a step", PARAMETERS + 5), ("in the export", 0)], id="3 times"),
-        pytest.param(40, moments(20, in_saves=8), id="20 times", marks=pytest.mark.slow),
+        pytest.param(40, moments(20, in_saves=8), id="20 times", marks=pytest.mark.matrix),
     ],
 )
 def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deaths):
@@ -98,11 +99,12 @@ def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deat
     assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("steps", "deaths"),
     [
         pytest.param(4, [("in a step", PARAMETERS + 5), ("half a file", 1), ("in the export", 0)], id="3 times"),
-        pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.slow),
+        pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.matrix),
     ],
 )
 def test_so_it_is_with_a_drive_on_which_the_dead_leave_nothing(fit, life, tmp_path, steps, deaths):
@@ -115,6 +117,8 @@ def test_so_it_is_with_a_drive_on_which_the_dead_leave_nothing(fit, life, tmp_pa
     assert not list(drive.iterdir())
 
 
+@pytest.mark.process
+@pytest.mark.wrong
 def test_a_writer_without_the_final_rename_is_caught(life):
     folder, live = life
     assert live(("half a file", 1), renames=False) == -signal.SIGKILL

@@ -44,7 +44,7 @@ def highest(work):
 
 
 @linux
-@pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.slow) for w in WRONG)])
+@pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.matrix) for w in WRONG)])
 @in_a_new_process
 def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong, monkeypatch):
     """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
@@ -111,7 +111,7 @@ print(max(peak, anonymous()) - before)
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("wrong", ["", "wrong"])
 @pytest.mark.parametrize("held", ["halves", "at random"])
 def test_from_files_into_its_homes_a_model_is_in_memory_once(tmp_path, held, wrong):

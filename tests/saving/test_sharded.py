@@ -61,6 +61,7 @@ def test_what_any_number_of_processes_wrote_any_other_number_reads(tmp_path, siz
                     assert same_bits(part.to_local(), expected.to_local()), (name, rank, count)
 
 
+@pytest.mark.wrong
 def test_a_piece_in_another_place_is_seen(tmp_path):
     """The deliberately wrong variant of the test above: an index that has exchanged the places of two equal pieces."""
     whole = {"matrix": torch.randn(8, 3)}
@@ -226,7 +227,6 @@ def test_an_index_that_runs_code_is_not_read(tmp_path):
 COUNT, EACH = 10, 2_000_000  # 8 MB each
 
 
-@pytest.mark.rows("True")
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process

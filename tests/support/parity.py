@@ -101,7 +101,7 @@ WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
 def shipped_but(*names: str) -> tuple[str, ...]:
-    """For `slow_rows`: a technique that somebody adds is none of these, so that `make test` runs its rows."""
+    """For `matrix_rows`: a technique that somebody adds is none of these, so that `make test` runs its rows."""
     return tuple(one for one in SHIPPED if one not in names)
 
 

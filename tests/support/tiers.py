@@ -1,14 +1,22 @@
-"""Sorts the tests into tiers: `make test` runs every seam once, `make test-all` every row of every matrix.
+"""Sorts the tests into tiers by what they prove.
 
-A test that takes long and has a smaller sibling is marked `slow`. Most rows of a matrix repeat what another row has
-shown about the seam: `rows` names those that `make test` runs, `slow_rows` those that it leaves to `make test-all`.
-`--shard=2/4` runs a quarter of whatever else is chosen, always the same one, so that four runs make a whole.
+A test's marks say what it is: `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of them is a `unit`.
+`seam` says that a `process`, say, is the one that shows its seam. `rows` does so for a parametrized test: the rows that
+it names are `seam`, the others `matrix`; `matrix_rows` names the others. `make test` runs units and seams, and
+`make test-all` everything. `--shard=2/4` runs the second quarter of the chosen tests; four quarters are all of them.
+
+A Python process takes seconds, so only a test with the mark may start one.
 """
 
+import sys
 from fnmatch import fnmatchcase
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from zlib import crc32
 
 import pytest
+
+PURPOSES = ("matrix", "wrong", "docs", "process", "gpu")
 
 
 def pytest_addoption(parser):
@@ -16,20 +24,24 @@ def pytest_addoption(parser):
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Reads "2/4" as (2, 4)."""
+    """Read "2/4" as (2, 4)."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"--shard={text} is no part of a whole. Type --shard=2/4 for the second of four parts.")
+        raise pytest.UsageError(
+            f"--shard={text} is not a part of a whole. Type --shard=2/4 for the second of four parts."
+        )
     return int(number), int(count)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself reads `-m "not slow"`
+@pytest.hookimpl(tryfirst=True)  # before pytest itself reads `-m`
 def pytest_collection_modifyitems(config, items):
     if not any("::" in argument for argument in config.args):  # else only some rows of a matrix have been collected
-        check_names(items)
+        check_rows(items)
     for item in items:
-        if has_row(item) and not is_fast(item):
-            item.add_marker(pytest.mark.slow)
+        if "processes" in item.fixturenames:
+            item.add_marker("process")
+        if mark := mark_of(item):
+            item.add_marker(mark)
     number, count = config.getoption("shard")
     others = [item for item in items if crc32(item.nodeid.encode()) % count != number - 1]
     if others:
@@ -37,24 +49,28 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(others)]
 
 
+def mark_of(item) -> str | None:
+    """Return the mark that follows from a test's own marks, if any does."""
+    if has_row(item):
+        named = [is_named(item, mark) for mark in item.iter_markers("rows")]
+        left_out = [is_named(item, mark) for mark in item.iter_markers("matrix_rows")]
+        if named or left_out:
+            return "seam" if all(named) and not any(left_out) else "matrix"
+    return None if any(item.get_closest_marker(name) for name in PURPOSES) else "unit"
+
+
 def has_row(item) -> bool:
     return hasattr(item, "callspec")
 
 
-def is_fast(item) -> bool:
-    named = [is_named(item, mark) for mark in item.iter_markers("rows")]
-    left_out = [is_named(item, mark) for mark in item.iter_markers("slow_rows")]
-    return all(named) and not any(left_out)
-
-
 def is_named(item, mark) -> bool:
-    """Compares the patterns with the row's id and with each of its values that is text."""
+    """Compare the patterns with the row's id and with each of its values that is text."""
     names = (item.callspec.id, *(value for value in item.callspec.params.values() if isinstance(value, str)))
     return any(fnmatchcase(name, pattern) for name in names for pattern in mark.args)
 
 
-def check_names(items) -> None:
-    """Refuses `rows` that name no row, or a matrix would silently lose its fast rows when one is renamed."""
+def check_rows(items) -> None:
+    """Refuse `rows` that name no row: a matrix would lose its seam without a word when a row is renamed."""
     found: dict[str, bool] = {}
     for item in filter(has_row, items):
         for mark in item.iter_markers("rows"):
@@ -62,3 +78,30 @@ def check_names(items) -> None:
             found[test] = found.get(test, False) or is_named(item, mark)
     if lost := [test for test, any_row in found.items() if not any_row]:
         raise pytest.UsageError(f"rows(...) of {', '.join(lost)} names none of its rows: `make test` would skip it.")
+
+
+running = []  # the test that runs
+
+
+def pytest_configure(config):
+    """Make a test without the mark `process` or `docs` fail where it starts a Python process or a shell."""
+    sys.addaudithook(refuse_command)
+    start = BaseProcess.start
+    BaseProcess.start = lambda process: (refuse(), start(process))[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    running.append(item)
+    yield
+    running.clear()
+
+
+def refuse_command(event, arguments) -> None:
+    if event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith(("python", "bash")):
+        refuse()  # but not for a compiler, or git
+
+
+def refuse() -> None:
+    if running and not any(running[0].get_closest_marker(name) for name in ("process", "docs")):
+        raise RuntimeError(f"{running[0].nodeid} starts a process. Mark it @pytest.mark.process.")

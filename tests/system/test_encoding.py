@@ -30,6 +30,7 @@ def test_every_text_file_has_an_encoding():
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize(
     ("call", "binary"),
     [

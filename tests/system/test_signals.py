@@ -141,7 +141,8 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
         goes_on(start, run, folder, whole)
 
 
-@pytest.mark.slow_rows("evaluation-*")
+@pytest.mark.rows("step-SIGHUP")
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("phase", "name"),
     [
@@ -155,26 +156,29 @@ def test_a_signal_ends_a_run_and_nothing_is_lost(start, whole, tmp_path, phase, 
     ends_well(start, whole, tmp_path, phase, name)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("phase", told.PHASES)
 def test_every_signal_in_every_phase(start, whole, tmp_path, phase, name):
     ends_well(start, whole, tmp_path, phase, name)
 
 
-@pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.slow), "step"])
+@pytest.mark.process
+@pytest.mark.wrong
+@pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.matrix), "step"])
 def test_a_handler_that_is_not_installed_is_caught(start, whole, tmp_path, phase):
     with pytest.raises(AssertionError):
         ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "phase",
     [
         "step",
-        pytest.param("evaluation", marks=pytest.mark.slow),
-        pytest.param("save", marks=pytest.mark.slow),
-        pytest.param("sampling", marks=pytest.mark.slow),
+        pytest.param("evaluation", marks=pytest.mark.matrix),
+        pytest.param("save", marks=pytest.mark.matrix),
+        pytest.param("sampling", marks=pytest.mark.matrix),
     ],
 )
 def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, phase):
@@ -185,7 +189,7 @@ def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, ph
     assert drafts(tmp_path) == [] and "Traceback" not in process.said.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
     """As `timeout` sends it, to the process and to its group."""
     process = start("step", f"hydra.run.dir={tmp_path}/run")
@@ -206,6 +210,7 @@ def test_what_was_ignored_stays_ignored():
     assert ended.value.code == 143 and signals.ending(RuntimeError()) is None
 
 
+@pytest.mark.wrong
 def test_a_signal_that_became_another_error_is_found():
     """torch's writer makes a RuntimeError of it."""
     try:

@@ -90,6 +90,7 @@ def mean_of_means(self, window, index):
 RIGHT = CausalLM.training_step
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
 def test_a_wrong_variant_is_caught(trained, wrong, monkeypatch):
     big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
@@ -196,7 +197,7 @@ def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_schedule_is_typed_as_the_yaml_says(command, tmp_path):
     code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
     assert code == 0, said

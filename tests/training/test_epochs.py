@@ -51,7 +51,7 @@ def test_an_epoch_has_as_many_steps_whatever_batch_size_auto_finds(config):
     assert len({build.open_texts(run).steps_in(run) for run in runs}) == 1
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.slow), ("show=1",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)])
 def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     """Epochs are counted on the rows that are trained on: files are read and tokens are made for the run alone."""
     opened, open_source = [], StoredSource.opened

@@ -63,7 +63,7 @@ def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process

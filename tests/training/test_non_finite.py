@@ -46,7 +46,7 @@ def broken(monkeypatch):
 GRADIENT = "transformer.h.1.mlp.c_fc.weight"
 
 
-@pytest.mark.parametrize("lines", [(), EARLY, *(pytest.param(more, marks=pytest.mark.slow) for more in OTHER)])
+@pytest.mark.parametrize("lines", [(), EARLY, *(pytest.param(more, marks=pytest.mark.matrix) for more in OTHER)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path, lines, what):
     broken(what, {3})
@@ -82,7 +82,7 @@ def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monke
 
 
 @pytest.mark.rows("loss-32", "transformer*-bf16-master")
-@pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypatch, precision, what):
     """The weights are those of a run that never saw the window."""
@@ -116,6 +116,7 @@ def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypat
     assert same(last(run)["state_dict"], last(other)["state_dict"])
 
 
+@pytest.mark.wrong
 def test_not_to_look_is_caught(fit, broken, monkeypatch):
     """The deliberately wrong variant: it goes on with weights that are not finite."""
     broken(GRADIENT, {2})

@@ -88,6 +88,7 @@ def second_model(run):
     return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
 
 
+@pytest.mark.rows("padded")
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
 def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
     fit_run(preferring(*lines, "max_steps=100"), tmp_path / "run")
@@ -116,6 +117,7 @@ def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_pat
     assert not np.isnan(stored).any() and not np.allclose(stored[:, 0], stored[:, 1])
 
 
+@pytest.mark.rows("loss=kto")
 @BOTH
 def test_weights_that_stream_give_the_same_bits(preferring, tmp_path, loss):
     resident = stored_by(preferring, tmp_path, loss, *STREAMED[1:])
@@ -131,6 +133,7 @@ def test_weights_that_stream_give_the_same_bits(preferring, tmp_path, loss):
     assert not np.array_equal(resident[known], fp32[known])
 
 
+@pytest.mark.matrix
 def test_an_adapter_is_compared_with_its_base(preferring, tmp_path, computed):
     """The numbers are those of the model without it, and adapters of other sizes share them."""
     plain = stored_by(preferring, tmp_path)
@@ -152,9 +155,10 @@ def test_only_what_is_read_is_computed_and_a_second_run_computes_nothing(preferr
     assert computed() == 4
 
 
+@pytest.mark.rows("killed")
 @pytest.mark.parametrize(
     ("killed", "lines"),
-    [(True, ()), (False, ()), pytest.param(True, STREAMED, marks=pytest.mark.slow)],
+    [(True, ()), (False, ()), pytest.param(True, STREAMED, marks=pytest.mark.matrix)],
     ids=["killed", "interrupted", "streamed"],
 )
 def test_a_pass_that_ended_early_goes_on(preferring, tmp_path, computed, monkeypatch, killed, lines):
@@ -183,6 +187,7 @@ def test_a_pass_that_ended_early_goes_on(preferring, tmp_path, computed, monkeyp
     assert np.array_equal(numbers(tmp_path, "train"), whole)
 
 
+@pytest.mark.matrix
 def test_two_runs_keep_what_the_other_has_stored(preferring, tmp_path):
     """The one that is behind writes last."""
     fit_run(preferring("max_steps=20"), tmp_path / "run")
@@ -207,6 +212,7 @@ def test_a_cache_that_cannot_be_written_to_is_noticed_before_the_pass(preferring
         fit_run(preferring(), tmp_path / "run")
 
 
+@pytest.mark.matrix
 def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     before = computed()
@@ -218,6 +224,7 @@ def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
     assert computed() == before
 
 
+@pytest.mark.matrix
 def test_a_damaged_file_is_written_again(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     before = computed()
@@ -227,6 +234,7 @@ def test_a_damaged_file_is_written_again(preferring, tmp_path, computed):
     assert computed() == before
 
 
+@pytest.mark.rows("loss=dpo")
 @BOTH
 def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss):
     """The numbers that it still lacks, and all of them without the cache, are those of the model at its start."""

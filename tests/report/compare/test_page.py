@@ -165,6 +165,7 @@ def test_fifty_runs_of_long_names_are_legible(chromium, fifty, width):
         assert chromium.run(FAULTS) == []
 
 
+@pytest.mark.wrong
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("wrong", [ON_AN_AXIS, AT_THE_DOTS, IN_THE_TABLE], ids=["axis", "dots", "table"])
@@ -175,6 +176,7 @@ def test_whole_names_would_be_found(chromium, fifty, width, wrong):
     assert len(chromium.run(FAULTS)) > 5
 
 
+@pytest.mark.wrong
 @needs_a_browser
 def test_a_phone_that_got_the_page_of_a_desk_would_be_found(chromium, fifty):
     page = fifty / "comparison.html"

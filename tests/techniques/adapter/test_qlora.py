@@ -150,7 +150,7 @@ def test_a_run_is_predicted(config, fit, precision, checkpointing):
     assert far_off(config, folder, lines, "lora")  # wrong: its base is not in 4 bits
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     """Whose weights are buffers: blocks are counted with them."""
 
@@ -176,7 +176,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
     assert itself.weights < 0.6 * lora.weights
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_what_is_merged_grows_on_the_host(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)

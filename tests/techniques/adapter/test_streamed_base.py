@@ -49,13 +49,13 @@ def test_a_base_in_4_bits_that_streams_has_the_bits_of_one_that_stays(config, mo
     assert is_same(config, model, policy, slots, precision, order)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "precision", "order"), MATRIX)
 def test_so_it_has_in_every_combination(config, model, policy, slots, precision, order):
     assert is_same(config, model, policy, slots, precision, order)
 
 
-@pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.matrix)])
 def test_so_it_has_where_copies_are_late_and_the_host_steps_in_another_thread(config, monkeypatch, adapter):
     """Wrong on purpose: a device that does not wait for them."""
     asked = arguments("llama", adapter=adapter, clip="off")
@@ -121,6 +121,7 @@ print(highest.rise, sum(buffer.nbytes for buffer in network.buffers()))
 """
 
 
+@pytest.mark.process
 @linux
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_base_is_packed_from_the_pages_of_its_files_one_matrix_after_the_other(tmp_path, dtype):
@@ -140,7 +141,7 @@ def test_a_base_is_packed_from_the_pages_of_its_files_one_matrix_after_the_other
 # --- large layers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_so_it_has_where_a_matrix_has_more_than_165_mib(config):
     """From there on bitsandbytes' own layer computes wrong gradients if blocks take turns in three slots: its backward
     keeps the packed matrix that forward saw."""

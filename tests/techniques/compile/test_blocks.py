@@ -70,7 +70,7 @@ def test_blocks_of_any_architecture_compile_to_one_graph_with_the_gradients_of_e
     assert apart(found[0], gradients(shaped(model_type))) < PARTITIONED
 
 
-@pytest.mark.rows("0.3-*")
+@pytest.mark.rows("0.3-every_k", "0.3-offload")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compiled_blocks_that_are_computed_again_have_the_same_bits(policy, dropout):
@@ -80,6 +80,7 @@ def test_compiled_blocks_that_are_computed_again_have_the_same_bits(policy, drop
     assert graphs() == 2  # one of each model
 
 
+@pytest.mark.wrong
 def test_forgetting_the_random_state_is_caught(monkeypatch):
     """The deliberately wrong variant: the repetition draws other dropout masks."""
     kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
@@ -113,7 +114,7 @@ def test_a_block_that_branches_on_its_numbers_is_refused():
         model(torch.ones(3, requires_grad=True))
 
 
-@pytest.mark.rows("offload-by_layer", "every_layer-by_micro_batch")
+@pytest.mark.rows("offload-by_layer")
 @pytest.mark.parametrize("order", ["by_micro_batch", "by_layer"])
 @pytest.mark.parametrize("policy", ["every_layer", "offload", "sqrt"])
 def test_weights_stream_into_compiled_blocks(config, policy, order):
@@ -126,7 +127,8 @@ def test_weights_stream_into_compiled_blocks(config, policy, order):
     assert graphs() <= 2 * 3  # full windows and the short one
 
 
-@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.matrix), "qlora"])
 def test_blocks_with_an_adapter_compile(config, adapter):
     arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")
     eager = trained(config, ["weights=resident"], "llama", arguments)
@@ -135,7 +137,7 @@ def test_blocks_with_an_adapter_compile(config, adapter):
     assert quick.losses == pytest.approx(eager.losses, rel=GENERATED)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES)
 def test_generated_code_rounds_a_little_differently(policy):
     model = compiled(network("llama", num_hidden_layers=4), POLICIES[policy], "inductor")

@@ -56,7 +56,9 @@ def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, ba
         )
 
 
-@pytest.mark.parametrize("model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.slow) for s in SHAPES])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.matrix) for s in SHAPES]
+)
 def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type, batch):
     kept = gradients(shaped(model_type), batch)
     model = shaped(model_type)
@@ -67,13 +69,14 @@ def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently
     assert error < PARTITIONED
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_budget_through_inductor(fit):
     plain, _ = fit("seq_len=32")
     budget, _ = fit("seq_len=32", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.1", folder="b")
     assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
 
 
+@pytest.mark.wrong
 def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
     """The deliberately wrong variant: the repetition draws other dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
@@ -149,7 +152,7 @@ def block_peak(apply, layers):
     return peak(model, lambda: losses.full(model, MicroBatch(ids, ids))) / BOUNDARY
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
     depths = (4, 16, 64)
     kept, every, root, away = (

@@ -87,6 +87,7 @@ def ignored_positions_counted(monkeypatch):
 WRONG = a_tile_left_out, labels_of_other_tiles_counted, ignored_positions_counted
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_loss_is_caught(wrong, batch, monkeypatch):
     model = network()

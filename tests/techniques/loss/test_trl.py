@@ -332,7 +332,7 @@ def course(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_are_those_of_trl(name, course):
     case = CASES[name]
@@ -341,7 +341,7 @@ def test_twenty_steps_are_those_of_trl(name, course):
     assert max(found.apart(course(name))) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_another_beta_is_not(name, course):
     case = CASES[name]
@@ -349,7 +349,7 @@ def test_another_beta_is_not(name, course):
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
 def test_exchanged_answers_are_not(name, course):
     exchanged = [Pair(prompt, rejected, chosen) for prompt, chosen, rejected in pairs()]
@@ -357,13 +357,13 @@ def test_exchanged_answers_are_not(name, course):
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 def test_exchanged_ratings_are_not(course):
     wrong = ours([rated._replace(label=not rated.label) for rated in ratings()], *CASES["kto"].ours)
     assert min(wrong.apart(course("kto"))) > 1000 * TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 def test_kto_without_z_is_not(course, monkeypatch):
     monkeypatch.setattr(KTO, "prepare", lambda self, ahead: None)
     wrong = ours(ratings(), *CASES["kto"].ours)

@@ -194,7 +194,7 @@ def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch)
     assert scratch(shape) < allowed / 4
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @in_a_new_process
 def test_the_process_grows_by_no_more(monkeypatch):
     """The tracker does not see this: pieces of 4 MiB, allocated anew with small tensors kept between them, left holes

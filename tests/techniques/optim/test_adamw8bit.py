@@ -92,6 +92,7 @@ def test_no_element_explodes_because_its_second_moment_was_rounded_to_zero(way):
     assert longest_step() < LONGEST
 
 
+@pytest.mark.wrong
 def test_codes_of_zero_are_caught(monkeypatch):
     """The deliberately wrong variant: a second moment may be 0."""
     monkeypatch.setattr(adamw8bit, "library", lambda source: None)
@@ -276,6 +277,7 @@ def test_halves_are_stepped_with_the_bits_of_whole_weights(n, dtype, way):
         ]
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_a_lower_half_that_is_lost_between_two_steps_is_seen(way):
     """The deliberately wrong variant: as if the 16-bit weights were stepped themselves."""
@@ -300,6 +302,7 @@ def test_a_step_of_no_length_leaves_every_bit_of_both_halves(way):
     assert unmoved(wide[wide.isfinite()])
 
 
+@pytest.mark.wrong
 @needs_compiler
 def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_path):
     """The deliberately wrong variant, compiled."""

@@ -109,12 +109,14 @@ def test_the_pass_has_the_bits_of_its_operators(make, optim, dtype, decay):
     assert deviating(make, optim, dtype, decay) == set()
 
 
+@pytest.mark.wrong
 @needs_compiler
 def test_a_code_of_zero_is_caught(make):
     """The deliberately wrong variant: the nearest code of a tiny second moment is zero's."""
     assert {"weights", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0, floor=0)
 
 
+@pytest.mark.wrong
 @needs_compiler
 def test_the_codes_of_bitsandbytes_own_operators_are_caught(make, as_bitsandbytes_does):
     as_bitsandbytes_does()

@@ -15,7 +15,7 @@ from parity import COMPILED as COMPILED_CHOICES
 
 OPTIMIZERS = list(techniques("optim"))
 COMPILED = [choice.removeprefix("optim=") for choice in COMPILED_CHOICES]
-EACH = [pytest.param(o, marks=pytest.mark.slow) if o in COMPILED else o for o in OPTIMIZERS]
+EACH = [pytest.param(o, marks=pytest.mark.matrix) if o in COMPILED else o for o in OPTIMIZERS]
 
 
 def stepped(config, optim, shape=(1024, 1024), *overrides, steps=1):
@@ -71,6 +71,7 @@ def test_muons_first_step_of_all_matrices_of_the_default_model(config):
     assert 0.75e-3 < rms(torch.cat(changes)) < 0.91e-3
 
 
+@pytest.mark.wrong
 def test_torchs_own_rule_for_muon_is_caught(config, monkeypatch):
     """The deliberately wrong variant: RMS 0.2, which matches AdamW's later steps but not what `lr` says."""
     from lowmem.techniques.optim import muon
@@ -124,6 +125,7 @@ def test_decay_is_decoupled(config, optim):
     torch.testing.assert_close(model.weight.detach(), before * (1 - 0.005), rtol=1e-6, atol=0)
 
 
+@pytest.mark.wrong
 def test_an_l2_decay_is_caught(config):
     """The deliberately wrong variant: Adam with L2 moves a whole step of lr."""
     model = nn.Linear(64, 64, bias=False)

@@ -36,7 +36,7 @@ def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
         assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -46,7 +46,7 @@ def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(config,
         assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(c, marks=pytest.mark.slow) for c in CHECKPOINTINGS])
+@pytest.mark.parametrize("checkpointing", [pytest.param(c, marks=pytest.mark.matrix) for c in CHECKPOINTINGS])
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_the_naive_loop_with_every_checkpointing(config, precision, clip, checkpointing):
@@ -174,6 +174,7 @@ def summed_in_16_bits(monkeypatch):
     monkeypatch.setattr(host_weight.HostWeight, "add", wrong)
 
 
+@pytest.mark.wrong
 @pytest.mark.rows("one_gradient*", "clipped*")
 @pytest.mark.parametrize(
     "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]

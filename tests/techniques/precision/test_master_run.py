@@ -163,7 +163,7 @@ def test_an_evaluation_uses_the_16_bit_weights(fit, monkeypatch):
     assert dtypes == {torch.float16}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_stays_beside_that_of_fp32(fit, precision):
     """In 60 steps it falls from 5.7 to below 3.5; the roundings of a forward pass in bf16 are 0.4 % of each product."""

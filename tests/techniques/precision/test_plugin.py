@@ -94,6 +94,7 @@ def test_fused_adamw_sees_and_clips_true_gradients_under_fp16(trained, batches):
     assert (fused - unfused).norm() / unfused.norm() < ADAMW_REORDERED
 
 
+@pytest.mark.wrong
 def test_clipping_before_unscaling_is_caught(trained, monkeypatch):
     """The deliberately wrong variant: gradients are clipped while still scaled, so nearly nothing is left."""
     right = Norms()

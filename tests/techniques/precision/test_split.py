@@ -56,7 +56,7 @@ def test_a_sample_and_all_that_is_special_come_back_to_the_bit():
     assert exact(sample())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_all_2_to_the_32_come_back_to_the_bit():
     for start in range(-(1 << 31), 1 << 31, AT_ONCE):
         assert exact(floats(start, AT_ONCE)), hex(start)

@@ -188,6 +188,7 @@ def test_no_pass_of_a_run_multiplies_16_bits(fit, without_units, below, name):
     assert all(found == [{torch.float32}] for _, found in seen)
 
 
+@pytest.mark.wrong
 def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatch):
     """The deliberately wrong variant."""
     backward = CausalLM.manual_backward
@@ -204,7 +205,7 @@ def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatc
     assert aten._scaled_dot_product_flash_attention_for_cpu not in slow
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_compiled_blocks_stay_compiled_and_are_widened_too(fit, without_units, below):
     from torch._dynamo.utils import counters
 

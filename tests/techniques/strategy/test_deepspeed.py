@@ -23,7 +23,7 @@ def differs():
     return zero.results()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("engine", zero.ENGINES)
 @pytest.mark.parametrize("case", [case for case in zero.CASES if not case.startswith("wrong")])
 def test_two_processes_train_what_one_does_on_the_rows_of_both(differs, engine, case):
@@ -33,13 +33,13 @@ def test_two_processes_train_what_one_does_on_the_rows_of_both(differs, engine, 
     assert found["engine"] == 0.0  # it computes with what was stepped
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 @pytest.mark.parametrize("engine", zero.ENGINES)
 def test_gradients_that_are_a_mean_over_processes_are_seen(differs, engine):
     assert differs[engine]["wrong factor"]["gradients"] > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("engine", zero.ENGINES)
 @pytest.mark.parametrize("case", ["sgd", "frozen"])
 def test_each_process_holds_half_of_what_is_stepped_and_of_zero3_no_weight_stays_gathered(differs, engine, case):
@@ -48,7 +48,7 @@ def test_each_process_holds_half_of_what_is_stepped_and_of_zero3_no_weight_stays
     assert (found["gathered"] == 0) == engine.startswith("zero3")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("engine", zero.ENGINES)
 def test_what_is_loaded_into_the_parts_is_what_is_computed_with(differs, engine):
     assert differs[engine]["sgd"]["written"] == 0.0

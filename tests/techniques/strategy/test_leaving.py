@@ -28,25 +28,26 @@ def rounds(number: int, limit: int) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_hundred_rounds_end_and_leave_no_threads():
     first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
     assert last == first
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_thousand_rounds_end():
     assert "2000 rounds" in rounds(2000, limit=600)
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.wrong
 def test_two_thousand_rounds_in_the_wrong_order_stand_still():
     """Shows that the loop above can fail: after 20 to 300 rounds, one that destroys its group first stands still."""
     done = run_rounds(2000, 600, "--wrong")
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ten_runs_of_two_ranks_end(processes, tmp_path):
     for number in range(10):
         assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
@@ -96,6 +97,7 @@ def test_the_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypa
     assert not at_the_end(releases=True) and not kept
 
 
+@pytest.mark.wrong
 def test_one_that_is_not_released_is_found_out(at_the_end):
     """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
     assert at_the_end(releases=False)

@@ -95,7 +95,9 @@ def expected(ranks, whole):
     return parts | dict(whole.named_buffers(remove_duplicate=False))
 
 
-@pytest.mark.parametrize("case", [one if one in SHORT else pytest.param(one, marks=pytest.mark.slow) for one in CASES])
+@pytest.mark.parametrize(
+    "case", [one if one in SHORT else pytest.param(one, marks=pytest.mark.matrix) for one in CASES]
+)
 def test_each_rank_has_its_parts_of_what_one_process_builds(config, monkeypatch, case):
     typed = CASES[case]
     cfg = config(*typed)
@@ -214,7 +216,7 @@ def test_rank_0_has_its_shards_and_one_tensor_beside_the_files_pages(config, mon
     assert narrower or memory.rise > full
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.matrix)])
 def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, case):
     """They are what the engine makes if every rank has the values."""
     even = "model.architecture.vocab_size=302"  # embedding and head are divided, too

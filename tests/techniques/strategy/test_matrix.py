@@ -13,12 +13,12 @@ from matrix import CLIP, FP32, IN_BLOCKS, OF_PARTS, STRATEGIES, WINDOWS, feature
 from pair import PLAIN, Case, Failed, Fitted, Ranks, alone, apart, composed
 from same import same
 
-# Of each strategy those that are run each time: what its engine does by itself with gradients, and who skips a step.
-ALWAYS = {
-    "ddp": ("clip and clip_value", "16-true, an overflow on one rank"),
-    "fsdp": ("clip and clip_value", "16-true, an overflow on one rank", "loss=chunked"),
-    "tensor_parallel": ("clip and clip_value",),
-    "pipeline": ("clip and clip_value",),
+# The seam of each strategy: what its engine does by itself with gradients, and who skips a step.
+SEAM = {
+    "ddp": "16-true, an overflow on one rank",
+    "fsdp": "clip and clip_value",
+    "tensor_parallel": "clip and clip_value",
+    "pipeline": "clip and clip_value",
 }
 # What a strategy refuses about a model that it divides, when it does. What a config tells, `refusals.py` has.
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
@@ -55,11 +55,11 @@ def every():
         for name in features(Path()):
             if strategy in WHOLE and name == OF_PARTS:
                 continue
-            slow = () if name in ALWAYS.get(strategy, ()) else pytest.mark.slow
-            yield pytest.param(strategy, name, marks=slow, id=f"{strategy}, {name}")
+            mark = pytest.mark.seam if name == SEAM.get(strategy) else pytest.mark.matrix
+            yield pytest.param(strategy, name, marks=mark, id=f"{strategy}, {name}")
 
 
-@pytest.mark.parametrize(("strategy", "name"), every())
+@pytest.mark.parametrize(("strategy", "name"), list(every()))
 def test_they_train_what_one_does_on_the_joint_batch(ranks, folder, strategy, name):
     case, bands = features(folder)[name]
     case = typed(case, strategy)
@@ -90,9 +90,10 @@ WRONG = (
 )
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize(
     ("strategy", "name", "mistake"),
-    [pytest.param(*one, marks=() if number in (0, 5) else pytest.mark.slow) for number, one in enumerate(WRONG)],
+    [pytest.param(*one, marks=() if number in (0, 5) else pytest.mark.matrix) for number, one in enumerate(WRONG)],
 )
 def test_a_mistake_shows(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
@@ -109,7 +110,7 @@ PAIRED = ("loss=dpo", "loss.columns=64", "loss.beta=0.5", "data=preference", "da
 RATED = ("loss=kto", "loss.columns=64", "loss.beta=0.5", "data=preference", "data.path=x")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel"])
 def test_pairs_are_divided_over_devices_and_their_loss_is_that_of_one(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *PAIRED)), strategy)
@@ -121,7 +122,7 @@ def test_pairs_are_divided_over_devices_and_their_loss_is_that_of_one(ranks, str
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor_parallel"))]
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "tensor_parallel"))]
 )
 def test_rated_answers_of_all_devices_have_one_z(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *RATED)), strategy)
@@ -133,7 +134,7 @@ def test_rated_answers_of_all_devices_have_one_z(ranks, strategy):
         assert any(found[what] > 3 * band for what, band in FP32.items()), found
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 def test_a_rank_that_skips_alone_shows(ranks, folder):
     case, _ = features(folder)[OF_PARTS]
     case = replace(typed(case, "fsdp"), wrong="local norm")
@@ -142,7 +143,7 @@ def test_a_rank_that_skips_alone_shows(ranks, folder):
         apart(ranks(case), alone(case))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_rank_that_does_not_come_is_not_waited_for(ranks, folder, monkeypatch):
     case, _ = features(folder)["clip"]
     monkeypatch.setattr(pair, "LIMIT", 4)
@@ -164,7 +165,7 @@ def test_under_ddp_gradients_are_sent_once_per_window(ranks, folder):
     assert seen[1][-1] == {"allreduce": 2}
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("fsdp", 1 / 2), pytest.param("ddp", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("strategy", "share"), [("fsdp", 1 / 2), pytest.param("ddp", 1, marks=pytest.mark.matrix)])
 def test_each_holds_its_share(ranks, folder, strategy, share):
     case = features(folder)["clip and clip_value"][0]
     whole = alone(typed(case, strategy))["bytes"]
@@ -174,7 +175,7 @@ def test_each_holds_its_share(ranks, folder, strategy, share):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy):
     """With dropout, which each rank goes on drawing where it stopped."""
@@ -191,7 +192,7 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy)
     assert not same(weights, ended("anew", f"resume={half}", drawn_anew=True)[1])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_loss_that_reads_the_head_itself_is_evaluated_too(ranks, small, tmp_path):
     lines = (*small, "loss=chunked", "loss.rows=7", "val_every=2", "logger=none", "sample_tokens=3")
     one = pair.fitted(Fitted(lines, str(tmp_path / "one")))["val_loss"]

@@ -39,7 +39,7 @@ CASES = {
 
 ALWAYS = ("llama", "gpt2", "lora", "tiled")  # of the right ones, those that are computed each time
 RIGHT = [
-    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix)
     for name in CASES
     if not name.startswith("wrong")
 ]
@@ -95,35 +95,36 @@ def test_what_was_divided_is_put_together_to_the_bit(figures, case):
     assert figures[case]["conversion"] == 0.0 and figures[case]["parts"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_tied_embedding_stays_tied(figures):
     assert figures["qwen3"]["tied"] and not figures["llama"]["tied"]
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("phi3", marks=pytest.mark.slow)]
+    "case", ["llama", pytest.param("qwen3", marks=pytest.mark.matrix), pytest.param("phi3", marks=pytest.mark.matrix)]
 )
 def test_each_rank_has_half(figures, case):
     assert 0.5 < figures[case]["share"] < 0.52  # norms are whole
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_vocabulary_that_does_not_divide_leaves_embedding_and_head_whole(figures):
     assert figures["odd vocabulary"]["share"] > 0.55
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.matrix)])
 def test_each_block_adds_twice_forward_and_twice_backward(figures, case):
     """Layers that read the same tensor add their gradients before the ranks do. Beside blocks: the embedding's rows,
     and of the head its logits and the gradient of what enters it."""
     assert figures[case]["collectives"] == 2 * (2 + 2) + 3
 
 
+@pytest.mark.wrong
 def test_a_norm_in_which_a_part_counts_twice_is_seen(figures):
     assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times what the right one may be off
 
 
-@pytest.mark.slow
+@pytest.mark.wrong
 def test_other_wrong_variants_are_seen(figures):
     assert figures["wrong heads"]["loss"] > 1e-3
     assert figures["wrong sum"]["gradients"] > 1e-6
@@ -188,7 +189,7 @@ def test_a_mesh_that_does_not_multiply_out_is_refused():
             FullyShardTensorParallel.data_ranks(devices, tensor_parallel_size=size)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_mesh_of_two_dimensions_is_one_process_too(processes, tmp_path):
     """Two groups of two, with other rows each."""
     kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}

@@ -63,7 +63,7 @@ def test_windows_by_layer_have_the_bits_of_other_windows(config, model, policy, 
     assert precision == "bf16-master" or by_layer.skipped > 0
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
 def test_so_they_have_in_every_combination(config, model, policy, loss, slots, precision):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
@@ -79,14 +79,14 @@ def test_so_have_windows_of_any_size(config, micro_batches, clip, optim):
     is_same(config, lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim), "gpt2")
 
 
-@pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.matrix)])
 def test_so_have_windows_of_different_sizes(config, clip):
     arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
     arguments[3] = "by_step"
     is_same(config, arguments, "llama")
 
 
-@pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.slow), "rounded"])
+@pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
 def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_masters(config, case):
     more, weights = {
         "stays": ([], [*BY_LAYER, "weights.resident_blocks=2"]),
@@ -97,7 +97,7 @@ def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_ma
     assert trained(config, weights, "llama", arguments).same(trained(config, ONE_BY_ONE, "llama", arguments))
 
 
-@pytest.mark.parametrize("policy", ["offload", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["offload", pytest.param("selective", marks=pytest.mark.matrix)])
 def test_copies_that_are_late_by_a_random_time_change_nothing(config, policy):
     arguments = lines("llama", "loss=chunked", "max_steps=2", policy=policy, clip="off")
     is_same(config, arguments, "llama", lane=LateLane(seed=1))
@@ -224,8 +224,8 @@ def test_with_early_steps_the_host_needs_no_sums_of_blocks(config, weights, hold
     [
         (2, True, ("gpt2", {"clip": "off"})),
         (3, False, ("llama", {"policy": "offload"})),
-        pytest.param(2, False, ("qwen3_moe", {"precision": "16-master"}), marks=pytest.mark.slow),
-        pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.slow),
+        pytest.param(2, False, ("qwen3_moe", {"precision": "16-master"}), marks=pytest.mark.matrix),
+        pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.matrix),
     ],
 )
 def test_windows_by_layer_have_no_race(slots, registers, case):
@@ -237,6 +237,7 @@ def test_windows_by_layer_have_no_race(slots, registers, case):
     assert found.checked > 500
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [races.without_hold, races.slot_given_back_too_early])
 def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
     wrong(monkeypatch)
@@ -323,6 +324,7 @@ WRONG = {
 }
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_variant_has_other_bits(config, monkeypatch, wrong):
     model = WRONG[wrong]
@@ -381,7 +383,7 @@ def left():
 @pytest.mark.parametrize(
     ("breaks", "error"), [(raises_in_forward, Broken), (raises_in_backward, Broken), (interrupts, BaseException)]
 )
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
 def test_an_error_ends_all_micro_batches_and_the_next_run_is_as_ever(config, model, breaks, error):
     arguments = lines(model, "loss=chunked", "max_steps=2")
     with pytest.raises(error) as raised:

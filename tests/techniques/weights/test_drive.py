@@ -66,7 +66,7 @@ def test_a_drive_changes_no_bit(config, in_memory, tmp_path, recipe):
     assert not list(tmp_path.iterdir())  # its files have no name
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
 def test_so_it_is_in_every_combination(config, in_memory, tmp_path, recipe):
     assert changes_no_bit(config, in_memory, tmp_path, *recipe)
@@ -187,6 +187,7 @@ def written_when_its_turn_begins(monkeypatch):
     )
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [without_waiting_for_a_read, written_when_its_turn_begins])
 def test_a_wrong_variant_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
     disk(late=0.002)
@@ -270,7 +271,8 @@ def test_files_of_tmpfs_are_memory(tmp_path):
         assert scratch_file.is_memory(Path("/dev/shm/made/later"))
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.matrix
 def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
     image, folder = tmp_path / "image", tmp_path / "mounted"
     folder.mkdir()
@@ -310,7 +312,7 @@ def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * len(every)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw_fp8"])
 def test_state_of_a_kind_of_its_own_stays_in_memory(config, in_memory, tmp_path, optim):
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", optim, "off", "none", "state")

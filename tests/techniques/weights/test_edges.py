@@ -69,16 +69,16 @@ def same(config, kind, clip, accumulation, lane, **precision):
     [
         ("norm", "fixed", None),
         ("off", "fixed", SlowLane),  # steps early, in the last of two micro-batches
-        pytest.param("off", "none", None, marks=pytest.mark.slow),
-        pytest.param("off", "none", SlowLane, marks=pytest.mark.slow),
-        pytest.param("both", "fixed", SlowLane, marks=pytest.mark.slow),
+        pytest.param("off", "none", None, marks=pytest.mark.matrix),
+        pytest.param("off", "none", SlowLane, marks=pytest.mark.matrix),
+        pytest.param("both", "fixed", SlowLane, marks=pytest.mark.matrix),
     ],
 )
 def test_it_has_the_bits_of_resident_weights(config, kind, clip, accumulation, lane):
     assert same(config, kind, clip, accumulation, lane)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", SHAPES)
 def test_so_it_has_with_a_loss_scale_and_steps_that_are_skipped(config, kind, monkeypatch):
     scaled = [*parity.WITH["precision=16-master"][:-1], "trainer.plugins.precision.init_scale=3e5"]
@@ -118,6 +118,7 @@ def tied_gradients_each_on_its_own(monkeypatch):
 WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # steps behind, or in backward
 
 
+@pytest.mark.wrong
 @pytest.mark.rows("tied_gradients*")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):

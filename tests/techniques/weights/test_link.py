@@ -63,6 +63,7 @@ class Gate:
         self.patch.setattr(owner, name, around)
 
 
+@pytest.mark.wrong
 def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
     """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")

@@ -65,7 +65,7 @@ def test_weights_that_stream_have_no_race(case, registers):
     assert found.checked > FEW
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
 def test_so_it_is_in_every_combination(model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
@@ -119,7 +119,6 @@ def raises_in_backward(monkeypatch, checkpoints):
     monkeypatch.setattr(Streamed, "_reached", raises)
 
 
-@pytest.mark.rows("tiled-True", "early steps-False")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
 def test_nor_do_they_touch_memory_that_is_closed(processes, tmp_path, case, registers):
@@ -162,6 +161,7 @@ def line(policy="every_layer", **how):
     return ("gpt2", lines("gpt2", "loss=chunked", "max_steps=2", clip="off", policy=policy)), how
 
 
+@pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__.replace("_", " "))
 def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
     arguments, how = line(**WRONG[wrong])

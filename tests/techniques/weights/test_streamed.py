@@ -86,7 +86,7 @@ def test_weights_that_stream_have_the_bits_of_weights_that_stay(
     is_resident(config, resident, model, policy, loss, slots, precision)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
 def test_so_they_have_in_every_combination(config, resident, model, policy, loss, slots, precision):
     is_resident(config, resident, model, policy, loss, slots, precision)
@@ -95,7 +95,7 @@ def test_so_they_have_in_every_combination(config, resident, model, policy, loss
 # --- partly resident, early steps, other optimizers -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.slow) for r in range(1, 5)])
+@pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.matrix) for r in range(1, 5)])
 def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
     arguments, six = lines("llama", "loss=chunked", "max_steps=2"), (("num_hidden_layers", 6),)
     some = trained(config, streamed(2, f"weights.resident_blocks={blocks}"), "llama", arguments, changed=six)
@@ -108,7 +108,7 @@ def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
     [
         ("off", "adamw8bit"),
         *(
-            pytest.param(clip, optim, marks=pytest.mark.slow)
+            pytest.param(clip, optim, marks=pytest.mark.matrix)
             for clip, optim in product(("off", "value", "both"), ("adamw", "adafactor", "adamw8bit"))
         ),
     ],
@@ -127,7 +127,7 @@ LONG = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", MASTERS)
 def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bits(fit, tmp_path, precision):
     lines = [*LONG, f"precision={precision}"]
@@ -174,7 +174,7 @@ RUNS = {
 
 @pytest.mark.parametrize(
     "lines",
-    [pytest.param(r, marks=[] if n in ("frozen", "qlora") else pytest.mark.slow, id=n) for n, r in RUNS.items()],
+    [pytest.param(r, marks=[] if n in ("frozen", "qlora") else pytest.mark.matrix, id=n) for n, r in RUNS.items()],
 )
 def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
     lines = ["precision=bf16-master", *RUN, *lines]
@@ -204,7 +204,7 @@ def test_copies_that_are_late_by_a_random_time_change_nothing(config, resident, 
     is_resident_although_late(config, resident, model, policy, slots, clip)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY_LATE)
 def test_so_it_is_in_every_combination(config, resident, model, policy, slots, clip):
     is_resident_although_late(config, resident, model, policy, slots, clip)
@@ -214,7 +214,7 @@ WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of s
 
 
 @pytest.mark.parametrize(
-    ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.slow) for w in WAITS[1:])]
+    ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.matrix) for w in WAITS[1:])]
 )
 def test_the_device_waits_for_no_weight_that_travels_for_less_than_a_block_computes(config, policy, slots):
     """But for those of the first block after a step, before which nothing computes."""
@@ -362,7 +362,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.wrong
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.matrix), 3])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_variant_is_not_finite_or_has_other_bits(config, resident, monkeypatch, wrong, slots):
     if wrong is without_checkpointing and slots == 2:

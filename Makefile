@@ -31,10 +31,10 @@ test-docs: .venv/installed
 	$(BIN)/python -m pytest -m docs $(LONGER) $(AT_ONCE)
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -m "$(FIRST)" $(AT_ONCE)
+	.venv-oldest/bin/python -m pytest -m "$(FIRST)" -W default $(AT_ONCE)
 
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest -m "$(FIRST)" $(AT_ONCE)
+	.venv-newest/bin/python -m pytest -m "$(FIRST)" -W default $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed
@@ -44,6 +44,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/prose.py src/lowmem benchmarks tests
+	$(BIN)/python tests/support/house.py src/lowmem conf
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -35,31 +35,18 @@ def docs(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-# --- size ------------------------------------------------------------------------------------------------------------
+# --- the index -------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_eight_kilobytes_at_most():
-    assert len(README.read_bytes()) <= 8192 and "<!--" not in TEXT
-
-
-@EVERY
-def test_a_page_is_read_in_five_minutes(page):
-    assert not pages.too_long(page.read_text())
-
-
-def test_the_index_lists_every_page_and_each_says_first_which_question_it_answers():
+def test_the_index_lists_every_page():
     assert "](docs/README.md)" in TEXT
     listed = re.findall(r"^\d+\. \[[^]]+\]\(([\w-]+)\.md\)", docs("README"), re.MULTILINE)
     others = [page for page in DOCS if page.stem != "README"]
     assert sorted(listed) == sorted(page.stem for page in others)
-    for page in others:
-        opening = page.read_text().split("\n\n")[1]
-        assert "?" in opening or "This page" in opening or "One yaml" in opening, page.name
 
 
-def test_the_page_for_agents_is_short_and_its_rooms_are_there():
+def test_the_page_for_agents_names_every_room():
     page = (ROOT / "AGENTS.md").read_text()
-    assert page.count("\n") <= 30
     assert set(re.findall(r"- (\w+)/ ", page)) == {
         room.name for room in (ROOT / "src/lowmem").iterdir() if room.is_dir()
     } - {"__pycache__"}
@@ -219,8 +206,6 @@ def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_resu
 @pytest.mark.parametrize(
     ("checker", "wrong"),
     [
-        ("too_long", "é" * 4097),
-        ("too_long", "<!-- table 1 of benchmarks/results/speed.md -->\n| row |\n\n" + "a" * 8192),
         ("refused", "    python train.py optim=adam9bit"),
         ("refused", "Type `python plan.py model=gpt2-xl gpus=12GiB`."),
         ("refused", "    python train.py -m precision=32,17"),

@@ -152,6 +152,7 @@ def test_a_refused_run_leaves_no_folder(command, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.process
 def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, tmp_path, monkeypatch):
     monkeypatch.setattr("lowmem.command.sweep.TRAIN", tmp_path / "train.py")
     summary = json.dumps({"interrupted": False, "overrides": ["seed=1", "max_steps=1"]})

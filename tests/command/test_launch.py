@@ -91,6 +91,7 @@ def meet(word: str) -> str:
     return f"(run / f'{word}-{{rank}}').touch()\ntogether('{word}')\n"
 
 
+@pytest.mark.process
 def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     does = f"print(*(os.environ[key] for key in {keys}), *sys.argv[1:])"
@@ -102,6 +103,7 @@ def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
     assert int(words[0][5]) > 1023 and int(words[0][6]) >= 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("end", "says"),
     [
@@ -126,6 +128,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_line
     assert (ranks.run / folders.FAILED).read_text() == said + "\n"
 
 
+@pytest.mark.process
 def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
     (ranks.run / "checkpoints").mkdir()
     (ranks.run / "checkpoints" / "step-00000002.ckpt").touch()
@@ -133,11 +136,13 @@ def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
     assert f"resume=auto hydra.run.dir={ranks.run} beside" in said
 
 
+@pytest.mark.process
 def test_of_the_first_rank_the_last_lines_are_those_of_the_runs_log(ranks):
     said = message(ranks, "if rank: time.sleep(60)\n(run / 'train.log').write_text('step 3')\nos.kill(os.getpid(), 9)")
     assert "Rank 0 of 2: killed by SIGKILL" in said and f"({ranks.run / 'train.log'}):\n  step 3\n" in said
 
 
+@pytest.mark.process
 def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
     """Rank 0 sees a connection that closes before anybody sees that rank 1 has died; rank 2 aborts."""
     launch.SETTLE = 2.0  # put back by the fixture
@@ -151,11 +156,13 @@ def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
     assert "another rank is gone" not in said
 
 
+@pytest.mark.process
 def test_what_a_library_does_when_its_process_ends_takes_nothing_back(ranks):
     assert ranks("launched.report('done')\nif rank == 0: os.abort()") is None
     assert message(ranks, "if rank == 0: os.abort()").startswith("Rank 0 of 2: killed by SIGABRT")
 
 
+@pytest.mark.process
 def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collective(ranks):
     said = message(
         ranks, "if rank == 1: time.sleep(60)\nfails('lost', 'all_reduce in total: another rank did not ...')"
@@ -163,6 +170,7 @@ def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collect
     assert said == "Rank 0 of 2: all_reduce in total: another rank did not ..."
 
 
+@pytest.mark.process
 def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, capfd):
     """The first rank prints them to the terminal only; another rank's stand before everything that follows. If several
     ranks were aborted, the one whose words are understood is reported."""
@@ -174,6 +182,7 @@ def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, c
         assert (WATCHDOG in capfd.readouterr().err) == (number == 0)
 
 
+@pytest.mark.process
 def test_a_rank_that_has_failed_and_does_not_leave_ends_all(ranks, monkeypatch):
     monkeypatch.setattr(launch, "LEAVES", 1.0)
     began = time.monotonic()
@@ -183,6 +192,7 @@ def test_a_rank_that_has_failed_and_does_not_leave_ends_all(ranks, monkeypatch):
     assert said == "Rank 1 of 2: a bug" and time.monotonic() - began < 20
 
 
+@pytest.mark.process
 def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
     said = message(
         ranks, "if rank == 0: time.sleep(60)\nlaunched.report('failed', 'a bug')\ntime.sleep(2)\n(run / 'left').touch()"
@@ -190,6 +200,7 @@ def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
     assert said == "Rank 1 of 2: a bug" and (ranks.run / "left").exists()
 
 
+@pytest.mark.process
 def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
     sentence = "lr=-1: give a positive step size."
     assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
@@ -212,6 +223,7 @@ def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_handed_to_all_ranks_once_and_they_end_in_order(ranks, name):
     signalled(ranks, name, name, apart=0.0)  # twice at once, as of a terminal's whole process group
@@ -221,6 +233,7 @@ def test_a_signal_is_handed_to_all_ranks_once_and_they_end_in_order(ranks, name)
     assert [(ranks.run / f"told-{rank}").read_text() for rank in (0, 1)] == [f"[{sent.value}]"] * 2
 
 
+@pytest.mark.process
 def test_a_second_signal_ends_at_once_also_who_does_not_hear_it(ranks):
     signalled(ranks, "SIGTERM", "SIGTERM")
     began = time.monotonic()
@@ -229,12 +242,14 @@ def test_a_second_signal_ends_at_once_also_who_does_not_hear_it(ranks):
     assert ended.value.code == 143 and "second signal" in ended.value.said and time.monotonic() - began < 20
 
 
+@pytest.mark.process
 def test_a_signal_to_one_rank_ends_the_run_as_that_signal(ranks):
     signalled(ranks, "SIGTERM", to=1)
     does = "listens()\ntogether('listens')\nwhile not told and not (run / 'told').exists(): time.sleep(0.01)\n"
     assert ranks(does + "(run / 'told').touch()\ntold = told or [15]\nstops()") == signal.SIGTERM
 
 
+@pytest.mark.process
 def test_a_signal_before_anything_is_there_to_keep_ends_at_once(ranks):
     signalled(ranks, "SIGHUP")
     with pytest.raises(Ended) as ended:

@@ -103,6 +103,7 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
     assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` does the first one again
 
 
+@pytest.mark.process
 def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit('no room on the disk')")
@@ -114,6 +115,7 @@ def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, 
     assert "job 4 failed: no room on the disk" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
     """The job gets the signal from the terminal too: it ends after its step, with a checkpoint, and exit code 130."""
     script = tmp_path / "train.py"
@@ -148,6 +150,7 @@ def job(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
@@ -165,6 +168,7 @@ def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path,
     assert f"job 7 failed: {reason}" in capsys.readouterr().out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_path, capsys, name):
     with signals.handled(signals.at_once), pytest.raises(signals.Ended) as ended:

@@ -1,74 +1,12 @@
-"""A technique declares itself: what it declares is known, and nothing outside of it knows its name."""
-
-import ast
-import re
-from pathlib import Path
+"""Tests what techniques declare of themselves in their yaml."""
 
 import pytest
 import yaml
 
-from conftest import ROOT
 from lowmem.config import declarations as module
 from lowmem.config.declarations import Technique, groups, techniques
 from lowmem.config.settle import run_of
 from lowmem.system.errors import Refused
-
-SOURCE = ROOT / "src"
-# (file, name) -> why it may stand there.
-NAMED = {
-    ("techniques/precision/cpu_products.py", "bf16"): "torch's word in the name of a question to oneDNN",
-    ("plan/search/derive.py", "sgd"): "the passes are traced with the optimizer that holds nothing",
-    ("plan/search/derive.py", "full"): "the parameters are traced alone, with whatever loss",
-    ("plan/search/derive.py", "fixed"): "gradients of masters are summed in windows of any kind",
-    ("plan/search/derive.py", "none"): "and everything else is the same in a window of any size",
-    ("plan/search/candidates.py", "fixed"): "a smaller micro-batch needs a window that makes up for it",
-    ("plan/job.py", "none"): "a word of a sentence",
-    ("plan/tracing/trace.py", "blocks"): "those of the model",
-    ("config/schema.py", "offload"): "an argument of another group has this name",
-    ("plan/prediction.py", "offload"): "the same argument",
-    ("techniques/adapter/lora.py", "none"): "peft's word for biases that are not trained",
-    ("report/compare/charts.py", "none"): "plotly's word for no marker",
-    ("report/ran.py", "none"): "a choice of that name does nothing, and is no part of a title",
-}
-
-
-def named(source: Path) -> set[tuple[str, str]]:
-    """(file, technique) of every string of the code, sentences left out, that is the name of a technique."""
-    names = {name for group in groups() for name in techniques(group)} - {"auto"}  # a value of many keys
-    return {
-        (str(file.relative_to(source / "lowmem")), node.value)
-        for file in source.rglob("lowmem/**/*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
-    }
-
-
-def sniffed(source: Path) -> list[str]:
-    """Lines that look for a part of a name in a `_target_`."""
-    looks = re.compile(r"\b(in (cfg|run|self)\.|startswith\(|endswith\(|==)")
-    return [
-        f"{file.name}: {line.strip()}"
-        for file in source.rglob("lowmem/**/*.py")
-        for line in file.read_text().splitlines()
-        if re.search(r"\._?target_?\b", line) and looks.search(line)
-    ]
-
-
-def test_no_file_names_a_technique():
-    assert named(SOURCE) == set(NAMED)
-
-
-def test_no_file_looks_into_the_name_of_a_class():
-    assert [line for line in sniffed(SOURCE) if "optimizer_side" not in line] == []
-
-
-@pytest.mark.wrong
-def test_a_name_and_a_look_into_one_are_seen(tmp_path):
-    package = tmp_path / "lowmem"
-    package.mkdir()
-    wrong = 'if run.precision == "bf16-master" or "Paged" in run.optim.target:\n    pass\n'
-    (package / "late.py").write_text(wrong + 'if "Paged" in cfg.optim._target_:\n    pass\n')
-    assert named(tmp_path) == {("late.py", "bf16-master")} and len(sniffed(tmp_path)) == 2
 
 
 @pytest.mark.rows("precision", "optim")

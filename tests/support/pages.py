@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from benchmarks.pages import MARK, filled
+from benchmarks.pages import filled
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -21,18 +21,10 @@ CONF = ROOT / "conf"
 README = ROOT / "README.md"
 # docs/card.md writes itself where there is a card
 DOCS = sorted(file for file in (ROOT / "docs").glob("*.md") if file.name != "card.md")
-LONGEST = 8192  # bytes of a page: the README, and what one reads in five minutes
 
 FENCED = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"(?<![\w/.\-=\[{(,])[+~]?([a-z_]\w*(?:[./]\w+)*)=([^\s`|]*)")
 FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html", ".log", ".ckpt", ".pickle")
-
-
-def too_long(text: str) -> list[str]:
-    """Tables copied from results do not count: they grow with what is measured, and nobody reads them through."""
-    text = MARK.sub("", text)
-    size = len(text.encode())
-    return [f"{size} bytes"] if size > LONGEST else []
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

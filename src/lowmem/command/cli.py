@@ -263,7 +263,7 @@ def _ranks(output_dir: Path, size: int) -> dict:
 def _log_beside_stdout() -> None:
     """Logs on stderr, since programs may read stdout."""
     for handler in logging.getLogger().handlers:
-        if getattr(handler, "stream", None) is sys.stdout:
+        if getattr(handler, "stream", None) is sys.stdout:  # theirs: a handler of logging
             handler.setStream(sys.stderr)
 
 

@@ -137,7 +137,7 @@ def technique_of(node: BaseModel | None, group: str) -> Technique:
     Raises:
         Refused: a key that no technique declares.
     """
-    return _technique(getattr(node, "declares", None) or {}, group)
+    return _technique(getattr(node, "declares", None) or {}, group)  # theirs: any model of the schema
 
 
 def choice(group: str, name: str) -> dict:

@@ -50,7 +50,7 @@ class AuxiliaryLoss:
 
 
 def asked_for(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
+    config = getattr(model, "config", None)  # theirs: a model of transformers
     return config is not None and bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
 
 

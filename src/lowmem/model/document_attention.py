@@ -36,7 +36,7 @@ def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def first_tokens_or_mask(
+def first_tokens_or_mask(  # noqa: PLR0913
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -86,7 +86,7 @@ def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.
     return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=rows * tokens).int()
 
 
-def attend(
+def attend(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 2.0
 MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # characters that W&B takes
 
 
-def logger(
+def logger(  # noqa: PLR0913
     output_dir: str,
     project: str,
     name: str | None = None,

@@ -22,7 +22,7 @@ from lowmem.system.errors import Refused
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def hub(
+def hub(  # noqa: PLR0913
     path: str,
     subset: str | None = None,
     split: str = "train",

@@ -89,7 +89,7 @@ class Preference(Records):
         rated: makes rows of single answers, see `data/rated.py`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         path: str,
         pattern: str = FILES,

@@ -219,7 +219,7 @@ class Records(StoredSource):
             self._bad[split].append(f"{shown(where)}: {shown(bad)}")
 
 
-def records(
+def records(  # noqa: PLR0913
     reader: Reader,
     name: str,
     field: str | None = None,

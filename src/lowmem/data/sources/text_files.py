@@ -134,7 +134,7 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") 
     return Corpus("stdlib", *split(root, files, val_fraction), on_error="replace", packing=packing, too_long=too_long)
 
 
-def text(
+def text(  # noqa: PLR0913
     path: str,
     pattern: str,
     val_fraction: float,

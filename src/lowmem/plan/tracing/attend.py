@@ -24,7 +24,7 @@ class Attend:
         self.advice: str | None = None  # of the first call in training that takes the math kernel
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
-    def __call__(
+    def __call__(  # noqa: PLR0913
         self,
         query: Tensor,
         key: Tensor,

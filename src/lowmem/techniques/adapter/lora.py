@@ -119,7 +119,7 @@ class LoRA:
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Give another folder.") from None
         more = [name for name in NOT_HERE if getattr(config, name, None)]
-        more += ["bias"] if getattr(config, "bias", "none") != "none" else []
+        more += ["bias"] if getattr(config, "bias", "none") != "none" else []  # theirs: peft's
         if not isinstance(config, LoraConfig) or more:
             problem = f"has {', '.join(more)}" if more else f"is a {getattr(config, 'peft_type', None)} adapter"
             raise Refused(

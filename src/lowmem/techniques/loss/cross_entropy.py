@@ -182,7 +182,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rows, finish):
+    def forward(ctx, hidden, weight, bias, labels, rows, finish):  # noqa: PLR0913
         """Takes hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. Returns the sum in
         fp32."""
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

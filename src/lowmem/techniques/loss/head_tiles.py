@@ -51,10 +51,10 @@ class ResidentHead(HeadSource):
 def tiles_of(linear: nn.Linear) -> HeadSource:
     """Returns the source of a layer's tiles: its own weight, unless that is elsewhere
     (`techniques/weights/edges.py`)."""
-    return getattr(linear, "source", None) or ResidentHead(linear)
+    return getattr(linear, "source", None) or ResidentHead(linear)  # theirs
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:
     """Returns the full matrix (V, H), whose gradient reaches the weight."""
-    source = getattr(linear, "source", None)
+    source = getattr(linear, "source", None)  # theirs
     return source.matrix() if source else linear.weight

@@ -61,7 +61,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     """Computes -log softmax(head(hidden_i))[label_i] for each learnt i, one tile of the vocabulary after the other."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, learnt, source, columns, finish):
+    def forward(ctx, hidden, weight, bias, labels, learnt, source, columns, finish):  # noqa: PLR0913
         """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); learnt
         (N,): their indices; source: yields tiles, like `ResidentHead`; finish: that of `Head`. Returns (N,) in
         fp32."""

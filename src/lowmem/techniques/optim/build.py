@@ -65,7 +65,7 @@ class MakeOptimizer:
     @property
     def name(self) -> str:
         """Returns the class's name, by which a checkpoint says whose state it holds."""
-        return getattr(self.make, "func", self.make).__qualname__
+        return getattr(self.make, "func", self.make).__qualname__  # theirs: a partial's
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:

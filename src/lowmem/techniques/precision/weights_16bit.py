@@ -66,7 +66,7 @@ class SixteenBitWeights(BasePrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         named = module.named_parameters()  # a tied parameter is listed once
-        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):
+        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):  # theirs: any module
             self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
         self._named = dict(named)
         return super().convert_module(module)

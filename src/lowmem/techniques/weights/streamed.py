@@ -64,7 +64,7 @@ class Streamed(Resident):
 
     streams = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         network: nn.Module,
         resident_blocks: int = 0,

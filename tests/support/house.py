@@ -1,0 +1,80 @@
+"""Checks two rules of the architecture that ruff does not know; `make lint` runs it.
+
+No code compares a value with the name of a technique: a technique declares what others must know of it. No code asks an
+object by name for what a class of ours offers (`hasattr(x, "chat")`): it stands in the base class, with a default. The
+object of another library is asked with `# theirs` behind the line.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
+EVERYWHERE = {"auto"}  # the name of a technique, and a value of many keys
+
+
+def techniques(source: Path, conf: Path) -> set[str]:
+    """Return the names of all choices of the groups that are rooms of techniques/."""
+    groups = (room.name for room in (source / "techniques").iterdir() if room.is_dir())
+    return {file.stem for group in groups for file in (conf / group).glob("*.yaml")} - EVERYWHERE
+
+
+def wrong(source: Path, names: set[str]) -> Iterator[str]:
+    """Yield a line for each place under `source` that breaks a rule."""
+    files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
+    trees = {file: ast.parse(text) for file, text in files.items()}
+    own = {name for tree in trees.values() for name in members(tree)}
+    for file, tree in trees.items():
+        lines = files[file].splitlines()
+        for node in ast.walk(tree):
+            if hasattr(node, "lineno") and "# theirs" in lines[node.lineno - 1]:
+                continue
+            for name in compared(node) & names:
+                yield f"{file}:{node.lineno}: {name} is a technique. Let it declare what is asked here."
+            for name in asked(node) & own:
+                yield f"{file}:{node.lineno}: {name} is a member of our classes. Give their base class a default."
+
+
+def compared(node: ast.AST) -> set[str]:
+    """Return the strings that a comparison looks for."""
+    sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+    return {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant) and text(each)}
+
+
+def text(node: ast.Constant) -> bool:
+    return isinstance(node.value, str)
+
+
+def asked(node: ast.AST) -> set[str]:
+    """Return the name that a hasattr, or a getattr with a default, asks for."""
+    if not isinstance(node, ast.Call) or (ast.unparse(node.func), len(node.args)) not in ASKS:
+        return set()
+    return {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
+
+
+def members(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of methods, and of what is assigned in a class or to `self`."""
+    for ours in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for line in ours.body:
+            if isinstance(line, ast.FunctionDef):
+                yield line.name
+            elif isinstance(line, ast.Assign | ast.AnnAssign):
+                yield from (node.id for node in ast.walk(line) if isinstance(node, ast.Name))
+        for node in ast.walk(ours):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                yield node.attr
+
+
+def main(source: str, conf: str) -> int:
+    found = list(wrong(Path(source), techniques(Path(source), Path(conf))))
+    print("\n".join(found) or "No code asks for a technique, or for a member of our classes, by its name.")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

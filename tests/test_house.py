@@ -1,0 +1,47 @@
+"""Tests that `make lint` finds code that breaks a rule of the architecture."""
+
+import pytest
+
+import house
+from conftest import ROOT
+
+pytestmark = pytest.mark.docs
+
+OURS = "class Ours:\n    chat = None\n    size: int\n\n    def step_from(self):\n        self.limit = 1\n"
+WRONG = [
+    'hasattr(it, "step_from")',
+    'getattr(it, "chat", None)',
+    'getattr(it, "limit", 0)',
+    'hasattr(it, "size")',
+    'run.precision == "bf16-master"',
+    '"adamw" in (run.optim, run.other)',
+    'run.optim in ("adafactor", "lion")',
+]
+RIGHT = ['getattr(it, "chat")', 'hasattr(it, "weight")', 'hasattr(it, "chat")  # theirs', '"bf16-master"']
+
+
+@pytest.fixture
+def found(tmp_path):
+    """(line of code) -> what is wrong with it."""
+
+    def write(line):
+        (tmp_path / "ours.py").write_text(OURS)
+        (tmp_path / "asks.py").write_text(f"found = {line}\n")
+        return list(house.wrong(tmp_path, {"bf16-master", "adamw", "adafactor"}))
+
+    return write
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_code_that_asks_by_name_is_found(found, line):
+    assert len(found(line)) == 1
+
+
+@pytest.mark.parametrize("line", RIGHT)
+def test_other_code_is_not(found, line):
+    assert not found(line)
+
+
+def test_the_names_are_those_of_techniques():
+    names = house.techniques(ROOT / "src" / "lowmem", ROOT / "conf")
+    assert {"bf16-master", "adafactor", "streamed"} <= names and not {"stdlib", "gpt2", "wandb"} & names

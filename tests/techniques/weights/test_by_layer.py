@@ -86,6 +86,21 @@ def test_so_have_windows_of_different_sizes(config, clip):
     is_same(config, arguments, "llama")
 
 
+@pytest.mark.parametrize(
+    ("precision", "clip"),
+    [("bf16-master", "norm"), ("16-master", "off"), pytest.param("bf16-master", "off", marks=pytest.mark.matrix)],
+)
+def test_streamed_equals_resident_when_windows_grow_and_shrink(config, precision, clip):
+    """Windows of 1, 1, 3, 3, 1, 3 micro-batches: the gradient of one has 16 bits, and its buffer must not round the
+    fp32 sum of the next window."""
+    sizes = ("batch_size=1", "accumulation.sizes={0: 1, 2: 3}")
+    arguments = list(lines("llama", *sizes, "max_steps=6", precision=precision, clip=clip))
+    arguments[3] = "by_step"
+    by_layer = trained(config, BY_LAYER, "llama", arguments)
+    assert by_layer.same(trained(config, RESIDENT, "llama", arguments))
+    assert precision == "bf16-master" or by_layer.skipped > 0
+
+
 @pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
 def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_masters(config, case):
     more, weights = {

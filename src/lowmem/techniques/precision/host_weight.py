@@ -74,12 +74,12 @@ class HostWeight:
     # --- its gradient ---------------------------------------------------------------------------------------------
 
     def add(self, start: int, piece: Tensor) -> None:
-        """Adds a piece of a gradient; pieces come in order. The first gradient stays in 16 bits, the second is added in
-        fp32."""
+        """Adds a piece of a gradient; pieces come in order. A window's only gradient stays in 16 bits. A second one is
+        added in fp32, and so are the sums over micro-batches that `by_layer.py` sends."""
         with host_side():
             if self.sum is None:
                 self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
-            elif self.complete and self.sum.dtype != torch.float32:
+            elif self.sum.dtype != torch.float32 and (self.complete or piece.dtype == torch.float32):
                 self.sum = self.sum.float()
             target = self.sum[start : start + piece.numel()]
             if self.complete:

@@ -61,7 +61,6 @@ class Technique:
         joins_blocks: several blocks are computed again at once.
         inputs_on_host: the inputs of blocks wait in host memory.
         sees_operators: it decides for each operator of a block whether its result is stored.
-        compiles_hooks: it compiles the call of a block with its hooks, and whoever hooks in later is not called.
     loss:
         head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
         of_pairs: it is a function of answers that people compared or rated, which no other choice of the group
@@ -98,7 +97,6 @@ class Technique:
     inputs_on_host: bool = False
     sees_operators: bool = False
     compiles_blocks: bool = False
-    compiles_hooks: bool = False
     traced_as: str | None = None
     computes_as: str | None = None
     head_in_tiles: bool = False

@@ -159,10 +159,10 @@ REFUSALS = (
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
-        lambda run: run.streams and run.any("compiles_hooks"),
-        "weights=streamed: a block's weights are put into their place when it is called, and this "
-        "gradient_checkpointing compiles the call, too. Type gradient_checkpointing=every_layer compile=blocks.",
-        "compiled_blocks_do_not_take_their_weights_as_they_are_called",
+        lambda run: run.streams and run.technique("gradient_checkpointing").compiles_blocks,
+        "weights=streamed: this gradient_checkpointing lets torch.compile choose what a block keeps for backward, and "
+        "its memory was never measured with streamed weights. Type gradient_checkpointing=every_layer compile=blocks.",
+        "compiled_blocks_that_choose_what_they_keep_are_not_measured",
     ),
     Refusal(
         lambda run: run.by_layer and run.any("joins_blocks"),

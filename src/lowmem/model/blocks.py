@@ -25,6 +25,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     )
 
 
+def stack_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the model's blocks, or an empty list for a model without a list of blocks."""
+    try:
+        return blocks(model)
+    except Refused:
+        return []
+
+
 def _text_decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         return model

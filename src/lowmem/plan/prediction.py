@@ -13,13 +13,13 @@ from lowmem.config.declarations import choice, groups
 from lowmem.config.settle import Run
 from lowmem.data.opening import source_class
 from lowmem.memory.tracker import Point
+from lowmem.model.blocks import stack_of
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.as_card import workspaces
-from lowmem.plan.tracing.recorder import stack_of
 from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
 from lowmem.plan.tracing.trace import Trace, trace, untraceable
 from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window

@@ -13,6 +13,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.compile.blocks import compile_blocks
 from lowmem.techniques.gradient_checkpointing import policies
 from lowmem.techniques.loss import cross_entropy as losses
+from made_up import SlowLane
 from networks import VOCABULARY, network, shaped
 from streams import lines, trained
 from tolerances import GENERATED, PARTITIONED
@@ -128,6 +129,18 @@ def test_weights_stream_into_compiled_blocks(config, policy, order):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    "compiles",
+    [GRAPHS_ALONE, ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")],
+    ids=["compile", "budget"],
+)
+def test_compiled_blocks_wait_for_weights_that_the_host_has_stepped(config, compiles):
+    arguments = lines("llama", *compiles, "max_steps=3", precision="16-master", policy="none")
+    right = trained(config, ["weights=resident"], "llama", arguments)
+    assert trained(config, ["weights=resident"], "llama", arguments, lane=SlowLane()).same(right)
+    assert graphs() > 0
+
+
 @pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.matrix), "qlora"])
 def test_blocks_with_an_adapter_compile(config, adapter):
     arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import strategy
 
+import races
+from lowmem.model.blocks import blocks
 from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.precision import host_masters as masters
 from lowmem.techniques.precision import host_weight
@@ -15,6 +17,7 @@ from lowmem.techniques.precision.host_masters_callback import MasterWeights
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.training.module import CausalLM
 from made_up import SlowLane
+from streams import lines, trained
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
 
@@ -31,6 +34,23 @@ def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(c
     lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     parameters = sum(p.numel() for p in ours(cfg, lane)[0])
     assert lane.moved == 3 * (2 + 2) * parameters
+
+
+def without_calls_of_the_layers(module):
+    """Makes each MLP read the weights of its layers without calling these layers, as a fused kernel does."""
+
+    def fuse(mlp):
+        mlp.forward = lambda x: mlp.dropout(mlp.c_proj.forward(mlp.act(mlp.c_fc.forward(x))))
+
+    for block in blocks(module.model):
+        fuse(block.mlp)
+
+
+def test_a_fused_kernel_reads_weights_that_the_host_has_stepped(config):
+    arguments = lines("gpt2", "max_steps=3")
+    right = trained(config, ["weights=resident"], "gpt2", arguments)
+    fused = {"lane": SlowLane(), "prepare": without_calls_of_the_layers}
+    assert trained(config, ["weights=resident"], "gpt2", arguments, **fused).same(right)
 
 
 class Gate:
@@ -70,7 +90,7 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
     right, gate = naive(cfg), Gate(monkeypatch)
     gate.until(MasterWeights, "on_before_backward")
     gate.until(MasterWeights, "on_train_end", before=gate.open.set)  # after the last step there is no backward pass
-    monkeypatch.setattr(StagedLink, "wait", lambda self, weight: None)
+    races.weight_read_before_it_is_back(monkeypatch)
     try:
         assert not equal(ours(cfg, SlowLane()), right)
     except RuntimeError as error:  # where it came back while backward was still reading the old one

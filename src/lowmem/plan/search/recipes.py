@@ -10,6 +10,7 @@ from lowmem.config.declarations import SHARED
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_lines, as_mapping
+from lowmem.model.blocks import stack_of
 from lowmem.model.loading import describe, period
 from lowmem.model.trainable import trainable
 from lowmem.plan.cost.machine import Machine, machine
@@ -20,7 +21,6 @@ from lowmem.plan.search.derive import DRIVE, STAY, Derivation, Needed
 from lowmem.plan.search.helper import Helper
 from lowmem.plan.search.trace_all import trace_all
 from lowmem.plan.target import Target
-from lowmem.plan.tracing.recorder import stack_of
 from lowmem.plan.tracing.trace import trace
 from lowmem.system import process
 from lowmem.system.errors import Refused

@@ -10,8 +10,7 @@ from torch import nn
 
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import Point, ToldTracker, highest
-from lowmem.model.blocks import blocks
-from lowmem.system.errors import Refused
+from lowmem.model.blocks import stack_of
 from lowmem.system.torch_private import in_backward
 
 
@@ -100,14 +99,6 @@ class Recorder(MemoryMeter):
             events, existing = tracker.device_events(), tracker.device_events_before(0)
             self.recordings.append(Recording(points, events, existing, tracker.host_sizes("activations")))
         return points
-
-
-def stack_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the model's blocks; empty if it is no stack of blocks."""
-    try:
-        return list(blocks(model))
-    except Refused:
-        return []
 
 
 def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:

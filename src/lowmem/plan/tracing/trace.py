@@ -42,12 +42,13 @@ from lowmem.memory.ledger import plain_tensors, weights
 from lowmem.memory.tracker import Point
 from lowmem.model import document_attention
 from lowmem.model import loading as model
+from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
 from lowmem.plan.tracing.operator_cost import Work
-from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, places, stack_of
+from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, places
 from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traffic import EARLIER, Sent

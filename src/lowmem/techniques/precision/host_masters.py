@@ -36,7 +36,7 @@ from lowmem.techniques.weights.resident import Resident
 
 class HostMasters(BasePrecision):
     """Weights in `dtype`, on the device or streaming to it, which the host steps. `host_masters_callback.py` calls
-    `collect` and `collect_and_step` from backward, and waits on `link` before each layer."""
+    `collect` and `collect_and_step` from backward, and waits on `link` before each block."""
 
     optimizer_side: Side = "host"
     keeps_buffers = True

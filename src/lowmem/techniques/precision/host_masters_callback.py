@@ -1,19 +1,20 @@
 """Connects `host_masters.py` to the training loop: hooks on the model, early steps, checkpoints, gradients
 that fail."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lowmem.config.settle import steps_early
+from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import trainable
 from lowmem.system.errors import NotFinite, Refused
 from lowmem.techniques.weights.edges import GradientSink
 
 
 class MasterWeights(Callback):
-    """Sends each gradient to the host as soon as it exists, and makes each layer wait for its own new weights.
+    """Sends each gradient to the host as soon as it exists, and makes each block wait for its own new weights.
 
     Args:
         clip, clip_value: the run's; a global norm needs all gradients before the first step.
@@ -60,7 +61,7 @@ class MasterWeights(Callback):
             else:
                 self.plugin.collect(p)
 
-        def wait_for(parameters: Iterable[nn.Parameter]) -> Callable[..., None]:
+        def wait_for(parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
             def wait(*_) -> None:
                 for p in parameters:
                     self.plugin.link.wait(p)
@@ -68,9 +69,8 @@ class MasterWeights(Callback):
             return wait
 
         self._hooks = [p.register_post_accumulate_grad_hook(send) for _, p in trainable(module)]
-        for submodule in module.modules():
-            if own := list(submodule.parameters(recurse=False)):
-                self._hooks.append(submodule.register_forward_pre_hook(wait_for(own)))
+        for reader, parameters in _readers(module):
+            self._hooks.append(reader.register_forward_pre_hook(wait_for(parameters)))
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         module.weights.start()  # an evaluation without training
@@ -132,3 +132,15 @@ class MasterWeights(Callback):
         rests = {master.name: master.rest for master in self.plugin.masters.values() if master.rest is not None}
         if rests:
             checkpoint["rests"] = rests
+
+
+def _readers(module: LightningModule) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yields (module, the trained parameters for which its forward pass waits). A block waits for all of its
+    parameters: compiled blocks and fused kernels read a child's weight without calling the child."""
+    stack = set(stack_of(module.model))
+    inside = {child for block in stack for child in block.modules()}
+    for reader in module.modules():
+        if reader in stack or reader not in inside:
+            parameters = [p for p in reader.parameters(recurse=reader in stack) if p.requires_grad]
+            if parameters:
+                yield reader, parameters

@@ -220,6 +220,7 @@ class StagedLink(Link):
             self._down.put(slot)
 
     def update(self, weight: Tensor, compute: Compute) -> None:
+        assert id(weight) not in self._coming, "a forward pass did not wait for this weight's last update"
         read, coming = self.lane.mark(), Future()  # the device may still be reading the old weight
         self._coming[id(weight)] = coming
 

@@ -1,5 +1,6 @@
 """The clock counts steps and nothing else; a loss that is no number ends the run in a sentence."""
 
+import csv
 from types import SimpleNamespace
 
 import pytest
@@ -99,3 +100,25 @@ def test_logger_none_keeps_evaluations_and_the_last_step(fit, tmp_path):
         ("4", True, False),
         ("4", False, True),
     ]
+
+
+def gradient_norms(folder):
+    rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
+    return [row.get("gradient_norm", "") for row in rows if row["train_loss"]]
+
+
+@pytest.mark.parametrize(
+    ("precision", "how"),
+    [("32", "optim=adamw"), ("32", "optim.in_backward=true"), ("bf16-master", "master.early_step=false")],
+)
+def test_metrics_have_the_gradient_norm_without_clipping(fit, precision, how):
+    """A bound that no norm reaches changes no bit, so the norm of the first step is that of a clipped run."""
+    _, free = fit(f"precision={precision}", how, "clip=null", "max_steps=2", folder="free")
+    _, clipped = fit(f"precision={precision}", "clip=1e6", "max_steps=2", folder="clipped")
+    assert float(gradient_norms(free)[0]) == pytest.approx(float(gradient_norms(clipped)[0]), rel=1e-6)
+    assert all(gradient_norms(free))
+
+
+def test_metrics_have_no_gradient_norm_if_gradients_are_stepped_before_all_are_known(fit):
+    _, folder = fit("precision=bf16-master", "clip=null", "max_steps=2")
+    assert gradient_norms(folder) == ["", ""]

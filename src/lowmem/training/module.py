@@ -94,7 +94,8 @@ class CausalLM(LightningModule):
         self.position = Position()  # after the last completed window
         self.tokens = 0  # tokens seen, including those of skipped steps
         self.skipped_steps = 0
-        self.gradient_norm: Tensor | None = None  # before clipping
+        # of the last window, before clipping; None: unknown, since gradients were stepped inside backward
+        self.gradient_norm: Tensor | None = None
         self.identity: dict[str, str] = {}  # the tokenizer's digest and the like, in every checkpoint
         self.last_micro_batch = False  # whether the current micro-batch is its window's last
         self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
@@ -254,9 +255,7 @@ class CausalLM(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clips, after every callback has seen the gradients at their true size."""
         precision = self.trainer.precision_plugin
-        self.gradient_norm = precision.clip(
-            self.local_parameters, self.update.clip_value, self.update.clip, self.gradient_norm
-        )
+        precision.clip(self.local_parameters, self.update.clip_value, self.update.clip, self.gradient_norm)
 
     def configure_optimizers(self) -> dict:
         precision = self.trainer.precision_plugin

@@ -388,10 +388,9 @@ class Steady(Callback):
         """Counts clip, step and update in phases of their own, even if they run inside backward."""
         counting, clip = self.mode.counting, plugin.clip
 
-        def clipped(*args) -> Tensor | None:
-            total = clip(*args)
+        def clipped(*args) -> None:
+            clip(*args)
             self.mode.phase = self.mode.phase and "update"  # the update follows at once
-            return total
 
         plugin.clip = clipped
         plugin.use_up, plugin.update = counting("step", plugin.use_up), counting("update", plugin.update)

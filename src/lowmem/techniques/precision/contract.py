@@ -129,8 +129,8 @@ class BasePrecision(Precision):
         self._used_up[name] = norm_of(gradient)
 
     def norm(self, model: nn.Module) -> Tensor | None:
-        """Returns the global norm of the true gradients, before any limit; None: it is no longer known. The module
-        calls this after `unscale`."""
+        """Returns the global norm of the true gradients, before any limit; None if gradients were stepped and freed
+        before their norm was read. The module calls this after `unscale`."""
         # The sum is in the model's order, not that of the optimizer's groups: other loops use this order, and get the
         # same bits.
         if parameters := [p for p in model.parameters() if p.grad is not None]:
@@ -147,23 +147,17 @@ class BasePrecision(Precision):
         """Is called in place of a step that is skipped because of gradients that are not finite: gradients that are
         stored elsewhere than at the parameters must not count in the next window."""
 
-    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
+    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> None:
         """Limits each element of the true gradients to +-value, then their global norm to `largest`; None: off. The
-        module calls this between the callbacks and the step. Args: total: the result of `norm`.
-
-        Returns:
-            The global norm before it was limited; None if it was not asked for.
-        """
+        module calls this between the callbacks and the step. Args: total: the result of `norm`."""
         parameters = [p for p in model.parameters() if p.grad is not None]
         if not parameters:
-            return None
+            return
         if value is not None:
             nn.utils.clip_grad_value_(parameters, value * self.gradient_scale)
             total = self.norm(model)
-        if largest is None:
-            return None
-        nn.utils.clip_grads_with_norm_(parameters, largest, total)
-        return total
+        if largest is not None:
+            nn.utils.clip_grads_with_norm_(parameters, largest, total)
 
     def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
         """Steps a single parameter with the options of `group` and drops its gradient. It is called in place of the

@@ -49,6 +49,7 @@ class HostMasters(BasePrecision):
         self._groups: dict[int, int] = {}  # id of a master -> index of its group
         self.reading = Reading()  # how to read this window's gradients
         self._rests: Mapping[str, Tensor] = {}  # the lower halves of weights that were loaded in 16 bits
+        self._stepped_early = False  # True if gradients of this run are stepped inside backward
         self.not_finite: str | None = None  # the parameter whose gradient prevented the last step
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -107,6 +108,7 @@ class HostMasters(BasePrecision):
 
     def step_early(self, p: nn.Parameter, optimizer: Optimizer, clip_value: float | None) -> None:
         """Steps a parameter whose gradients of this window have all left for the host. Raises: NotFinite."""
+        self._stepped_early = True
         self._update(optimizer, self.masters[id(p)], Reading(limit=_limit(clip_value)), early=True)
 
     def _fetch(self, p: nn.Parameter, take: Take) -> None:
@@ -129,8 +131,10 @@ class HostMasters(BasePrecision):
         return self._usable(self.not_finite is None)
 
     def norm(self, model: nn.Module) -> Tensor | None:
+        if self._stepped_early or not self._norms:  # nobody has read the norm of a gradient that was stepped early
+            return None
         with host_side():
-            return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
+            return torch.linalg.vector_norm(torch.stack(self._norms))
 
     def first_not_finite(self, module: nn.Module) -> str | None:
         return self.not_finite
@@ -155,20 +159,17 @@ class HostMasters(BasePrecision):
         for master in self._collected():
             master.used(early)
 
-    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> Tensor | None:
+    def clip(self, model: nn.Module, value: float | None, largest: float | None, total: Tensor | None) -> None:
         collected = self._collected()
-        if not collected:  # each gradient was used up in backward
-            return None
         self.reading = self.reading._replace(limit=_limit(value))
-        if largest is None:
-            return None
+        if largest is None or not collected:
+            return
         with host_side():
             if value is not None:
                 self._norms = [norm_of(self.reading(master.sum)) for master in collected]
                 total = self.norm(model)
             factor = torch.clamp(largest / (total + 1e-6), max=1.0)  # like torch's clip_grad_norm_
         self.reading = self.reading._replace(clip=factor.item())
-        return total
 
     # --- the step -------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,8 @@ class CausalLM(LightningModule):
         return finite and usable
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Clips, after every callback has seen the gradients at their true size."""
+        """Clips, after every callback has seen the gradients. A stored gradient is the true one times the precision's
+        `gradient_scale`, which is 1 except in 16-true; masters have none at the parameters. `gradient_norm` is true."""
         precision = self.trainer.precision_plugin
         precision.clip(self.local_parameters, self.update.clip_value, self.update.clip, self.gradient_norm)
 

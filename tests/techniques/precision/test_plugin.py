@@ -13,6 +13,7 @@ from lowmem.model import loading
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.precision.fp32_weights import Float16Autocast
+from lowmem.techniques.precision.host_masters_callback import MasterWeights
 from lowmem.training.build import optimizer
 from lowmem.training.module import CausalLM, Update
 from tolerances import ADAMW_REORDERED, FP16
@@ -109,6 +110,36 @@ def test_clipping_before_unscaling_is_caught(trained, monkeypatch):
     wrong = Norms()
     trained("precision=16", "clip=0.5", callbacks=[wrong])
     assert wrong.seen[0] < 0.01 * right.seen[0]
+
+
+class Gradients(Callback):
+    """Reads what a callback may read: the module's norm, the norm of the gradients at the parameters, and their scale."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        grads = [p.grad.float() for p in module.parameters() if p.grad is not None]
+        self.true = float(module.gradient_norm)
+        self.stored = float(torch.nn.utils.get_total_norm(grads)) if grads else None
+        self.scale = trainer.precision_plugin.gradient_scale
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaled", "stored"),
+    [
+        *[(precision, False, True) for precision in ("32", "bf16", "16", "bf16-true")],
+        ("16-true", True, True),
+        *[(precision, False, False) for precision in ("16-master", "bf16-master")],
+    ],
+)
+def test_callbacks_see_the_true_gradient_norm_in_every_precision(trained, precision, scaled, stored):
+    """Wrong would be 65,536 times the norm; the 16-bit products of this model move it by about a hundredth."""
+    seen, wide = Gradients(), Gradients()
+    trained("precision=32", "clip=null", callbacks=[wide], steps=1)
+    hooks = [] if stored else [MasterWeights(early_step=False)]
+    trained(f"precision={precision}", "clip=null", callbacks=[*hooks, seen], steps=1)
+    assert seen.true == pytest.approx(wide.true, rel=0.1)
+    assert (seen.stored is not None) == stored and (seen.scale > 1 and stored) == scaled
+    if stored:
+        assert seen.stored / seen.scale == pytest.approx(seen.true, rel=1e-3)
 
 
 class Clipped(Callback):

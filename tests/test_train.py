@@ -132,7 +132,6 @@ REFUSED = {
     ("optim=adam8bit", "optim.embedding_bits=16"): ["8 or 32"],
     ("optim.in_backward=maybe",): ["true or false"],
     ("export_dtype=int8",): ["export_dtype=int8", "float32, bfloat16, float16"],
-    ("precision=bf16-master", "master.skips_in_a_row=0"): ["master.skips_in_a_row=0", "at least 1"],
     ("precision=bf16-master", "master.early_step=soon"): ["master.early_step=soon", "true or false"],
     ("model.attention=fast",): ["fast", "model.attention=sdpa"],
     ("model.attention=flash_attention_2",): ["flash", "model.attention=sdpa"],

@@ -109,10 +109,10 @@ def test_it_is_eighty_columns_wide(typed):
 
 @pytest.mark.process
 def test_it_shows_what_is_typed_beside_it():
-    text = said("precision=16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
+    text = said("precision=bf16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
     assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
     assert "optim=muon" in text and "Muon on the matrices inside the blocks" in text
-    assert "data.path=???" in text and "master.skips_in_a_row=20" in text
+    assert "data.path=???" in text and "master.early_step=true" in text
     assert "loss.rows" not in said("--help")
 
 

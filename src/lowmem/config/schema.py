@@ -208,7 +208,6 @@ class Master(Section):
     """Declares the settings of precisions with master weights."""
 
     early_step: Switch = False
-    skips_in_a_row: Count
 
 
 class Declared(Section):
@@ -347,7 +346,6 @@ ARGUMENTS: dict[str, Any] = {
     "resident_blocks": Whole,
     "drive": _words("a folder on it, or null", Annotated[Place, AfterValidator(_folder)] | None),
     "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
-    "skips_in_a_row": Count,
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),
     "tags": _words("a list such as [a,b], or null", list[str] | None),

@@ -247,7 +247,7 @@ class CausalLM(LightningModule):
             finite = not self.ranks.any(not finite)
         if finite and usable:
             self.faults.none()
-        elif not (finite and precision.scales_loss):  # an overflow that the scaler has dealt with is no fault
+        elif not (finite and precision.lowered_scale):  # an overflow that a smaller loss scale may end is no fault
             self.faults.meet(self, loss, window)
             precision.forget()
         return finite and usable

@@ -113,7 +113,7 @@ def test_clipping_before_unscaling_is_caught(trained, monkeypatch):
 
 
 class Gradients(Callback):
-    """Reads what a callback may read: the module's norm, the norm of the gradients at the parameters, and their scale."""
+    """Reads the norm of the module, the norm of the gradients at the parameters, and their scale."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         grads = [p.grad.float() for p in module.parameters() if p.grad is not None]
@@ -218,7 +218,7 @@ def test_a_skipped_step_leaves_weights_and_state_alone(trained):
 
 
 def test_an_overflow_at_every_step_ends_in_a_sentence(trained):
-    with pytest.raises(Refused, match="precision=bf16"):
+    with pytest.raises(Refused, match=r"In step 1 the gradient of .* is not finite"):
         trained("precision=16", callbacks=[Overflow(range(1000))], steps=1000)
 
 

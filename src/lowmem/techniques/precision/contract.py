@@ -40,6 +40,7 @@ class BasePrecision(Precision):
     dtype: torch.dtype  # of the matrix products
     tf32 = False  # True: on a card, fp32 products read 10 bits of each factor's mantissa
     scales_loss = False  # True: gradients have no meaning before the whole window's are unscaled
+    lowered_scale = False  # True: this window's gradients overflowed, and the next one has a smaller loss scale
     gradient_scale = 1.0  # after `unscale`, a stored gradient is the true one times this
     optimizer_side: Side = "device"  # where the optimizer's state is
     link: Link | None = None  # carries gradients and weights if the optimizer is on the other side

@@ -60,7 +60,7 @@ class BFloat16Autocast(Autocast):
 
 
 class Float16Autocast(ScaledLoss, Autocast):
-    """Autocast to fp16, with a loss scale. Args, Raises: those of `ScaledLoss`."""
+    """Autocast to fp16, with a loss scale. Args: those of `ScaledLoss`."""
 
     dtype = torch.float16
 

@@ -244,7 +244,7 @@ class BFloat16Master(HostMasters):
 
 
 class Float16Master(ScaledLoss, HostMasters):
-    """fp16 weights on the device, with a loss scale. Args, Raises: those of `ScaledLoss`."""
+    """fp16 weights on the device, with a loss scale. Args: those of `ScaledLoss`."""
 
     dtype = torch.float16
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lowmem.config.settle import steps_early
 from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import trainable
-from lowmem.system.errors import NotFinite, Refused
+from lowmem.system.errors import NotFinite
 from lowmem.techniques.weights.edges import GradientSink
 
 
@@ -20,7 +20,6 @@ class MasterWeights(Callback):
         clip, clip_value: the run's; a global norm needs all gradients before the first step.
         early_step: steps each master as soon as the window's last gradient of it has arrived, if nothing needs all
             gradients (a norm, or a loss scale): the step then overlaps with backward, and gradients need no memory.
-        skips_in_a_row: the run ends when this many steps in a row are skipped because gradients are not finite.
     """
 
     def __init__(
@@ -28,10 +27,8 @@ class MasterWeights(Callback):
         clip: float | None = None,
         clip_value: float | None = None,
         early_step: bool = True,
-        skips_in_a_row: int = 20,
     ) -> None:
         self.clip, self.clip_value, self.early_step = clip, clip_value, early_step
-        self.skips_in_a_row, self.skips = skips_in_a_row, 0
         self._hooks: list = []
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -94,26 +91,9 @@ class MasterWeights(Callback):
             hook.remove()
         self._hooks.clear()
 
-    # --- steps that were skipped ----------------------------------------------------------------------------------
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        if not self.on_host:
-            return
-        self.skips = 0 if outputs["stepped"] else self.skips + 1
-        if self.skips == self.skips_in_a_row:
-            trainer.should_stop = True  # a checkpoint follows, and then `on_train_end`
-
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self.on_host:
-            return
-        self.plugin.arrived()  # Lightning moves the weights to the host next, without asking
-        if self.skips >= self.skips_in_a_row:
-            instead = ", or precision=bf16-master, which has fp32's range" if self.plugin.scales_loss else ""
-            raise Refused(
-                f"{self.skips} steps in a row were skipped: {self.plugin.not_finite} is the first of the model's "
-                "parameters whose gradient is not finite. A checkpoint was saved. Type a smaller lr"
-                f"{instead}."
-            )
+        if self.on_host:
+            self.plugin.arrived()  # Lightning moves the weights to the host next, without asking
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ gradients in fp16, where the small ones vanish after all.
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lowmem.system.errors import Refused
 from lowmem.techniques.precision.contract import BasePrecision
 
-# From 2**16 it takes 26 overflows in a row to get here: no gradient is that large, the loss itself is inf or nan.
+# From 2**16 it takes 26 overflows in a row to get here: what overflows then is not the scale's fault.
 SMALLEST = 2.0**-10
 
 
@@ -22,21 +21,14 @@ class LossScale:
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
         self.steps = 0  # without overflow, since the last change
+        self.halved = False  # True if the last window overflowed, and a smaller scale may help
 
     def update(self, finite: bool) -> bool:
         """Sets the scale for the next window and returns `finite`. Args: finite: all gradients of this window were
-        finite.
-
-        Raises:
-            Refused: gradients overflow at the smallest scale, too.
-        """
-        if not finite and self.value < SMALLEST:
-            raise Refused(
-                f"The gradients overflow fp16 even at a loss scale of {self.value:g}. The loss is probably not "
-                "finite: type precision=bf16, or a smaller lr."
-            )
+        finite."""
+        self.halved = not finite and self.value > SMALLEST
         self.steps = self.steps + 1 if finite else 0
-        if not finite:
+        if self.halved:
             self.value /= 2
         elif self.steps == self.growth_interval:
             self.value, self.steps = self.value * 2, 0
@@ -56,9 +48,6 @@ class ScaledLoss(BasePrecision):
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
         growth_interval: optimizer steps without overflow after which the scale doubles.
-
-    Raises:
-        Refused: in `unscale`, if gradients overflow at any scale.
     """
 
     scales_loss = True
@@ -66,6 +55,10 @@ class ScaledLoss(BasePrecision):
     def __init__(self, device: str = "cpu", init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__(device=device)
         self.loss_scale = LossScale(init_scale, growth_interval)
+
+    @property
+    def lowered_scale(self) -> bool:
+        return self.loss_scale.halved
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self.gradient_scale = self.loss_scale.value  # stays this window's after `update` sets the next one's

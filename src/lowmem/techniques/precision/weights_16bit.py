@@ -131,7 +131,7 @@ class Float16Weights(ScaledLoss, SixteenBitWeights):
     """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
     those below 6e-8 would vanish.
 
-    Args, Raises: those of `ScaledLoss`.
+    Args: those of `ScaledLoss`.
     """
 
     dtype = torch.float16

@@ -78,7 +78,6 @@ REFUSED = {
     "loss=chunked \"loss.rows='7'\"": "loss.rows=7: give a whole number of at least 1.",
     "accumulation=effective_batch accumulation.devices=12GiB": "give a whole number of at least 1.",
     "accumulation=by_step accumulation.sizes={a:1}": "such as {0:1,3:4}.",
-    "precision=16-master callbacks.masters.clip=-0.1": "give a positive number, or null to switch it off.",
     "optim.lr=[]": "give a positive step size",
     "optim.betas=[0.9,2]": "give two numbers of at least 0 and below 1",
     "optim.weight_decay=-1": "give a number of at least 0.",

@@ -207,7 +207,7 @@ class Trainer(_Trainer):
 class Master(Section):
     """Declares the settings of precisions with master weights."""
 
-    early_step: Switch = False
+    early_step: Switch = True
 
 
 class Declared(Section):
@@ -275,7 +275,7 @@ class Keys(Section):
     debug: Switch
     weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
     trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
-    master: Master | None = None
+    master: Master = Master()
     callbacks: Nodes
 
 

@@ -27,11 +27,6 @@ from lowmem.system.errors import Refused
 ORDERS = ("auto", "by_layer", "by_micro_batch")  # of weights.order
 
 
-def steps_early(wanted: bool, clip: float | None, scales_loss: bool) -> bool:
-    """Returns whether masters step as their gradients arrive: a norm, or a loss scale, needs all gradients first."""
-    return wanted and clip is None and not scales_loss
-
-
 class Run(schema.Keys):
     """Holds all settings of a run. It does not change; `knowing` and `replacing` return another run."""
 
@@ -171,9 +166,9 @@ class Run(schema.Keys):
 
     @property
     def early(self) -> bool:
-        """Returns whether masters step as their gradients arrive."""
-        wanted = self.masters and self.master is not None and self.master.early_step
-        return steps_early(wanted, self.clip, self.scales_loss)
+        """Returns whether masters step as their gradients arrive. A norm, or a loss scale, needs all gradients
+        first."""
+        return self.masters and self.master.early_step and self.clip is None and not self.scales_loss
 
     # --- dtypes, and where weights are --------------------------------------------------------------------------------
 

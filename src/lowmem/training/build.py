@@ -218,8 +218,9 @@ def causal_lm(
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
     order = {"order": run.order if run.accumulates else "by_micro_batch"} if run.streams else {}
     weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
+    bounds = {"clip": run.clip, "clip_value": run.clip_value}
     skips = run.on_nonfinite == "skip"
-    update = Update(optimizer(run), instantiate(run.scheduler), run.clip, run.clip_value, skips_faults=skips)
+    update = Update(optimizer(run), instantiate(run.scheduler), **bounds, skips_faults=skips, early=run.early)
     at_once = run.windows.largest if run.by_layer and run.windows is not None else 1
     return CausalLM(network, loss, update, Placement(weights, tiles, ranks, at_once))
 

@@ -44,6 +44,7 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
     clip: float | None = None  # largest global gradient norm
     clip_value: float | None = None  # largest absolute gradient element, applied before the norm
+    early: bool = False  # masters on the host step as their gradients arrive
     skips_faults: bool = False  # a step whose loss or gradient is not finite is skipped; else it ends the run
 
 

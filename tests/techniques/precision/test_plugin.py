@@ -134,7 +134,7 @@ def test_callbacks_see_the_true_gradient_norm_in_every_precision(trained, precis
     """Wrong would be 65,536 times the norm; the 16-bit products of this model move it by about a hundredth."""
     seen, wide = Gradients(), Gradients()
     trained("precision=32", "clip=null", callbacks=[wide], steps=1)
-    hooks = [] if stored else [MasterWeights(early_step=False)]
+    hooks = [] if stored else [MasterWeights()]
     trained(f"precision={precision}", "clip=null", callbacks=[*hooks, seen], steps=1)
     assert seen.true == pytest.approx(wide.true, rel=0.1)
     assert (seen.stored is not None) == stored and (seen.scale > 1 and stored) == scaled

@@ -41,7 +41,7 @@ def weights_after(cfg, kind, lane=None):
     instantiate(cfg.gradient_checkpointing)(model)
     order = {"order": cfg.order} if cfg.streams else {}
     held = instantiate(cfg.weights)(model, head_in_tiles=True, **order)
-    update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value)
+    update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value, early=cfg.early)
     module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
     (plugin,) = map(instantiate, cfg.trainer.plugins.every())
     if lane is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lowmem.config.settle import steps_early
 from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import trainable
 from lowmem.system.errors import NotFinite
@@ -16,19 +15,11 @@ from lowmem.techniques.weights.edges import GradientSink
 class MasterWeights(Callback):
     """Sends each gradient to the host as soon as it exists, and makes each block wait for its own new weights.
 
-    Args:
-        clip, clip_value: the run's; a global norm needs all gradients before the first step.
-        early_step: steps each master as soon as the window's last gradient of it has arrived, if nothing needs all
-            gradients (a norm, or a loss scale): the step then overlaps with backward, and gradients need no memory.
+    With `Update.early` each master steps as soon as the window's last gradient of it has arrived: the step then
+    overlaps with backward, and gradients need no memory.
     """
 
-    def __init__(
-        self,
-        clip: float | None = None,
-        clip_value: float | None = None,
-        early_step: bool = True,
-    ) -> None:
-        self.clip, self.clip_value, self.early_step = clip, clip_value, early_step
+    def __init__(self) -> None:
         self._hooks: list = []
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -36,7 +27,7 @@ class MasterWeights(Callback):
         self.on_host = self.plugin.optimizer_side == "host"  # bf16-sr steps on the host only if weights stream
         if self.on_host:
             self.plugin.weights = module.weights
-        self.early = steps_early(self.early_step, self.clip, self.plugin.scales_loss)
+        self.early = module.update.early
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -46,7 +37,7 @@ class MasterWeights(Callback):
 
         def complete(p: nn.Parameter) -> None:
             if self.early and module.last_micro_batch:
-                self.plugin.step_early(p, trainer.optimizers[0], self.clip_value)
+                self.plugin.step_early(p, trainer.optimizers[0], module.update.clip_value)
 
         module.weights.start(GradientSink(self.plugin.link, lambda p: self.plugin.masters[id(p)], complete))
 
@@ -54,7 +45,7 @@ class MasterWeights(Callback):
             if p.grad is None:  # the sink has sent it
                 return
             if self.early and module.last_micro_batch:
-                self.plugin.collect_and_step(p, trainer.optimizers[0], self.clip_value)
+                self.plugin.collect_and_step(p, trainer.optimizers[0], module.update.clip_value)
             else:
                 self.plugin.collect(p)
 

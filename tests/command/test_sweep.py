@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lowmem.command import sweep
 from lowmem.report import folders
 from lowmem.system import signals
+from made_runs import damaged
 
 FAILING = """
 import os, signal
@@ -197,3 +199,11 @@ def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
     assert code == 1 and "no sweep was started here" in said and "multirun.yaml" in said
     code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
     assert code == 1 and "Type nothing else beside it" in said
+
+
+def test_a_damaged_job_keeps_its_row_in_the_table_at_the_end_of_a_sweep(tmp_path, capsys):
+    names = damaged(tmp_path)
+    hydra = {"job": {"name": "train"}, "sweep": {"dir": str(tmp_path)}}
+    sweep.Report().on_multirun_end(OmegaConf.create({"hydra": hydra}))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdigit()] == names

@@ -1,6 +1,7 @@
 """Folders as train.py leaves them, without training."""
 
 import json
+import math
 import os
 import time
 from itertools import product
@@ -35,6 +36,35 @@ def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: f
     lines = [f"{row[1]},{','.join(map(str, row[4:]))}" for row in rows[-3:]]
     (folder / "memory_step.csv").write_text("\n".join(["phase," + ",".join(head[4:]), *lines]) + "\n")
     return folder
+
+
+# Content of files of a run that was interrupted, killed in the middle of a write, or made by another version.
+DAMAGES = (
+    *(("summary.json", {"validation": []} | more) for more in ({}, {"interrupted": True, "val_loss": None})),
+    *(("summary.json", {key: value}) for key in ("val_loss", "tokens_per_second") for value in (None, "x", math.nan)),
+    *(("summary.json", {"peak_bytes": value}) for value in (None, [], {"device": None}, {"device": math.inf})),
+    *(("summary.json", {"peak_bytes_by_category": value}) for value in (None, [1], {"weights": None, "other": 1})),
+    ("summary.json", {"tokens_per_second": 0.0, "seconds_per_step": None}),  # a run of no steps
+    ("summary.json", {"predicted": {"phases": {"step": {"device": None, "host": 0}}}}),
+    ("summary.json", {"device": None, "drive": [], "ranks": {}}),
+    *(("summary.json", text) for text in ('{"interrupted": false, "overr', "[]", "", b"\xff\xfe")),
+    *(("metrics.csv", text) for text in ("step,tokens,seconds,train_loss,val_loss\n", "", "a," + "x" * 200_000)),
+    ("metrics.csv", "step,tokens,seconds,train_loss,val_loss\n1,nan,inf,nan,\n"),
+    ("memory.csv", "step,phase,rss_peak_bytes,live_peak_bytes\n"),
+    ("memory_step.csv", "phase\n"),
+    (".hydra/overrides.yaml", b"\xff\xfe"),
+)
+
+
+def damaged(folder: Path) -> list[str]:
+    """A complete run, and a run for each damage. Returns: their folders' names."""
+    finished(folder / "0", ["lr=0.001"])
+    for number, (file, content) in enumerate(DAMAGES, start=1):
+        path = finished(folder / str(number), ["lr=0.001"]) / file
+        if isinstance(content, dict):
+            content = json.dumps(json.loads(path.read_text()) | content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [str(number) for number in range(1 + len(DAMAGES))]
 
 
 LONG = "data.path=a/folder/whose/name/is/longer/than/any/label/of/an/axis/"

@@ -5,6 +5,7 @@ The process that starts a sweep's jobs reads them too, so this module imports no
 
 import csv
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,11 +36,11 @@ class RunFolder:
 
     def rows(self, file: str) -> list[dict[str, str]]:
         """Returns the rows of metrics.csv or memory.csv, without a last line that was cut short."""
-        path = self.folder / file
-        if not path.is_file():
+        try:
+            with (self.folder / file).open(newline="", encoding="utf-8", errors="replace") as lines:
+                return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+        except (OSError, csv.Error):
             return []
-        with path.open(newline="", encoding="utf-8", errors="replace") as lines:
-            return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
 
 
 def load(folder: Path) -> RunFolder:
@@ -54,7 +55,7 @@ def load(folder: Path) -> RunFolder:
             summary = json.loads(file.read_text(encoding="utf-8"))
             done = not summary["interrupted"]
             overrides = [str(line) for line in summary["overrides"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
         by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
         return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
@@ -113,9 +114,18 @@ def columns(runs: Sequence[RunFolder]) -> list[str]:
 def figure(run: RunFolder, column: str) -> float | None:
     """Returns a figure of a run's summary; None if it was not measured."""
     try:
-        return FIGURES[column][0](run.summary)
-    except (KeyError, TypeError):
+        return number(FIGURES[column][0](run.summary))
+    except (ArithmeticError, LookupError, TypeError):
         return None
+
+
+def number(value: object) -> float | None:
+    """Returns a finite number that a file of a run holds; None for any other content."""
+    try:
+        value = float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
 
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
@@ -171,7 +181,7 @@ def typed_in(folder: Path) -> list[str]:
             unquoted(str(line))
             for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
         ]
-    except (OSError, yaml.YAMLError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, TypeError):
         return []
 
 

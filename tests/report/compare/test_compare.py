@@ -9,7 +9,7 @@ import pytest
 from lowmem.report import folders
 from lowmem.report.compare import compare
 from lowmem.system.units import GIB, MIB
-from made_runs import finished
+from made_runs import damaged, finished
 
 
 def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
@@ -131,3 +131,20 @@ def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows[:3]] == ["done"] * 3 and rows[0]["tokens/s"] == "1000.0"
     assert rows[0]["device GiB"] == "" and (sweep / "comparison.html").stat().st_size > 1_000_000
+
+
+def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
+    names = damaged(tmp_path)
+    compare.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    with (tmp_path / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == names and rows[0]["status"] == "done" and not re.search(r"\bnan|\binf", said)
+    figures = folders.columns(folders.runs_below(tmp_path / "0"))
+    assert re.search(r"^0 +3\.0000 +1\.200 +1,000 +0\.781 +2\.344 +done$", said, re.MULTILINE), said
+    interrupted = next(row for row in rows if row["status"] == "interrupted")
+    assert [interrupted[name] for name in figures] == ["", *(rows[0][name] for name in figures[1:])]
+    no_steps = next(row for row in rows if row["tokens/s"] == "0.0")
+    assert no_steps["status"] == "done" and no_steps["validation loss"] == "3.0"
+    page = (tmp_path / "comparison.html").read_text()
+    assert all(f"<dt>{name}</dt>" in page for name in names) and "NaN" not in page.partition("plotly.js v")[0]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowmem.report import folders
-from lowmem.report.folders import RunFolder
+from lowmem.report.folders import RunFolder, number
 from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
@@ -30,13 +30,13 @@ class Figures:
     host: float | None
     drive: float | None
     drive_rate: float | None  # GB/s, read and written
-    peak: dict[str, int]  # by category
+    peak: dict[str, float]  # by category
     loss: Curve  # tokens, seconds, loss
     evaluations: Curve  # the same
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
     drive_bytes: Curve
-    planned: dict[str, tuple[int, int]]  # phase -> (predicted, measured) on the device
+    planned: dict[str, tuple[float, float]]  # phase -> (predicted, measured) on the device
     inside: Stack  # of one step, at every allocation
     steps: Stack
     phases: Stack
@@ -55,7 +55,7 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
         *(run, name, label, figure["validation loss"], figure["accuracy"], figure["bits per byte"]),
         *(figure["tokens/s"], *sizes),
         drive_rate=figure["drive GB/s"],
-        peak=summary.get("peak_bytes_by_category") or {},
+        peak=_sizes(summary.get("peak_bytes_by_category")),
         loss=_curve(metrics, ("tokens", "seconds", "train_loss")),
         evaluations=_curve(metrics, ("tokens", "seconds", "val_loss")),
         device_bytes=_highest(steps, ("allocated_peak_bytes", "live_peak_bytes")),
@@ -65,7 +65,7 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
         inside=_inside(run.rows("memory_step.csv")),
         steps=_thinned([*_stacked(steps, "step").items()]),
         phases=[*_stacked(memory, "phase").items()],
-        on=summary.get("device") or "",
+        on=str(summary.get("device") or ""),
     )
 
 
@@ -81,16 +81,23 @@ def front(every: Sequence[Figures]) -> list[Figures]:
     return sorted((run for run in measured if not beaten(run)), key=lambda run: (run.device, run.tokens_per_second))
 
 
-def _planned(summary: dict) -> dict[str, tuple[int, int]]:
+def _sizes(by_category: object) -> dict[str, float]:
+    every = by_category.items() if isinstance(by_category, dict) else ()
+    return {category: size for category, value in every if (size := number(value) or 0) > 0}
+
+
+def _planned(summary: dict) -> dict[str, tuple[float, float]]:
     try:
-        return {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
+        both = {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
     except (KeyError, TypeError, AttributeError):  # written by an earlier version
         return {}
+    pairs = {phase: (number(predicted), number(measured)) for phase, (predicted, measured) in both.items()}
+    return {phase: pair for phase, pair in pairs.items() if None not in pair and pair[1] > 0}
 
 
 def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
     """Returns a curve of the rows that have all of the columns, always with the last one."""
-    complete = [[_number(row.get(column)) for column in columns] for row in rows]
+    complete = [[number(row.get(column)) for column in columns] for row in rows]
     complete = [row for row in complete if None not in row]
     complete = complete[:: -math.ceil(len(complete) / POINTS)][::-1] if complete else []
     return [list(column) for column in zip(*complete, strict=True)] or [[] for _ in columns]
@@ -101,7 +108,7 @@ def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
     for column in columns:
         by_step: dict[float, float] = {}
         for row in rows:
-            step, size = _number(row.get("step")), _number(row.get(column))
+            step, size = number(row.get("step")), number(row.get(column))
             if step is not None and size is not None:
                 by_step[step] = max(by_step.get(step, 0), size)
         if by_step:
@@ -113,7 +120,7 @@ def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
     """Returns categories over the phases, from the last sample of each, or over the steps, from the highest phase."""
     largest: dict[str, list[float]] = {}
     for row in rows:
-        sizes = [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]
+        sizes = [number(row.get(f"{category}_bytes")) for category in CATEGORIES]
         at = row.get(by)
         if at and None not in sizes and (by == "phase" or sum(sizes) > sum(largest.get(at, [0]))):
             largest[at] = sizes
@@ -121,7 +128,7 @@ def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
 
 
 def _inside(rows: Sequence[dict[str, str]]) -> Stack:
-    every = [(row.get("phase", ""), [_number(row.get(f"{category}_bytes")) for category in CATEGORIES]) for row in rows]
+    every = [(row.get("phase", ""), [number(row.get(f"{category}_bytes")) for category in CATEGORIES]) for row in rows]
     return _thinned([(phase, sizes) for phase, sizes in every if None not in sizes])
 
 
@@ -129,11 +136,3 @@ def _thinned(stack: Stack) -> Stack:
     """Returns the highest point of each stretch, so that no peak is lost."""
     stretch = max(1, math.ceil(len(stack) / POINTS))
     return [max(stack[i : i + stretch], key=lambda row: sum(row[1])) for i in range(0, len(stack), stretch)]
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        return None
-    return value if math.isfinite(value) else None

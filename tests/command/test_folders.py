@@ -10,6 +10,7 @@ import claiming
 from conftest import ROOT
 from lowmem.command.folder_lock import HYDRAS, LEFT
 from lowmem.report import folders
+from lowmem.training import results
 
 EIGHT = 8
 
@@ -185,3 +186,18 @@ def test_a_plan_is_not_gone_on_with(command, tmp_path):
     for more in ((), ("resume=auto",)):
         code, said = command(*more)
         assert code == 1 and "Type another folder." in said and "Traceback" not in said, said
+
+
+def test_a_living_run_is_running_and_a_killed_one_is_broken_at_once(command, tmp_path, monkeypatch):
+    seen, write = [], results.write
+
+    def watched(file, summary):
+        seen.append(folders.load(file.parent).status)
+        write(file, summary)
+
+    monkeypatch.setattr(folders, "QUIET", 0)  # the age of its files says nothing
+    monkeypatch.setattr(results, "write", watched)
+    assert command("max_steps=1")[0] == 0 and seen == ["running"]
+    (tmp_path / "run" / "summary.json").unlink()  # as kill -9 leaves a run
+    ended = folders.load(tmp_path / "run")
+    assert (ended.status, ended.reason) == ("broken", "it ended without a summary")

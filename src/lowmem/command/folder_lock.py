@@ -5,8 +5,8 @@ belongs to the process that created it. Every folder is locked while its command
 that still runs.
 """
 
-import fcntl
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem.config.typed_lines import as_mapping, in_shell, key, quoted
 from lowmem.report import folders
 from lowmem.report.folders import FAILED
-from lowmem.system import rank_environment
+from lowmem.system import folder_locks, rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
@@ -82,9 +82,15 @@ def _or_exit() -> Iterator[None]:
 
 
 class Claim(Callback):
-    """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once."""
+    """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once.
+
+    Args: host: written into .hydra/hydra.yaml, the machine of the process that holds the lock.
+    """
 
     now: Claimed | None = None  # the folder of this process
+
+    def __init__(self, host: str | None = None) -> None:
+        self.host = host
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         HydraConfig.instance().set_config(config.copy())  # Hydra does so only later, and ${hydra:...} needs it
@@ -111,6 +117,7 @@ class Claim(Callback):
         Claim.now = replace(claimed, other_files=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
+            config.hydra.callbacks.claim.host = platform.node()
         if rank_environment.size() > 1:
             _agreed(claimed.folder.absolute())
 
@@ -229,13 +236,9 @@ def _not_there(folder: Path) -> list[Path]:
 def _locked(folder: Path, created: list[Path]) -> Claimed | None:
     """Locks a folder. Returns: the lock; None if another process has it."""
     handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if folder_locks.lock(handle) is False:  # None: a file system without locks
         os.close(handle)
         return None
-    except OSError:  # a file system without locks
-        pass
     overwritten = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
     return Claimed(folder, handle, created, overwritten, _other_files(folder))
 

@@ -6,6 +6,7 @@ The process that starts a sweep's jobs reads them too, so this module imports no
 import csv
 import json
 import math
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ import yaml
 
 from lowmem.config.typed_lines import as_mapping, unquoted
 from lowmem.report.summary import highest
+from lowmem.system import folder_locks
 from lowmem.system.errors import Refused
-from lowmem.system.units import GIB
+from lowmem.system.units import GIB, duration
 
 FAILED = "failed.txt"  # in a run's folder: why
 WIDTH = 80  # characters of a row
 LINE = 240  # characters of a reason on the terminal
-QUIET = 600  # seconds without a write after which a run without a summary counts as dead
+QUIET = 600  # seconds without a write after which the state of a run on another machine is unknown
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class RunFolder:
     folder: Path
     overrides: list[str]
     summary: dict | None
-    status: str  # done, interrupted, failed, running or broken
+    status: str  # done, interrupted, failed, running, broken or unknown
     reason: str = ""  # of all but done
 
     def rows(self, file: str) -> list[dict[str, str]]:
@@ -45,6 +47,7 @@ class RunFolder:
 
 def load(folder: Path) -> RunFolder:
     """Reads a folder in any state."""
+    locked = folder_locks.is_locked(folder)  # asked first: a run writes its summary before it releases the lock
     overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
         return RunFolder(
@@ -59,10 +62,19 @@ def load(folder: Path) -> RunFolder:
             return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
         by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
         return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
-    last = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
-    if time.time() - last < QUIET:
-        return RunFolder(folder, overrides, None, "running", "no summary yet")
-    return RunFolder(folder, overrides, None, "broken", "it ended without a summary")
+    return RunFolder(folder, overrides, None, *_without_summary(folder, locked))
+
+
+def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
+    """Returns the status and its reason. A living run holds its folder's lock, which other machines may not see."""
+    if locked:
+        return "running", "no summary yet"
+    if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
+        return "broken", "it ended without a summary"
+    quiet = time.time() - max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
+    if quiet < QUIET:
+        return "running", "no summary yet"
+    return "unknown", f"no write for {duration(quiet)}; it may run on another machine"
 
 
 def runs_below(folder: Path) -> list[RunFolder]:
@@ -167,11 +179,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    hydra = folder / ".hydra" / "hydra.yaml"
-    if hydra.is_file():
-        job = {line.strip() for line in hydra.read_text(errors="replace", encoding="utf-8").splitlines()}
-        return "name: train" in job  # plan.py's folders have one too
-    return (folder / "summary.json").is_file()
+    lines = _hydras_config(folder)
+    return "name: train" in lines if lines else (folder / "summary.json").is_file()  # plan.py's folders have one too
+
+
+def _hydras_config(folder: Path) -> set[str]:
+    """Returns the lines of Hydra's config for the run; none if Hydra has written none."""
+    try:
+        text = (folder / ".hydra" / "hydra.yaml").read_text(errors="replace", encoding="utf-8")
+    except OSError:
+        return set()
+    return {line.strip() for line in text.splitlines()}
 
 
 def typed_in(folder: Path) -> list[str]:

@@ -1,15 +1,19 @@
 """Runs side by side: whatever state they are in, from whichever machine."""
 
 import csv
+import errno
 import json
+import os
 import re
+import time
 
 import pytest
 
 from lowmem.report import folders
 from lowmem.report.compare import compare
+from lowmem.system import folder_locks
 from lowmem.system.units import GIB, MIB
-from made_runs import damaged, finished
+from made_runs import damaged, finished, written_here
 
 
 def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
@@ -148,3 +152,43 @@ def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
     assert no_steps["status"] == "done" and no_steps["validation loss"] == "3.0"
     page = (tmp_path / "comparison.html").read_text()
     assert all(f"<dt>{name}</dt>" in page for name in names) and "NaN" not in page.partition("plotly.js v")[0]
+
+
+@pytest.fixture
+def silent(tmp_path):
+    """A run without a summary, whose files were written an hour ago."""
+    folder = finished(tmp_path / "runs" / "silent", ["lr=1"])
+    (folder / "summary.json").unlink()
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)
+    return folder
+
+
+def status(folder, capsys):
+    compare.main([str(folder), "--to", str(folder.parent)])
+    return capsys.readouterr().out.partition("\n\n")[0].splitlines()[-1]
+
+
+def test_a_run_whose_process_lives_is_running_however_long_it_has_not_written(silent, capsys):
+    written_here(silent)
+    handle = os.open(silent, os.O_RDONLY)
+    assert folder_locks.lock(handle)
+    assert status(silent, capsys) == "silent running: no summary yet"
+    os.close(handle)
+    assert status(silent, capsys) == "silent broken: it ended without a summary"
+
+
+def test_a_run_of_another_machine_is_judged_by_its_last_write_and_never_called_broken(silent, capsys):
+    said = "silent unknown: no write for 1 h 0 min; it may run on another machine"
+    assert status(silent, capsys) == said
+    (silent / "metrics.csv").touch()
+    assert status(silent, capsys) == "silent running: no summary yet"
+
+
+def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, capsys, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # what NFS says of a folder
+
+    written_here(silent)
+    monkeypatch.setattr(folder_locks.fcntl, "flock", unsupported)
+    assert status(silent, capsys).startswith("silent unknown: no write for 1 h 0 min")

@@ -16,4 +16,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.start(main)
+    cli.start(main, config="plan")

@@ -29,7 +29,7 @@ def row(model: str, card: str) -> dict:
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
     with suppress(SystemExit):  # plan.py exits with an error if no recipe fits
-        cli.start(plan.main)
+        cli.start(plan.main, config="plan")
     content = json.loads((Path(folder) / "plan.json").read_text())
     first = content["recipes"][0]
     keys = ("overrides", "changes", "fits", "device_need_bytes", "reserved_peak_bytes", "device_peak_bytes")

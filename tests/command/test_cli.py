@@ -1,6 +1,8 @@
 """Tests how typed lines become what Hydra reads."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import yaml
 from conftest import ROOT
 from lowmem.command import cli
 from lowmem.config.typed_lines import quoted
+from lowmem.report import folders
 from lowmem.system.errors import Refused
 
 
@@ -94,3 +97,20 @@ def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, 
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and done.stderr.startswith(typed.split()[-1])
     assert "Type seq_len=" in done.stderr or "give" in done.stderr
+
+
+def test_the_folder_of_a_copy_of_train_py_is_a_run(command, tmp_path, monkeypatch):
+    shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("train.main", importlib.import_module("train_mine").main)
+    assert command("max_steps=1")[0] == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    assert [run.folder.name for run in folders.runs_below(tmp_path)] == ["run"]
+    assert (tmp_path / "run" / "train.log").exists()
+
+
+@pytest.mark.parametrize(("script", "line"), [("train.py", "seed=1"), ("plan.py", "rows=3")])
+def test_a_copy_of_a_command_reads_the_config_of_the_command(tmp_path, script, line):
+    copy = shutil.copy(ROOT / script, tmp_path / f"my_{script}")
+    done = subprocess.run([sys.executable, copy, f"x{line}"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and f"Type {line}" in done.stderr, done.stderr

@@ -32,7 +32,7 @@ def planned(small, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["plan.py", *lines, *arguments])
         code, said = 0, ""
         try:
-            cli.start(plan.main)
+            cli.start(plan.main, config="plan")
         except SystemExit as stop:
             code, said = (stop.code, "") if isinstance(stop.code, int) else (1, str(stop.code))
         out, file = capsys.readouterr(), tmp_path / "plan" / "plan.json"

@@ -64,8 +64,8 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-def start(main: Callable[[], None]) -> None:
-    """Runs a Hydra main function on sys.argv and exits with its code."""
+def start(main: Callable[[], None], config: str = "config") -> None:
+    """Runs a Hydra main function on sys.argv and exits with its code. Args: config: the yaml of conf/ that it reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
@@ -74,7 +74,6 @@ def start(main: Callable[[], None]) -> None:
     _unfit.clear()
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
-    config = Path(sys.argv[0]).stem.replace("train", "config")  # train.py reads config.yaml, plan.py plan.yaml
     rank_environment.leashed()
     try:
         with signals.handled(signals.at_once):

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from conftest import ROOT
 from lowmem.command import cli
-from lowmem.config.typed_lines import quoted
+from lowmem.config.typed_lines import composed, key, quoted
 from lowmem.report import folders
 from lowmem.system.errors import Refused
 
@@ -24,6 +25,20 @@ from lowmem.system.errors import Refused
         ("precision=bf16", "precision=bf16"),
         ("precision=17", "precision='17'"),
         ("precision='16'", "precision='16'"),
+        ("precision=choice(16,32)", "precision='16','32'"),
+        ("precision=choice(16, bf16-true)", "precision='16',bf16-true"),
+        ('precision=choice("16",bf16)', "precision='16',bf16"),
+        ("precision=sort(32,16)", "precision='16','32'"),
+        ("precision=sort(choice(16,32),reverse=true)", "precision='32','16'"),
+        ("precision=range(16,33,16)", "precision='16','32'"),
+        ("precision=glob([16*,32],exclude=*true)", "precision='16',16-master,'32'"),
+        ("+precision=16", "+precision='16'"),
+        ("~precision=16", "~precision='16'"),
+        ("precision@x=16", "precision@x='16'"),
+        ("+precision@x=choice(16,32)", "+precision@x='16','32'"),
+        ("precision=interval(1,2)", "precision=interval(1,2)"),  # Hydra refuses what cannot be enumerated
+        ("precision=choice(16", "precision=choice(16"),
+        ("batch_size=choice(16,32)", "batch_size=choice(16,32)"),
         ("batch_size=16", "batch_size=16"),  # no group: stays a number
         ("optim.lr=16", "optim.lr=16"),
         ("model=qwen3-8b", "model=qwen3-8b"),
@@ -34,6 +49,43 @@ from lowmem.system.errors import Refused
 )
 def test_only_the_choices_of_a_group_are_quoted(typed, read):
     assert quoted(typed) == read
+
+
+SWEEPS = {
+    "precision=16,32": ["16", "32"],
+    "precision=choice(16,32)": ["16", "32"],
+    "precision=choice(16, bf16-true)": ["16", "bf16-true"],
+    "precision=sort(32,16)": ["16", "32"],
+    "precision=shuffle(16,32)": ["16", "32"],
+    "precision=range(16,33,16)": ["16", "32"],
+    "precision=glob(*6)": ["16", "bf16"],
+}
+
+
+@pytest.mark.parametrize("typed", SWEEPS)
+def test_every_sweep_of_a_group_gives_each_job_its_choice(typed, command, monkeypatch):
+    """Hydra composes each job's config, as it does for a launcher."""
+    chosen = []
+
+    def job(folder, number, overrides):
+        chosen.append((HydraConfig.get().runtime.choices.precision, [*overrides]))
+        return folders.RunFolder(folder, [], None, "done")
+
+    monkeypatch.setattr("lowmem.command.sweep.job", job)
+    monkeypatch.setattr("lowmem.command.sweep.folders.runs_below", lambda _: [])
+    code, said = command("-m", typed, "seed=choice(1,2)", base=())
+    assert code == 0, said
+    assert sorted(choice for choice, _ in chosen) == sorted(2 * SWEEPS[typed])
+    assert {line for _, lines in chosen for line in lines if key(line) == "seed"} == {"seed=1", "seed=2"}
+
+
+def test_a_choice_that_does_not_exist_is_told_before_a_sweep_starts():
+    with pytest.raises(Refused, match=r"precision=17: there is no precision/17"):
+        cli.prepare(["-m", "precision=choice(16,17)"])
+
+
+def test_a_number_is_a_choice_with_a_prefix_and_in_a_package():
+    assert composed(["+precision@_global_=16"]).trainer.plugins.precision.init_scale == 65536
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from lowmem.config.typed_lines import (
     key,
     keys_known,
     parsed,
+    quoted,
     unquoted,
 )
 from lowmem.system.errors import Refused
@@ -158,7 +159,7 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
 
 def _chosen(line: str) -> list[str]:
     """Returns the choices of a group's line, several in a sweep."""
-    value = unquoted(line).partition("=")[2]
+    value = unquoted(quoted(line)).partition("=")[2]
     return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Quote, QuotedString
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
@@ -110,8 +112,8 @@ def quoted(line: str, sweep: bool = False) -> str:
         sweep: commas separate values, also paths, unless the full text is an existing path.
     """
     name, equals, value = line.partition("=")
-    if equals and is_group(key(line)):
-        return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", value)
+    if equals and is_group(_group(line)):
+        return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", _enumerated(line))
     known = as_only_source(key(line))
     if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
         return name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda m: _text(os.path.expanduser(m[1])), value)
@@ -125,6 +127,26 @@ def quoted(line: str, sweep: bool = False) -> str:
             return line
         values = [item.strip() for item in value.split(",")]
     return name + "=" + ",".join(map(_text, values))
+
+
+def _group(line: str) -> str:
+    return key(line).partition("@")[0]  # precision of precision@package
+
+
+def _enumerated(line: str) -> str:
+    """Returns the value of a group's line, with choice(), sort(), shuffle(), range() and glob() replaced by the choices
+    that they stand for: Hydra removes the quotes inside a function, and a job would get the integer 16."""
+    value = line.partition("=")[2]
+    if not FUNCTION.fullmatch(value):
+        return value
+    try:
+        sweep = OverridesParser.create().parse_override(line)
+        if isinstance(glob := sweep.value(), Glob):
+            patterns = Glob([*map(str, glob.include)], [*map(str, glob.exclude)])  # [16,32*] has an integer
+            return ",".join(patterns.filter(sorted(file.stem for file in (CONF / _group(line)).glob("*.yaml"))))
+        return ",".join(sweep.sweep_string_iterator())
+    except HydraException:  # the function is not a sweep, or cannot be read: Hydra says so
+        return value
 
 
 def _text(value: str) -> str:
@@ -144,7 +166,7 @@ def _is_number(value: str) -> bool:
 def unquoted(line: str) -> str:
     """Returns a line as it was typed. Args: line: as Hydra was given it."""
     name, equals, value = line.partition("=")
-    if is_group(key(line)):
+    if is_group(_group(line)):
         return name + equals + value.replace("'", "")
     if as_only_source(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
         # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other

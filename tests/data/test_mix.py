@@ -191,6 +191,35 @@ def test_a_part_has_one_validation_set(tmp_path):
         parts_of(tmp_path)["notes"](val_path={"x": "a.jsonl", "y": "b.jsonl"})
 
 
+def nested(folder, names):
+    """A mixture of mixtures. Args: names: of each part, and of the only part below it; "" for a part without parts."""
+    notes = parts_of(folder)["notes"]
+    train_bpe(["note"], 300, folder / "tokenizer.json", [])
+    wanted = Wanted(folder / "cache", 32, 0, load_bpe(folder / "tokenizer.json"), [])
+    parts = {part: Mix({below: notes()}) if below else notes() for part, below in names.items()}
+    return Mix(parts).opened(wanted)
+
+
+@pytest.mark.parametrize("names", [{"a": "", "a_": ""}, {"x_": ""}, {"_": "", "__": ""}, {"a": "b_", "a_": "b"}])
+def test_each_part_has_a_validation_set_of_its_own_name(tmp_path, names):
+    expected = [f"{part}_{below}" if below else part for part, below in names.items()]
+    assert [*nested(tmp_path, names).val] == expected
+
+
+@pytest.mark.parametrize("names", [{"a": "b_c", "a_b": "c"}, {"a_b": "", "a": "b"}])
+def test_parts_whose_validation_sets_have_one_name_are_refused(tmp_path, names):
+    with pytest.raises(Refused, match=r"two validation sets would be called a_b(_c)?\. Rename the part a"):
+        nested(tmp_path, names)
+
+
+def test_both_of_two_parts_with_similar_names_are_evaluated(command, typed, tmp_path):
+    lines = tuple(line.replace("notes", "code_") for line in typed)
+    code, said = command("max_steps=1", base=tuple(line for line in lines if not line.startswith("max_steps")))
+    assert code == 0, said
+    sets = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
+    assert [one["name"] for one in sets] == ["code", "code_"] and sets[0]["loss"] != sets[1]["loss"]
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_cannot_be_mixed_is_refused(command, typed, line):
     kept = tuple(other for other in typed if other.split("=")[0] != line.split("=")[0])

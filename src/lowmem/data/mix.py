@@ -78,11 +78,20 @@ class Mix(Openable):
         opened = {name: _opened(name, source, wanted) for name, source in self.parts.items()}
         train = Mixed({name: source.train for name, source in opened.items()}, self.shares)
         log.info(f"data=mix: {'; '.join(train.describe())}.")
-        val = {
-            f"{name}_{below}".rstrip("_"): rows for name, source in opened.items() for below, rows in source.val.items()
-        }
         tokens = [source.tokens for source in opened.values()]
-        return Opened(next((chat for chat in tokens if chat.template), tokens[0]), train, val)
+        return Opened(next((chat for chat in tokens if chat.template), tokens[0]), train, _validation_sets(opened))
+
+
+def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
+    """Returns every part's validation sets, named by the part, and by the set if it has a name."""
+    sets: dict[str, Rows] = {}
+    for part, source in opened.items():
+        for below, rows in source.val.items():
+            name = f"{part}_{below}" if below else part
+            if name in sets:
+                raise Refused(f"data.parts: two validation sets would be called {name}. Rename the part {part}.")
+            sets[name] = rows
+    return sets
 
 
 def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:

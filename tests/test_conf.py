@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -186,6 +187,46 @@ def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
     kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the choice is the preset's too
     same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
     assert same
+
+
+def unresolved(cfg):
+    return OmegaConf.to_container(cfg.accumulation)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        (["experiment=[debug,combine_all]", "accumulation=none"], []),
+        (["experiment=[combine_all,baseline]", "accumulation=none"], []),
+        (["experiment=[combine_all,gpt2_xl_12gb]", "accumulation=none"], []),
+        (["experiment=[combine_all,gpt2_xl_12gb]", "accumulation=fixed"], ["accumulation.batches=4"]),
+        (["experiment=[combine_all,gpt2_xl_12gb]", "accumulation=effective_batch"], ["accumulation.size=64"]),
+        (["experiment=[combine_all, gpt2_xl_12gb]", "accumulation=effective_batch", "accumulation.size=8"], []),
+        (["experiment=[gpt2_xl_12gb,combine_all]", "accumulation=fixed"], ["accumulation.batches=4"]),
+    ],
+)
+def test_a_typed_choice_wins_over_several_experiments(lines, kept):
+    """Only experiments that make the typed choice set its keys."""
+    cfg = typed_lines.composed([*lines, "model=tiny", "seq_len=128"])
+    check(settled(cfg), {})
+    assert unresolved(cfg) == unresolved(typed_lines.composed([*lines[1:], *kept]))
+
+
+def test_the_last_of_several_experiments_makes_the_choice_and_sets_its_keys():
+    for names, line in (("combine_all,gpt2_xl_12gb", "size=64"), ("gpt2_xl_12gb,combine_all", "batches=4")):
+        choice = "fixed" if "batches" in line else "effective_batch"
+        alone = typed_lines.composed([f"accumulation={choice}", f"accumulation.{line}"])
+        assert unresolved(typed_lines.composed([f"experiment=[{names}]"])) == unresolved(alone)
+
+
+def test_an_experiments_defaults_may_have_the_word_self(tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    experiment = "# @package _global_\ndefaults: [override /accumulation: fixed, _self_]\naccumulation: {batches: 4}\n"
+    (tmp_path / "conf" / "experiment" / "16.yaml").write_text(experiment)
+    monkeypatch.setattr(typed_lines, "CONF", tmp_path / "conf")
+    for typed in ("experiment=16", "experiment=[debug,16]"):
+        assert typed_lines.composed.now([typed]).accumulation.batches == 4
+        assert typed_lines.composed.now([typed, "accumulation=none"]).accumulation.batches == 1
 
 
 CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]

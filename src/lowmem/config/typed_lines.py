@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import hydra
@@ -113,7 +114,7 @@ def quoted(line: str, sweep: bool = False) -> str:
     """
     name, equals, value = line.partition("=")
     if equals and is_group(_group(line)):
-        return name + "=" + re.sub(r"(?<![^,\s])(\d+)(?![^,\s])", r"'\1'", _enumerated(line))
+        return name + "=" + re.sub(r"(?<![^,\s[])(\d+)(?![^,\s\]])", r"'\1'", _enumerated(line))
     known = as_only_source(key(line))
     if known in NAMED and MAPPING.fullmatch(value) and not os.path.exists(value):
         return name + equals + re.sub(r"""(?<=:)([^'",}\s][^,}]*)""", lambda m: _text(os.path.expanduser(m[1])), value)
@@ -213,17 +214,27 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
     """Removes, in place, the keys that an experiment sets for its own choice of a group (`accumulation.size` of
-    effective_batch) if another choice was typed. Hydra would apply them to the other choice."""
+    effective_batch) if another choice was typed, or made by a later experiment of experiment=[a,b]. Hydra would apply
+    them to the other choice."""
     typed = as_mapping(map(unquoted, lines))
-    file = CONF / "experiment" / f"{typed.get('experiment')}.yaml"
-    if not file.is_file():
-        return
-    experiment = OmegaConf.load(file)
-    own = {name: choice for entry in experiment.get("defaults", []) for name, choice in entry.items()}
-    for group in filter(is_group, experiment):
-        if group in typed and own.get(f"override /{group}", typed[group]) != typed[group]:
-            own_lines = [line for line in lines if key(line).split(".")[0] == group]
-            cfg[group] = OmegaConf.create(OmegaConf.to_container(_composed(own_lines)[group]))
+    names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
+    files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}
+    experiments = {name: OmegaConf.load(file) for name, file in files.items()}
+    choices = {name: _choices_of(experiment) for name, experiment in experiments.items()}
+    of_all = {group: choice for own in choices.values() for group, choice in own.items()}  # the last one wins
+    for group in dict.fromkeys(filter(is_group, chain(*experiments.values()))):
+        choice = typed.get(group, of_all.get(group))
+        kept = [name for name, own in choices.items() if own.get(group, of_all.get(group, choice)) == choice]
+        if len(kept) < len(experiments):
+            own_lines = [line for line in lines if key(line).startswith(f"{group}.")]
+            alone = _composed([f"experiment=[{','.join(kept)}]", f"{group}={choice}", *own_lines])
+            cfg[group] = OmegaConf.create(OmegaConf.to_container(alone[group]))
+
+
+def _choices_of(experiment: DictConfig) -> dict[str, str]:
+    """Returns group -> the choice of an experiment's yaml."""
+    entries = [entry for entry in experiment.get("defaults", []) if isinstance(entry, Mapping)]  # _self_ is a word
+    return {name.removeprefix("override /"): choice for entry in entries for name, choice in entry.items()}
 
 
 class TypedWins(Callback):

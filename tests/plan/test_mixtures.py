@@ -13,8 +13,8 @@ OFF = 0.1  # of the device's peak: some of LongCat's experts compute nothing, an
 SIZE = ("batch_size=8", "seq_len=128", "precision=32", "optim=sgd", "clip=null", "max_steps=2", "val_sequences=8")
 
 
-def of_family(config, name, **changes):
-    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", *SIZE)
+def of_family(config, name, *overrides, **changes):
+    cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", *SIZE, *overrides)
     cfg = cfg.replacing("model.architecture", shrunk(name) | changes)
     return cfg.resolved()
 
@@ -45,3 +45,10 @@ def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_
         needs(outline(cfg, Target(on_card=False)), cfg, Target(on_card=False), 0).device_peak for cfg in (one, two)
     )
     assert fewer < more == found.device_peak
+
+
+def test_muons_state_of_fused_experts_is_predicted_to_the_byte(config, tmp_path):
+    cfg = of_family(config, "mixtral", "optim=muon", "batch_size=2", "seq_len=32", num_hidden_layers=2)
+    found, measured = predict(cfg, Target(on_card=False)), fit(cfg, tmp_path / "run")
+    assert found.estimate is None
+    assert found.by_category["optimizer"] == measured["peak_bytes_by_category"]["optimizer"]

@@ -81,6 +81,43 @@ def test_torchs_own_rule_for_muon_is_caught(config, monkeypatch):
     assert rms(change) < 0.8e-3
 
 
+class FusedExperts(nn.Module):
+    """Experts as transformers stores them, a depthwise convolution, and biases of the experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 24, 16))
+        self.conv1d = nn.Conv1d(16, 16, 4, groups=16, bias=False)
+        self.experts_bias = nn.Parameter(torch.randn(3, 24))
+
+
+def test_muon_on_fused_experts_equals_muon_on_each_expert(config):
+    torch.manual_seed(0)
+    fused = FusedExperts()
+    each = nn.ModuleList(nn.Linear(16, 24, bias=False) for _ in range(3))
+    for expert, one in zip(each, fused.experts.detach(), strict=True):
+        expert.weight.data.copy_(one)
+    ours, theirs = (optimizer(config("optim=muon", "lr=1e-2"))(model) for model in (fused, each))
+    for _ in range(3):
+        fused.experts.grad = torch.randn(3, 24, 16) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+        for expert, gradient in zip(each, fused.experts.grad, strict=True):
+            expert.weight.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    assert torch.equal(fused.experts, torch.stack([expert.weight for expert in each]))
+    assert ours.state[fused.experts].keys() == {"momentum_buffer"}
+
+
+def test_muon_steps_convolutions_and_biases_of_experts_with_adamw(config):
+    model = FusedExperts()
+    ours = optimizer(config("optim=muon"))(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    ours.step()
+    assert {"exp_avg", "exp_avg_sq"} <= ours.state[model.conv1d.weight].keys() & ours.state[model.experts_bias].keys()
+    assert [group["role"] for group in parameter_groups(model)] == ["matrix", "vector"]
+
+
 # To the byte. One that is not here holds at most what its yaml declares to leave of AdamW's 8.
 STATE_BYTES = {
     "adamw": 8.0,

@@ -70,7 +70,8 @@ class MakeOptimizer:
 
 def parameter_groups(model: nn.Module) -> list[dict]:
     """Returns trainable parameters by role: matrices and embeddings, which decay, and vectors (norms, biases), which
-    never do. A head counts as an embedding, tied or not: its rows belong to tokens."""
+    never do. A head counts as an embedding, tied or not: its rows belong to tokens. Fused experts hold their biases as
+    (experts, columns), which the name alone tells from a matrix."""
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     by_token |= {id(head.weight)} if head is not None else set()
@@ -79,9 +80,9 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         "embedding": {"params": [], "role": "embedding"},
         "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
     }
-    for _, p in trainable(model):
-        role = "vector" if len(full_shape(p)) < 2 else "embedding" if id(p) in by_token else "matrix"
-        groups[role]["params"].append(p)
+    for name, p in trainable(model):
+        vector = len(full_shape(p)) < 2 or name.endswith("bias")
+        groups["vector" if vector else "embedding" if id(p) in by_token else "matrix"]["params"].append(p)
     return [group for group in groups.values() if group["params"]]
 
 

@@ -146,6 +146,14 @@ def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monk
     )
 
 
+@pytest.mark.parametrize("technique", ["optim=adam8bit", "optim=paged_adamw8bit", "optim=paged_adamw32bit"])
+def test_a_decay_after_the_update_is_outside_the_tolerance(config, technique, without_compiler, monkeypatch):
+    parity.decay_late(monkeypatch)
+    assert within(deviations(config, technique), allowed(technique))
+    monkeypatch.setattr(build, "_decay_before_the_update", lambda optimizer: None)
+    assert not within(deviations(config, technique)[:2], allowed(technique)[:2])
+
+
 def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolerance_of_every_technique(
     config, monkeypatch
 ):

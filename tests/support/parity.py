@@ -1,5 +1,6 @@
 """Runs lowmem for the parity tests: any configuration, the real module under the real trainer, beside the oracle."""
 
+import inspect
 import json
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bitsandbytes import functional
 from lightning.pytorch import Callback, Trainer
 
 import oracle
@@ -157,6 +159,23 @@ def trainer(cfg, plugins, callbacks, strategy="auto"):
         callbacks=callbacks,
         **dict.fromkeys(off, False),
     )
+
+
+def decay_late(monkeypatch):
+    """Makes bitsandbytes' kernels decay a weight after its update, as its CUDA kernels for AdamW do (issue 2010)."""
+
+    def late(kernel):
+        names = list(inspect.signature(kernel).parameters)
+
+        def stepped(*args, **named):
+            named |= dict(zip(names, args, strict=False))
+            kernel(**named | {"weight_decay": 0.0})
+            named["p"].mul_(1 - named["lr"] * named["weight_decay"])
+
+        return stepped
+
+    for name in ("optimizer_update_32bit", "optimizer_update_8bit_blockwise"):
+        monkeypatch.setattr(functional, name, late(getattr(functional, name)))
 
 
 class Losses(Callback):

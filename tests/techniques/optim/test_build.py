@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import parity
 from lowmem.config.declarations import techniques
+from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import MicroBatch
 from lowmem.memory.ledger import optimizer_state, plain_tensors
 from lowmem.techniques.loss import cross_entropy as losses
@@ -182,6 +184,33 @@ def test_adam8bit_does_not_decay_as_shipped_and_its_decay_is_decoupled_too(confi
     model.weight.grad = torch.zeros(64, 64)
     made.step()
     torch.testing.assert_close(model.weight.detach(), before * (1 - 1e-2 * decay), rtol=1e-6, atol=0)
+
+
+OF_BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit")
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-master", "bf16-true"])
+@pytest.mark.parametrize("optim", OF_BITSANDBYTES)
+def test_kernels_that_decay_after_the_update_change_no_bit(config, monkeypatch, without_compiler, optim, precision):
+    """The precisions step all weights at once, masters one at a time, and widened weights one at a time."""
+
+    def trained():
+        torch.manual_seed(0)
+        cfg = config(f"optim={optim}", f"precision={precision}", "lr=1e-2", "optim.weight_decay=2")
+        model, plugin = nn.Linear(64, 128, bias=False), instantiate(cfg.trainer.plugins.precision, device="cpu")
+        plugin.convert_module(model)
+        made = plugin.prepare_optimizer(optimizer(cfg)(model, plugin.master))
+        for _ in range(3):
+            model.weight.grad = torch.randn(128, 64, dtype=model.weight.dtype)
+            plugin.collect(model.weight)
+            made.step()
+        return model.weight.detach().clone(), made
+
+    before, _ = trained()
+    parity.decay_late(monkeypatch)
+    after, made = trained()
+    assert torch.equal(before, after)
+    assert [group["weight_decay"] for group in made.param_groups] == [2.0]
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])

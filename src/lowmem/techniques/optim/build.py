@@ -1,8 +1,8 @@
 """Makes the optimizer of a model from a library's class: which parameters decay, and how its state is restored.
 
 An optimizer's yaml names the library's class and its arguments. This file adds what all optimizers here share: groups
-of parameters by role, state that is restored in the dtype in which it was saved, and, for 8-bit optimizers, embeddings
-whose state keeps 32 bits.
+of parameters by role, state that is restored in the dtype in which it was saved, and, for bitsandbytes' optimizers,
+AdamW's order of decay and update, and embeddings whose state keeps 32 bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +16,7 @@ from lowmem.system.process import page_out
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
 BUFFERS = ("state1", "state2")  # tensors of bitsandbytes' state that a paged optimizer pages
+DECOUPLED = ("adam", "lion", "ademamix")  # names of bitsandbytes' rules whose decay is not a part of the gradient
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller parameter (its `get_state_buffer`)
 
 
@@ -56,6 +57,7 @@ class MakeOptimizer:
         optimizer = self.make(groups)
         if hasattr(optimizer, "get_config"):
             _hold_state_in_the_groups_bits(optimizer)
+            _decay_before_the_update(optimizer)
             in_one_pass(optimizer)
         if getattr(optimizer, "is_paged", False):
             _restore_paged(optimizer)
@@ -95,6 +97,21 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
         return theirs(gindex, pindex, group) | ({"optim_bits": group["state_bits"]} if "state_bits" in group else {})
 
     optimizer.get_config = get_config
+
+
+def _decay_before_the_update(optimizer: Optimizer) -> None:
+    """Makes bitsandbytes decay a weight before its update, as AdamW does, on every device. Its CUDA kernels multiply by
+    1 - lr x decay after the update (issue 2010), and 32-bit Lion's add the decay to the gradient (issue 1992)."""
+    if optimizer.optimizer_name not in DECOUPLED:
+        return
+    theirs = optimizer.update_step
+
+    def update_step(group: dict, p: nn.Parameter, gindex: int, pindex: int) -> None:
+        if decay := group["lr"] * group["weight_decay"]:
+            p.mul_(1 - decay)
+        theirs(group | {"weight_decay": 0.0}, p, gindex, pindex)
+
+    optimizer.update_step = update_step
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:

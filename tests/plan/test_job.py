@@ -159,6 +159,13 @@ def test_one_run_that_does_not_fit_is_told_by_the_exit_code(planned):
     assert code == 2 and "It does not fit a card" in said
 
 
+def test_device_cpu_is_planned_for_the_cpu_on_a_machine_with_a_card(planned, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(cards, "here", lambda: cards.named("rtx3060"))
+    code, said, _ = planned("device=cpu", "search=false", "ram=64GiB")
+    assert code == 0 and "card" not in said
+
+
 @pytest.mark.matrix
 def test_a_card_by_its_name(planned):
     code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lowmem.config import cards, drives
 from lowmem.config.check import check, check_values
 from lowmem.config.declarations import SHARED, techniques
@@ -48,7 +46,7 @@ def plan(
     card, ram = cards.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
     if run.batch_size == "auto" and not run.search:
         raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
-    on_card = card is not None or run.device == "cuda" or torch.cuda.is_available()
+    on_card = card is not None or run.runs_on == "cuda"
     run = resolved(shared(run, typed), on_card)
     check(run, choices)
     quiet()

@@ -98,6 +98,17 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
         assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
 
 
+@pytest.mark.parametrize("weights", ["resident", pytest.param("streamed", marks=pytest.mark.matrix)])
+def test_derived_activations_in_host_memory_are_those_that_are_traced(composed, weights):
+    """With offload_attention a block keeps several, of which two do not grow with the micro-batch."""
+    recipe = as_override("bf16-master", "sgd", "offload_attention", "full", 2) | {"weights": weights, "clip": "null"}
+    if weights == "streamed":  # all of a window's micro-batches pass through a block together
+        recipe |= {"weights.order": "by_layer", "accumulation.batches": "6"}
+    cfg = composed(recipe)
+    derived, _ = Derivation(composed, 5, (1, 4), ON_CARD, machine()).derive(recipe, cfg)
+    assert sorted(derived.pinned) == sorted(trace(cfg, True, 5).pinned)
+
+
 @pytest.mark.matrix
 def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, monkeypatch):
     """And in the depth: they are of the sequence, so that all of them grow with the batch."""

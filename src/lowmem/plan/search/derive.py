@@ -14,7 +14,7 @@ four and of five are traced, and a line through them leads to the window's own s
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle, islice
 from math import isqrt
 
 from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
@@ -98,7 +98,7 @@ class Derivation:
         parameters = self._parameters(recipe, run)
         overlaps = run.by_layer and batches > 1
         of_passes = {"advice": passes.any.advice, "estimate": passes.any.estimate}
-        of_passes["pinned"] = _pinned(passes, batches if overlaps else 1)
+        of_passes["pinned"] = _pinned(passes)
         of_passes["leaves"] = passes.bytes(lambda t: t.leaves)
         of_passes["sent"] = _sent(passes)
         derived = replace(self.of_parameters(recipe, run), **of_passes)
@@ -403,8 +403,10 @@ def _sent(passes: Corners) -> Counter:
     return sent + Counter({(EARLIER + phase, kind): size for (phase, kind), size in sent.items() if phase in PASSES})
 
 
-def _pinned(passes: Corners, micro_batches: int) -> list[int]:
-    """Returns the bytes of each offloaded boundary: one per block, proportional to the micro-batch. Args:
-    micro_batches: that are under way at once."""
-    _, batch, traced = passes.traces[0]
-    return [traced.pinned[0] * passes.batch // batch] * passes.depth * micro_batches if traced.pinned else []
+def _pinned(passes: Corners) -> list[int]:
+    """Returns the bytes of each activation in host memory: those of a turn of blocks, over and over. A block may have
+    several, and some of them (the state of a random generator) do not grow with the micro-batch."""
+    lengths = {depth: len(t.pinned) for depth, _, t in passes.traces}
+    turn, deeper = max(lengths.values()) - min(lengths.values()), replace(passes, depth=max(lengths), larger=None)
+    sizes = [deeper.bytes(lambda t, at=at: (t.pinned + [0] * turn)[at]) for at in range(turn)]
+    return list(islice(cycle(sizes), passes.bytes(lambda t: len(t.pinned))))

@@ -358,6 +358,50 @@ def test_a_technique_needs_no_entry(identity):
     assert not schema.arguments("no.yaml.names.it").model_fields
 
 
+OWN = ("+loss.path=[a,b]", "+loss.target=3", "+loss.alpha=-1", "+loss.dropout=1.0", "+loss.weight=0")
+
+
+@pytest.fixture
+def a_yaml_of_ones_own(tmp_path, monkeypatch):
+    """(package) -> the lines of its class `Weighted`, which a yaml of conf/ names."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def written(package):
+        (tmp_path / "mine.py").write_text(
+            "def Weighted(path, target, alpha, dropout, weight, rows=1, lr=0):\n    ...\n"
+        )
+        keys = "path: a\ntarget: b\nalpha: 1\ndropout: 0.5\nweight: 1\nlr: ${lr}\n"
+        (tmp_path / "weighted.yaml").write_text(f"_target_: {package}.Weighted\n{keys}")
+        monkeypatch.setattr(schema, "_texts", lambda: ((tmp_path / "weighted.yaml").read_text(),))
+        schema.arguments.cache_clear()
+        return ["loss=chunked", f"loss._target_={package}.Weighted", "+loss.lr=1e-3", *OWN]
+
+    yield written
+    schema.arguments.cache_clear()
+
+
+def test_arguments_of_ones_own_class_mean_what_it_says(a_yaml_of_ones_own):
+    run = settled(composed(cli.prepare(a_yaml_of_ones_own("mine"))))
+    checked(run, {})
+    assert run.loss.plain()["path"] == ["a", "b"] and run.loss.plain()["alpha"] == -1
+
+
+def test_places_of_ones_own_source_are_not_checked():
+    lines = ["data=text", "data._target_=mine.Source", "data.path=s3://bucket/texts", "data.on_error=retry"]
+    check.check_places(settled(composed(cli.prepare(lines))))
+
+
+def test_arguments_of_lowmems_classes_have_the_types_of_their_names(a_yaml_of_ones_own):
+    with pytest.raises(Refused) as refusal:
+        cli.prepare(a_yaml_of_ones_own("lowmem"))
+    assert all(line.split("=")[0].lstrip("+") in str(refusal.value) for line in OWN)
+
+
+def test_what_ones_own_class_takes_over_from_a_key_has_that_keys_type(a_yaml_of_ones_own):
+    with pytest.raises(Refused, match=r"loss\.lr=fast"):
+        cli.prepare([*a_yaml_of_ones_own("mine"), "loss.lr=fast"])
+
+
 @pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
 def test_text_keys_are_text_in_the_schema(one):
     others = {"resume", "evaluate", "export", "generate"} - {one} | {"may_change", "drive"}  # no number; of plan.py

@@ -100,7 +100,7 @@ def check_places(run: Run) -> None:
     data = run.data.arguments
     if "rated" in data and data["rated"] != run.any("of_rated"):
         raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets it. Leave it out.")
-    _check_texts("data", data)
+    _check_texts("data", run.data.plain())
     for name, source in data.get("parts", {}).items():
         _check_texts(f"data.parts.{name}", source)
     if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
@@ -131,7 +131,9 @@ def _check_drive(folder: str) -> None:
 
 def _check_texts(section: str, data: Mapping) -> None:
     """Checks the files of a data source. Args: section: its key, `data` or `data.parts.<name>`. A name that a hub
-    may know is checked when the hub is asked."""
+    may know is checked when the hub is asked, and a source of other people's is not checked."""
+    if not data["_target_"].startswith("lowmem."):
+        return
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
             if place is not None and "revision" not in data and not _is_there(place):

@@ -1,8 +1,8 @@
 """Declares every key once: its type, its range and the words that ask for a right value.
 
 `Keys` is conf/config.yaml. A technique's yaml needs no entry: its values show the types of its arguments, and
-`ARGUMENTS` adds ranges for names that mean the same everywhere. A class's signature says which names it takes
-(`check.py`). This module imports nothing heavy.
+`ARGUMENTS` adds ranges for names that mean the same in all classes of `PACKAGES`. A class's signature says which names
+it takes (`check.py`), and for a class of other people's nothing else is known. This module imports nothing heavy.
 """
 
 import re
@@ -290,8 +290,10 @@ class PlanKeys(Keys):
     rows: Count
 
 
-# The types of a `_target_`'s arguments by their names, whichever class takes them. An argument that is missing here has
-# the type of its value in the yaml, where a whole number is a count.
+# Packages whose classes are in yamls that ship. In other people's classes `path`, `target` or `alpha` are other things.
+PACKAGES = ("lowmem", "torch", "torchao", "bitsandbytes", "lightning", "hydra_plugins")
+# The types of their arguments by name. An argument that is missing here has the type of its value in the yaml, where a
+# whole number is a count.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -372,11 +374,13 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 @cache
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
-    no yaml names it."""
+    no yaml names it; of other people's classes it has only what is taken over from another key, such as ${lr}."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}
     needed = set.intersection(*map(set, nodes)) if nodes else set()
+    if "." in identity and identity.partition(".")[0] not in PACKAGES:
+        return _schema({key: value for key, value in values.items() if str(value).startswith("${")}, needed)
     return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if nodes else {}, needed)
 
 

@@ -274,3 +274,12 @@ def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, sm
     code, said, written = planned(*typed, *some, "gpu=2GiB", "ram=64GiB")
     assert code == 0 and " model=hf " in said.splitlines()[0], said
     assert all(recipe["fits"] and recipe["estimate"] is None for recipe in written["recipes"])
+
+
+@pytest.mark.parametrize(("typed", "size"), [("precision=bf16", 4), ("precision=bf16-true", 2)])
+def test_the_end_of_a_run_on_a_card_takes_host_memory_for_the_exported_file_alone(planned, typed, size):
+    """Lightning's own teardown would copy weights and both of AdamW's states to the host: three times as much."""
+    _, _, written = planned("gpu=2GiB", typed, "optim=adamw", "loss=full", "search=false")
+    (recipe,) = written["recipes"]
+    ends, trains = (recipe["phases"][name]["host"] for name in ("save", "evaluation"))
+    assert ends - trains == size * recipe["parameters"]

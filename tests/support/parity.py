@@ -18,6 +18,7 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import run_of
 from lowmem.data.loader import MicroBatch, Rows, Share, WindowLoader
 from lowmem.model import loading as model
+from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.training.build import causal_lm, optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
@@ -146,13 +147,13 @@ def overrides(*techniques):
     return lines
 
 
-def trainer(cfg, plugins, callbacks, strategy="auto"):
+def trainer(cfg, plugins, callbacks, strategy=None):
     """The real one, on the device that `cfg` says."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return Trainer(
         accelerator="gpu" if cfg.device == "cuda" else "cpu",
         devices=1,
-        strategy=strategy,
+        strategy=strategy or ONE_DEVICE.lightning(),
         max_steps=cfg.max_steps,
         max_epochs=-1,
         plugins=plugins,
@@ -194,10 +195,7 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are; callbacks: besides its own.
-
-    Wherever it trained: Lightning brings the module back to the host.
-    """
+    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are; callbacks: more."""
     torch.manual_seed(0)
     module = causal_lm(cfg, model.describe(cfg))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
@@ -206,7 +204,7 @@ def run(cfg, wide=False, callbacks=()):
     training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
     training.fit(module, windows)
     assert training.global_step == cfg.max_steps and module.skipped_steps == 0
-    after = {name: p.detach() for name, p in module.model.named_parameters()}
+    after = {name: p.detach().cpu() for name, p in module.model.named_parameters()}
     return before, after if wide else {name: p.float() for name, p in after.items()}
 
 

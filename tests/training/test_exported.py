@@ -42,7 +42,7 @@ def contents(folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatch, name, dtype, shard):
     """The model's parameters have 16 bits, and their full precision is elsewhere."""
-    monkeypatch.setattr(exporting, "SHARD", shard)
+    monkeypatch.setattr(exporting, "FILE_BYTES", shard)
     wide = made(name)
     held = made(name, torch.bfloat16)
     masters = dict(zip(held.parameters(), wide.parameters(), strict=True))
@@ -74,7 +74,7 @@ def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **keys), dtype=torch.bfloat16)
     network.to_empty(device="cpu")
     weights = 4 * sum(p.numel() for p in network.parameters())
-    monkeypatch.setattr(exporting, "SHARD", "50GB" if wrong else "17MB")  # the embedding has 16.4
+    monkeypatch.setattr(exporting, "FILE_BYTES", "50GB" if wrong else "17MB")  # the embedding has 16.4
     with Highest() as highest:
         export(network, ModelFolder(tmp_path / "model", Nothing(), "float32"))
     assert (highest.rise < 17e6 + 0.1 * weights) != wrong

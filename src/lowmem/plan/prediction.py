@@ -23,6 +23,7 @@ from lowmem.plan.tracing.as_card import workspaces
 from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
 from lowmem.plan.tracing.trace import Trace, trace, untraceable
 from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
+from lowmem.saving.export import FILE_BYTES
 from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.units import CATEGORIES, GIB, MIB
@@ -316,7 +317,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
     device = {name: some + more.get(name, beside) for name, some in device.items()}
     reserved, smallest = _by_the_allocator(trace, free, max(device.values()), leaving) if on_card else (0, 0)
     host = _host_bytes(trace, run, on_card, size, loaded, maps)
-    host["save"] += _merged(run, trace)
+    host["save"] += _merged(run, trace, on_card)
     mapped = _mapped(run, trace.parameters, loaded)
     host = {name: some + (mapped if name == "load" else WOKEN) for name, some in host.items()}
     phases = {name: Need(device[name], base + host[name] + (0 if on_card else device[name])) for name in PHASES}
@@ -395,14 +396,12 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     rounding = sum((1 << (n - 1).bit_length()) - n for n in trace.pinned) if on_card else 0
     if not on_card:
         copies = 0
-    elif run.technique(
-        "strategy"
-    ).package:  # before it saves, each process gathers its shards, with the two states of AdamW
+    elif run.technique("strategy").package:  # each process gathers its shards, with the two states of AdamW
         copies = (trace.parameters + 2 * trace.trained_parameters) * size
-    elif run.saves_parts:  # parameters are copied and written one after the other
-        copies = trace.largest * size
-    else:  # when a run ends Lightning copies the weights to the host, and with one device also the optimizer state
-        copies = trace.weights + (0 if run.several else trace.phases["evaluation"].bytes["optimizer"])
+    else:  # a checkpoint's tensors are copied one after the other, and an export's file by file
+        alone = run.technique("adapter").freezes_base and run.model.pretrained and not run.merge
+        exported = trace.trained_parameters if alone else trace.parameters
+        copies = max(trace.largest * size, min(FILE_BYTES, exported * size))
     by_phase = {
         "load": largest + load,
         "forward": traced["forward"] + rounding,
@@ -424,12 +423,13 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     return {name: some + trace.drive.room - trace.drive.tensors for name, some in by_phase.items()} | loads
 
 
-def _merged(run: Run, trace: Trace) -> int:
-    """Returns the bytes by which a base stored in fewer bits grows when an adapter is merged into it."""
+def _merged(run: Run, trace: Trace, on_card: bool) -> int:
+    """Returns the bytes of host memory that a model takes when an adapter is merged into it: the model comes from the
+    card, and a base stored in fewer bits grows."""
     if not run.merge:
         return 0
-    written = getattr(torch, run.export_dtype or "float32").itemsize
-    return max(0, trace.parameters * written - trace.weights)
+    merged = trace.parameters * getattr(torch, run.export_dtype or "float32").itemsize
+    return max(trace.weights, merged) - (0 if on_card and not run.saves_parts else trace.weights)
 
 
 def _mapped(run: Run, parameters: int, size: int) -> int:

@@ -23,7 +23,7 @@ from lowmem.system.torch_private import tree_map_only
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 
 CARD = "README.md"  # what the hub shows of a model
-SHARD = "2GB"  # or one tensor, where that is larger
+FILE_BYTES = 2 * 10**9  # at most, or one tensor where that is larger
 _SAYS = {  # queries that a tensor without memory can answer
     *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
     *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),
@@ -132,7 +132,7 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     weights, dtype = weights or Weights(network), folder.dtype
     with folder.draft() as draft:
         tensors = network.state_dict() | _laters(network, dtype, weights)
-        network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=SHARD)
+        network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=FILE_BYTES)
         # transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)

@@ -53,6 +53,7 @@ def export(
             return
         for _, p in trainable(network):
             p.data = weights.full(p)
+        network.cpu()  # in fp32 it may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
     else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -106,21 +106,9 @@ class CausalLM(LightningModule):
         self._load_rests: Callable[[Mapping[str, Tensor]], None] | None = None
 
     def setup(self, stage: str) -> None:
-        """Leaves the optimizer's state, on a resume, where `techniques/optim/build.py` has put it. Lightning would move
-        all of it to the device, also the state of masters and paged state, which belong on the host.
-
-        This replaces a method of the strategy that Lightning chose. A subclass would have to be handed to every
-        Trainer, together with the device, which Lightning chooses now.
-        """
-        strategy, precision = self.trainer.strategy, self.trainer.precision_plugin
+        precision = self.trainer.precision_plugin
         precision.global_norm = self.ranks.norm
         self._load_rests = precision.load_rests if precision.optimizer_side == "host" else None
-
-        def restore(checkpoint: dict) -> None:
-            (optimizer,) = strategy.optimizers
-            optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
-
-        strategy.load_optimizer_state_dict = restore
 
     @property
     def local_parameters(self) -> nn.Module:
@@ -132,11 +120,6 @@ class CausalLM(LightningModule):
         """Returns the device that computes. Lightning would return the one to which it moved the module, and nobody
         moves a sharded one."""
         return self.ranks.place if self.ranks.divides else super().device
-
-    def cpu(self) -> Self:
-        """Lightning calls this when a run ends, however it ends."""
-        self.weights.stop()
-        return self if self.ranks.divides else super().cpu()  # a shard is gathered on the device where it lies
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -365,6 +348,10 @@ class CausalLM(LightningModule):
         self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
         self._drawn = saved
         self._rests = checkpoint.get("rests", {})
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: Mapping[str, object]) -> None:
+        """Restores the optimizer's state of a checkpoint, each tensor where the optimizer keeps it."""
+        optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
         """Loads weights one by one where the checkpoint holds them in two halves, or in shards."""

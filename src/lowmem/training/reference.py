@@ -108,6 +108,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
                 "after a random start, seed= of that run."
             )
     for split, rows in unknown:
+        if not ranks.divides:
+            built.cpu()  # the first split leaves it on the card; masters are made of weights in host memory
         _compute(run, built, split, rows)
     del built
     gc.collect()

@@ -81,6 +81,14 @@ class Training:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()  # or the next job of a multirun would log into this run
 
+    def free_card(self) -> None:
+        """Frees weights, gradients and optimizer state. A notebook keeps the traceback of an error, which refers to
+        them, and the next run needs the card."""
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
+
 
 @contextmanager
 def training_session(
@@ -143,6 +151,8 @@ def training_session(
     finally:
         if training:
             training.close()
+            if run.device == "cuda" and not ranks.divides:
+                training.free_card()
 
 
 def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import strategy as strategies
 from packaging.version import Version
@@ -18,7 +19,8 @@ from lowmem.techniques.loss.cross_entropy import Function
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.ddp import DataParallel
 from lowmem.techniques.strategy.fsdp import FullyShard
-from lowmem.techniques.strategy.several import AmongSeveral, Divided, Several
+from lowmem.techniques.strategy.in_place import InPlace
+from lowmem.techniques.strategy.several import Divided, Several
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 from lowmem.training import training
 from lowmem.training.module import CausalLM
@@ -104,15 +106,18 @@ def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monke
         assert math.isfinite(fit("strategy=fsdp", f"evaluate={run}")[0]["val_loss"])
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_the_state_of_all_ranks_is_not_brought_to_one_host(fit, monkeypatch, stays):
-    """Lightning does that when a run ends, however it ends."""
-    brought = []
-    monkeypatch.setattr(strategies, "_optimizers_to_device", lambda optimizers, _: brought.append(len(optimizers)))
-    if not stays:
-        monkeypatch.delattr(AmongSeveral, "teardown")
-    fit("strategy=fsdp", "max_steps=1", "export=null")
-    assert brought[-1] == (0 if stays else 1)
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_weights_and_optimizer_state_stay_on_the_device_when_a_run_ends(fit, monkeypatch, strategy, ours):
+    """Lightning's own strategy copies both to the host, of all ranks to one."""
+    moved, move = [], strategies._optimizers_to_device
+    monkeypatch.setattr(CausalLM, "cpu", lambda module: moved.append("weights"))
+    monkeypatch.setattr(strategies, "_optimizers_to_device", lambda *which: moved.append("state") or move(*which))
+    monkeypatch.setattr(Callback, "on_train_end", lambda *_: moved.clear())  # before the first step state is moved, too
+    if not ours:
+        monkeypatch.delattr(InPlace, "teardown")
+    fit(f"strategy={strategy}", "max_steps=1")
+    assert moved == ([] if ours else ["state", "weights"])
 
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
@@ -187,3 +192,12 @@ def test_a_part_that_is_no_dtensor_stays_where_its_engine_has_it():
         (ranks := Engine(devices=2)).local(p)
         ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=0)))
         assert ranks.local(p).data_ptr() == flat.data_ptr()
+
+
+def test_a_run_that_has_ended_frees_the_card_although_a_traceback_refers_to_its_model(config, tmp_path):
+    with training.training_session(config("max_steps=1", "batch_size=4").resolved(), tmp_path, keeps=False) as run:
+        (optimizer,) = run.trainer.optimizers
+        weights = [*run.module.parameters()]
+        assert optimizer.state and all(p.numel() for p in weights)
+    run.free_card()
+    assert not optimizer.state and not any(p.untyped_storage().nbytes() for p in weights)

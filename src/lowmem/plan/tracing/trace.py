@@ -270,7 +270,7 @@ def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneD
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(run, described, ranks=ranks)
     module.update = module.update._replace(optimizer=make)
-    module.to = module.cpu = lambda *_, **__: module
+    module.to = lambda *_, **__: module
     return module
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lowmem.data.loader import MicroBatch, Window
 from lowmem.memory.ledger import Ledger, Side
 from lowmem.techniques.arithmetic.gradients import norm_of_all
+from lowmem.techniques.strategy.in_place import InPlace
 
 
 class OneDevice:
@@ -90,9 +91,9 @@ class OneDevice:
         """Keeps only this rank's shard of the module. Before, the full module is on the host, the same on every rank,
         but without values on ranks that do not build it."""
 
-    def lightning(self) -> Strategy | str:
+    def lightning(self) -> Strategy:
         """Returns the strategy for Lightning's Trainer, which always sees one device."""
-        return "auto"
+        return InPlace()
 
     def before_training(self, module: LightningModule) -> None:
         """Is called once, after everything was restored and moved to its device."""
@@ -138,7 +139,7 @@ class OneDevice:
         """Returns the full tensor, in host memory and in the model's own layout, of which each rank passes its shard.
         The shard is laid out as this rank's shard of `p`: it is the weight itself, or a state of the weight's shape.
         All ranks call this in the same order; on another rank than 0 the result may be None."""
-        return shard
+        return shard.cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         """Returns what a checkpoint stores of such a shard: a DTensor in the same memory if `p` is one, else the full

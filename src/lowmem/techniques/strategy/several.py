@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,7 @@ from lowmem.system import rank_environment
 from lowmem.system.torch_private import set_timeout
 from lowmem.techniques.arithmetic.gradients import norm_of
 from lowmem.techniques.strategy.contract import OneDevice
+from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
@@ -240,16 +241,20 @@ class Divided(Several):
         return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
-class AmongSeveral(SingleDeviceStrategy):
+class AmongSeveral(InPlace):
     """One of several processes, as Lightning sees it: a strategy for a single device."""
 
     strategy_name = "among_several"
 
     def __init__(self, ranks: Several) -> None:
-        super().__init__(ranks.place)
+        super().__init__()
         self.ranks = ranks
         # Lightning believes it is alone: with world_size > 1 it runs a collective after each step
         self.global_rank = ranks.rank
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.ranks.place
 
     @property
     def is_global_zero(self) -> bool:
@@ -272,9 +277,3 @@ class AmongSeveral(SingleDeviceStrategy):
             self.ranks.moved()
         for _, holder, key, buffer in buffers(self.lightning_module):
             setattr(holder, key, buffer if buffer.is_meta else buffer.to(self.root_device))
-
-    def teardown(self) -> None:
-        """Leaves the optimizer's state where it is: Lightning would bring that of all ranks into one host's memory."""
-        optimizers, self.optimizers = self.optimizers, []
-        super().teardown()
-        self.optimizers = optimizers

@@ -106,8 +106,7 @@ class Resident:
         none."""
 
     def stop(self) -> None:
-        """Is called when no pass follows, before the model is moved to the host: every parameter becomes a plain
-        tensor."""
+        """Is called when no pass follows: every parameter becomes a plain tensor."""
 
     def run_micro_batches(self, passes: Sequence[Pass]) -> None:
         """Runs the passes of a window: one after the other, unless the weights' own order is another."""

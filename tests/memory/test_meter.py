@@ -2,6 +2,7 @@
 
 import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +217,23 @@ def test_on_a_card_the_allocator_holds_what_the_tracker_counts(fit):
         live, allocated, reserved = (int(row[f"{kind}_peak_bytes"]) for kind in ("live", "allocated", "reserved"))
         assert 0.98 * live < allocated <= reserved and allocated - live < 2**28, row
     assert rows and summary["peak_bytes"]["device"] >= max(int(row["allocated_peak_bytes"]) for row in rows)
+
+
+def test_memory_csv_is_read_back_once_when_a_run_ends(fit, monkeypatch):
+    """The file of 100,000 steps has 50 MB, and 270 as dictionaries."""
+    read_back, reader = [], csv.DictReader
+    monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
+    fit("max_steps=2")
+    assert read_back.count("memory.csv") == 2  # when the run begins, rows of before a resume; and for the picture
+
+
+def test_the_highest_bytes_of_a_run_are_those_of_the_file_after_a_resume_too(fit):
+    fit("max_steps=3", "save_every=2", "val_every=2", "precision=bf16-master")
+    summary, run = fit("max_steps=4", "val_every=2", "precision=bf16-master", "resume=auto")
+    phases = {row["phase"] for row in read(run)}
+    assert summary["steps"] == 4 and summary["peak_bytes_by_phase"].keys() == phases
+    for phase, sizes in summary["peak_bytes_by_phase"].items():
+        rows = [row for row in read(run) if row["phase"] == phase]
+        live = [int(row["live_peak_bytes"]) for row in rows if row["live_peak_bytes"]]
+        assert sizes.get("device") == max(live, default=None)
+        assert sizes["host"] == max(int(row["rss_peak_bytes"]) for row in rows)

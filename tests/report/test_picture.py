@@ -162,3 +162,18 @@ def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_
         assert any(drawn.get_ydata()[0] == limit / MIB for drawn in axes.lines) == line
         (said,) = [text.get_text() for text in axes.texts if "limit" in text.get_text()]
         assert f"{limit / MIB:.0f} MiB" in said and ("far above" in said) != line
+
+
+def test_a_long_run_is_drawn_by_the_highest_steps_of_each_stretch():
+    steps = 20_000
+    every = [
+        {"step": step, "phase": phase, "held_bytes": step % 997, "rss_peak_bytes": (7 * step + size) % 1009}
+        for step in range(steps)
+        for phase, size in (("forward", 1), ("backward", 2))
+    ]
+    kept = picture.thinned(iter(every), steps - 1)
+    assert len(kept) <= 2 * len(picture.COLUMNS) * picture.STRETCHES
+    for column in ("held_bytes", "rss_peak_bytes"):
+        assert max(row[column] for row in kept) == max(row[column] for row in every)
+    assert [row for row in every[: 2 * 60] if row in kept] == [row for row in kept if row["step"] < 60]
+    assert picture.thinned(iter(every[:100]), 49) == every[:100]  # a short run is drawn whole

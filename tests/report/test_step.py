@@ -1,21 +1,33 @@
-"""memory_step.csv has every peak of a step, in at most so many rows."""
+"""memory_step.csv and the picture have every peak of a step, in a bounded number of points."""
 
 import csv
 
 import pytest
 
+from lowmem.memory import tracker
 from lowmem.memory.tracker import Point
-from lowmem.report import step
 from lowmem.system.units import CATEGORIES
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])
-def test_no_peak_is_lost(count):
+def test_a_thinned_timeline_keeps_the_peak_of_each_phase(count):
     levels = [(7919 * i) % 1009 for i in range(count)]
-    timeline = [Point("forward", dict.fromkeys(CATEGORIES, level)) for level in levels]
-    kept = [point.bytes["weights"] for point in step.thinned(timeline)]
-    assert len(kept) <= 2000 and (count > 2000 or kept == levels)
-    assert max(kept, default=0) == max(levels, default=0)
+    phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # of which one is not the highest
+    timeline = [Point(*one) for one in zip(phases, [dict.fromkeys(CATEGORIES, size) for size in levels], strict=True)]
+    kept = list(tracker.thinned(iter(timeline), count))
+    assert len(kept) <= tracker.MOST + 1 and (count > tracker.MOST or kept == timeline)
+    assert tracker.highest(kept) == tracker.highest(timeline)
+
+
+def test_a_long_window_leaves_a_short_timeline(fit, monkeypatch):
+    """Each point takes 300 bytes of the host's memory, and is drawn."""
+    drawn = []
+    monkeypatch.setattr(tracker, "MOST", 50)
+    monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda _, rows, timeline, *more: drawn.append(timeline))
+    summary, _ = fit("max_steps=1", "batch_size=1", "accumulation=fixed", "accumulation.batches=4")
+    (timeline,) = drawn
+    assert len(timeline) <= 50 + 2 * 4 + 1  # each micro-batch begins two phases
+    assert max(point.total for point in timeline) == summary["peak_bytes"]["device"]
 
 
 @pytest.mark.wrong

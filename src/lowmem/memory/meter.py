@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowmem.memory import ledger
 from lowmem.memory.ledger import Ledger
-from lowmem.memory.tracker import Point, StorageTracker, highest
+from lowmem.memory.tracker import Point, StorageTracker, highest, thinned
 from lowmem.system import csv_rows, process
 from lowmem.system.scratch_file import Drive
 from lowmem.system.units import CATEGORIES, GIB
@@ -55,7 +55,8 @@ class MemoryMeter(Callback):
         # device: None where compiled code allocates unseen on a CPU
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the highest point of all sampled phases
-        self.timeline: list[Point] = []  # of the last sampled training step
+        self.timeline: list[Point] = []  # of the last sampled training step, thinned
+        self._highest: dict[str, dict[str, int]] = {}  # phase -> column -> its highest value in the file
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
@@ -66,6 +67,8 @@ class MemoryMeter(Callback):
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
+        for row in self.rows():  # of the steps before a resume
+            self._note(row)
 
     # --- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -150,15 +153,13 @@ class MemoryMeter(Callback):
         self._leave()
         self._close_window(trainer)
 
-    def rows(self) -> list[dict]:
-        """Returns the rows of memory.csv. They are read from the file: in memory, a long run's rows would fill the
-        host."""
-        self._out.flush()
+    def rows(self) -> Iterator[dict]:
+        """Yields the rows of memory.csv, read from the file: a long run's rows would fill the host."""
+        if not self._out.closed:
+            self._out.flush()
         with Path(self._out.name).open(encoding="utf-8") as written:
-            return [
-                {column: value if column == "phase" else int(value) for column, value in row.items() if value}
-                for row in csv.DictReader(written)
-            ]
+            for row in csv.DictReader(written):
+                yield {column: value if column == "phase" else int(value) for column, value in row.items() if value}
 
     def close(self) -> None:
         self._out.close()
@@ -213,6 +214,7 @@ class MemoryMeter(Callback):
             if self.size and device:
                 row["device_percent"] = round(100 * device / self.size)
             self._csv.writerow(row)
+            self._note(row)
             if self.peak_bytes["device"] is not None:
                 self.peak_bytes["device"] = max(self.peak_bytes["device"], device)
             self.peak_bytes["host_rss"] = max(self.peak_bytes["host_rss"], row["rss_peak_bytes"])
@@ -223,6 +225,11 @@ class MemoryMeter(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
         self._window = {}
+
+    def _note(self, row: dict) -> None:
+        highest = self._highest.setdefault(row["phase"], {})
+        for column in row.keys() - {"step", "phase"}:
+            highest[column] = max(row[column], highest.get(column, 0))
 
     # --- live tensors by category ---------------------------------------------------------------------------------
 
@@ -236,11 +243,12 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline."""
+        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline,
+        thinned: each point takes 300 bytes, and a window may have a million."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
-        points = list(self._tracker.timeline())
+        points = list(thinned(self._tracker.timeline(), len(self._tracker.events) + 1))
         for name, point in highest(points).items():
             row = self._live_row(point)
             of_phase = self._window.setdefault(name, self._read(name) if name == phase else {})
@@ -262,22 +270,21 @@ class MemoryMeter(Callback):
 
     def by_phase(self) -> dict[str, dict[str, int]]:
         """Returns the highest device bytes, where they were measured, and resident bytes of each phase of the run."""
-        peaks: dict[str, dict[str, int]] = {}
-        for row in self.rows():
-            device = row.get("allocated_peak_bytes", row.get("live_peak_bytes"))
-            seen = peaks.setdefault(row["phase"], {})
-            for key, value in (("device", device), ("host", row["rss_peak_bytes"])):
-                if value is not None:
-                    seen[key] = max(value, seen.get(key, 0))
+        peaks = {}
+        for phase, sizes in self._highest.items():
+            device = sizes.get("allocated_peak_bytes", sizes.get("live_peak_bytes"))
+            measured = {} if device is None else {"device": device}
+            peaks[phase] = measured | {"host": sizes["rss_peak_bytes"]}
         return peaks
 
     def held_bytes(self) -> dict[str, int]:
         """Returns, of memory that stays from step to step, the most bytes of each category at any sampled point, and
         the bytes that the host holds now, without gradients."""
-        columns = {category: f"{category}_bytes" for category in ("weights", "gradients", "optimizer")}
-        rows, host = self.rows(), self.ledger.bytes("host")
-        most = {name: max((row.get(column, 0) for row in rows), default=0) for name, column in columns.items()}
-        return {name: size + host[name] for name, size in most.items()}
+        host, phases = self.ledger.bytes("host"), self._highest.values()
+        return {
+            name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]
+            for name in ("weights", "gradients", "optimizer")
+        }
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:

@@ -6,10 +6,13 @@ categories assigned at the end. Scratch memory inside an operator is not seen. T
 some steps are tracked.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
@@ -17,6 +20,8 @@ from torch import Tensor, UntypedStorage
 from lowmem.memory.ledger import OwnedStorage, Owner, Side, plain_tensors
 from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.system.units import CATEGORIES
+
+MOST = 2000  # points of a thinned timeline: more than a screen has columns
 
 
 class Point(NamedTuple):
@@ -259,3 +264,15 @@ def highest(points: Iterable[Point]) -> dict[str, Point]:
         if point.phase not in best or point.total > best[point.phase].total:
             best[point.phase] = point
     return best
+
+
+def thinned(points: Iterable[Point], count: int) -> Iterator[Point]:
+    """Yields the highest point of each stretch, so that the peak of each phase stays exact.
+
+    Args:
+        count: number of `points`. About `MOST` are left: a change of phase ends a stretch.
+    """
+    stretch = max(1, math.ceil(count / MOST))
+    for _, of_phase in groupby(points, key=attrgetter("phase")):
+        while some := list(islice(of_phase, stretch)):
+            yield max(some, key=attrgetter("total"))

@@ -1,7 +1,7 @@
 """Reports what a run stores on a drive, and what each step reads and writes there: writing wears the drive."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
 from lowmem.system.scratch_file import Drive
@@ -22,15 +22,19 @@ def log_access(drive: Drive | None) -> None:
     log.info(f"weights.drive={drive.folder}: {how}. metrics.csv has the rates of reading and writing.")
 
 
-def figures(drive: Drive | None, rows: Sequence[Mapping], seconds: float | None) -> dict | None:
+def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None) -> dict | None:
     """Returns the summary's figures of a drive. Those of a step are medians, which leave out the first step: it makes
     the state. Args: rows: of memory.csv; seconds: per step."""
-    steps = [row for row in rows if "drive_bytes" in row and row["phase"] != "load"]
-    if drive is None or not steps:
+    if drive is None:
         return None
-    moved = {way: median(row[f"drive_{way}_bytes"] for row in steps[1:] or steps) for way in WAYS}
+    columns = [f"drive_{name}" for name in ("bytes", *(f"{way}_bytes" for way in WAYS))]
+    steps = [[row[column] for column in columns] for row in rows if "drive_bytes" in row and row["phase"] != "load"]
+    if not steps:
+        return None
+    stored, *moved = zip(*steps, strict=True)
+    moved = {way: median(sizes[1:] or sizes) for way, sizes in zip(WAYS, moved, strict=True)}
     return {
-        "bytes": steps[-1]["drive_bytes"],
+        "bytes": stored[-1],
         "direct": drive.direct,
         **{f"{way}_bytes_per_step": size for way, size in moved.items()},
         **{f"{way}_gb_per_second": size / seconds / 1e9 if seconds else None for way, size in moved.items()},

@@ -6,7 +6,10 @@ libraries, has its own scale. So has a drive, if the run has one. All use the un
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +31,11 @@ IN_A_STEP = (
     "step",
 )  # an evaluation at a step without samples of training would draw a false dip
 LINE = 170  # characters of a line of the footer, which has two
+STRETCHES = 300  # of a run's steps that are drawn: a plot over the run is 500 pixels wide
+COLUMNS = (
+    *("live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "held_bytes", "rss_peak_bytes"),
+    *("device_percent", "drive_bytes", *(f"drive_{way}_bytes" for way in drive_figures.WAYS)),
+)  # what is drawn over the run
 
 
 def memory_picture(file: Path, *arguments, **options) -> None:
@@ -45,8 +53,8 @@ def drawn(
     limit: int | None = None,
     on_drive: Mapping | None = None,
 ) -> plt.Figure:
-    """Draws the picture. Args: rows: of memory.csv; title: the chosen techniques; typed: the other overrides; limit:
-    bytes of the card or of `memory.limit`; on_drive: the summary's figures of a drive."""
+    """Draws the picture. Args: rows: of memory.csv, `thinned`; title: the chosen techniques; typed: other overrides;
+    limit: bytes of the card or of `memory.limit`; on_drive: the summary's figures of a drive."""
     columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
     size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
     places = [["inside", "device"], ["inside", "process"], *([["inside", "drive"]] if on_drive else [])]
@@ -70,6 +78,26 @@ def drawn(
         axes[name].sharex(axes["device"])
     axes["device"].set_xlim(0, max(1, *(row["step"] for row in rows)) if rows else 1)
     return figure
+
+
+def thinned(rows: Iterable[dict], last: int) -> list[dict]:
+    """Returns all rows of the highest steps of each stretch, one step for each column that is drawn.
+
+    Args:
+        rows: of memory.csv, in order; they need not be in memory at once.
+        last: the last step.
+    """
+    step, kept = itemgetter("step"), []
+    for _, stretch in groupby(rows, lambda row: row["step"] * STRETCHES // (last + 1)):
+        steps = [list(of_step) for _, of_step in groupby(stretch, step)]
+        highest = {id(max(steps, key=partial(_highest, column))) for column in COLUMNS}
+        kept += [row for of_step in steps if id(of_step) in highest for row in of_step]
+    return kept
+
+
+def _highest(column: str, rows: list[dict]) -> int:
+    phases = IN_A_STEP if column == "live_peak_bytes" else {row["phase"] for row in rows}
+    return max((row.get(column, -1) for row in rows if row["phase"] in phases), default=-1)
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int) -> None:

@@ -101,7 +101,8 @@ def draw(training: Training, command: Command, summary: Mapping[str, object]) ->
     run, folder, meter = command.run, command.folder, training.watchers.meter
     title = " ".join(ran.chosen(command.choices)) or run.model.name
     typed = " ".join(ran.besides(command.choices, command.typed))
-    what = (meter.rows(), meter.timeline, title, typed, run.device_bytes, summary["drive"])
+    rows = picture.thinned(meter.rows(), summary["steps"])
+    what = (rows, meter.timeline, title, typed, run.device_bytes, summary["drive"])
     picture.memory_picture(folder / "memory.png", *what)
     step.write(folder / "memory_step.csv", meter.timeline)
     picture.send(folder / "memory.png", training.loggers, summary["steps"])

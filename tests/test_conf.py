@@ -130,7 +130,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for line in tries:
             compose("config", overrides=[quoted(part) for part in line.split()])
-    assert "weights" in out_of_memory_text({"weights": 2**30}, used, 8, 128)
+    assert "weights" in out_of_memory_text("device", {"weights": 2**30}, used, 8, 128)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def _training(
         # the error of a full disk names no file, which is one of the run's
         raise OSError(error.errno, error.strerror, str(command.folder)) from error
     except DidNotFit as error:
-        smaller = at_start.smaller_recipe(run, command.lines, prediction)
-        advice = out_of_memory(error.held, command.choices, run.batch_size, run.seq_len, smaller)
+        smaller = at_start.smaller_recipe(run, command.lines, prediction) if error.side == "device" else None
+        advice = out_of_memory(error.side, error.held, command.choices, run.batch_size, run.seq_len, smaller)
         raise OutOfMemory(advice) from error
 
 

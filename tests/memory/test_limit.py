@@ -1,12 +1,20 @@
 """memory.limit ends a run where the card would have; what waits on the host does not count."""
 
+import errno
+import io
+import json
+
 import pytest
 import torch
 
 from lowmem.memory import cap
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
+from lowmem.plan import advice, batch_size
+from lowmem.system import copy_lanes, errors
 from lowmem.system.errors import Refused
+from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import Chain
+from lowmem.training.module import CausalLM
 
 
 @pytest.mark.parametrize(
@@ -112,3 +120,84 @@ def test_on_a_card_the_run_ends_in_advice_and_leaves_a_snapshot(command, tmp_pat
     code, said = command("device=cuda", "memory.limit=300MiB", *wide)
     assert code == 1 and "Out of memory" in said and "Try, one after the other" in said and "Traceback" not in said
     assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 1000
+
+
+CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+CUDA += "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+SAID = [
+    (
+        torch.OutOfMemoryError,
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a ...",
+        "device",
+    ),
+    (torch.AcceleratorError, f"CUDA error: out of memory\n{CUDA}", "device"),
+    (RuntimeError, f"CUDA error: out of memory\n{CUDA}", "device"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "device"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "device"),
+    (RuntimeError, "Triton Error [CUDA]: out of memory", "device"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory", "host"),
+    (RuntimeError, "unable to mmap 4096 bytes from file </f>: Cannot allocate memory (12)", "host"),
+    (MemoryError, "", "host"),
+    (OverLimit, "The device is out of memory: 3 bytes of live tensors, 2 allowed", "device"),
+    (RuntimeError, "CUDA error: an illegal memory access was encountered", None),
+    (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)", None),
+    (ValueError, "out of memory", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "said", "side"), SAID, ids=[f"{kind.__name__}-{said[:40]}" for kind, said, _ in SAID])
+def test_the_libraries_words_for_out_of_memory_are_known(kind, said, side):
+    error = kind.__new__(kind, said)
+    error.args = (said,)
+    assert errors.out_of_memory(error) == side
+    assert errors.out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory")) == "host"
+
+
+@pytest.fixture
+def no_pinned_memory(monkeypatch):
+    """Fails as CUDA does on a full host, at the second allocation: the message is that of a full card."""
+    empty, made = torch.empty, []
+
+    def full(*shape, pin_memory=False, **how):
+        made.extend([pin_memory] if pin_memory else [])
+        if len(made) > 1:
+            raise RuntimeError(f"CUDA error: out of memory\n{CUDA}")
+        return empty(*shape, **how)
+
+    class OnHost(copy_lanes.AtOnceLane):
+        staging = copy_lanes.CardLane.staging
+
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(boundary, "_lane", lambda _: OnHost())
+
+
+def test_memory_that_cannot_be_pinned_ends_in_advice(no_pinned_memory, command):
+    code, said = command("gradient_checkpointing=offload", "max_steps=1")
+    assert code == 1 and "Out of memory" in said and "seq_len=8" in said and "Traceback" not in said
+
+
+def test_memory_that_cannot_be_pinned_is_the_hosts(no_pinned_memory):
+    lane = boundary._lane(torch.device("cuda"))
+    lane.staging(4)
+    with pytest.raises(MemoryError, match="host memory cannot be pinned") as full:
+        lane.staging(4)
+    assert errors.out_of_memory(full.value) == "host"
+
+
+def test_a_full_host_is_not_told_to_move_more_to_the_host():
+    used = {"gradient_checkpointing": "none", "precision": "32", "weights": "resident"}
+    tries = {side: advice.out_of_memory(side, {"weights": 2**30}, used, 8, 128) for side in ("device", "host")}
+    assert "Out of memory on the host" in tries["host"] and "seq_len=64" in tries["host"]
+    assert "gradient_checkpointing=" in tries["device"] and "gradient_checkpointing=" not in tries["host"]
+
+
+@pytest.mark.parametrize("said", [said for kind, said, side in SAID if kind is RuntimeError and side == "device"])
+def test_a_try_of_a_batch_size_that_runs_out_of_memory_does_not_fit(config, monkeypatch, said):
+    def full(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(CausalLM, "training_step", full)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(config("batch_size=4").resolved().as_dict())))
+    with pytest.raises(SystemExit) as ended:
+        batch_size.main()
+    assert ended.value.code == batch_size.DOES_NOT_FIT

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowmem.memory import ledger
-from lowmem.memory.ledger import Ledger
+from lowmem.memory.ledger import Ledger, Side
 from lowmem.memory.tracker import Point, StorageTracker, highest, thinned
 from lowmem.system import csv_rows, process
 from lowmem.system.scratch_file import Drive
@@ -264,9 +264,9 @@ class MemoryMeter(Callback):
         host = sum(self.ledger.bytes("host").values())
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
-    def by_category(self) -> dict[str, int]:
-        """Returns device bytes by category at the highest sampled point, or now if none was sampled."""
-        return dict(self.peak.bytes) if self.peak else self.ledger.bytes()
+    def by_category(self, side: Side = "device") -> dict[str, int]:
+        """Returns bytes by category: of a device at the highest sampled point, and now if none was sampled."""
+        return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
         """Returns the highest device bytes, where they were measured, and resident bytes of each phase of the run."""

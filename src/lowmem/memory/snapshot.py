@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from lowmem.system.errors import out_of_memory
+
 log = logging.getLogger(__name__)
 
 FILE = "memory_snapshot.pickle"
@@ -29,8 +31,9 @@ def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
         yield
         if stacks:
             _dump(folder / FILE)
-    except torch.OutOfMemoryError:
-        _dump(folder / FILE)
+    except Exception as error:
+        if out_of_memory(error) == "device":
+            _dump(folder / FILE)
         raise
     finally:
         memory._record_memory_history(enabled=None)

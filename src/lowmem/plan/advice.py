@@ -3,22 +3,33 @@
 from collections.abc import Mapping
 
 from lowmem.config.declarations import groups, techniques
+from lowmem.memory.ledger import Side
 from lowmem.system.units import GIB
 
 
 def out_of_memory(
-    bytes_at_peak: Mapping[str, int],
+    side: Side,
+    held: Mapping[str, int],
     choices: Mapping[str, str],
     batch_size: int,
     seq_len: int,
     planned: str | None = None,
 ) -> str:
-    """Args: bytes_at_peak: by category; choices: group -> what the run used; planned: what the plan says."""
-    lines = ["Out of memory. Held at the peak, by category:"]
-    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in bytes_at_peak.items()]
+    """Returns the message of a run that did not fit.
+
+    Args:
+        side: whose memory ran out, device or host.
+        held: bytes by category.
+        choices: group -> what the run used.
+        planned: what the plan says.
+    """
+    lines = [f"Out of memory on the {side}. Held {'at the peak' if side == 'device' else 'there'}, by category:"]
+    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
     lines += [planned] if planned else []
-    lines += ["Try, one after the other:", *(f"  {line}" for line in advice(choices, batch_size, seq_len))]
-    return "\n".join(lines)
+    tries = advice(choices, batch_size, seq_len)
+    if side == "host":  # other techniques save memory of the device, some of them by moving it to the host
+        tries = [line for line in tries if line.startswith(("batch_size=", "seq_len="))]
+    return "\n".join([*lines, "Try, one after the other:", *(f"  {line}" for line in tries)])
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.report.metrics import COLUMNS, Metrics
-from lowmem.system.errors import Refused
+from lowmem.system.errors import Refused, out_of_memory
 
 Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float]]
 
@@ -36,9 +36,9 @@ class OwnMetric(Callback):
         requires_grad = {p: p.requires_grad for p in model.parameters()}
         try:
             values = self.function(model, self.at_end.tokenizer)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise Refused(
                 f"metric={self.name}: it raised {type(error).__name__} ({error}). Correct it, or type metric=null; "
                 "debug=true shows where it failed."

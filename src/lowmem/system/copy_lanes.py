@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowmem.system.errors import out_of_memory
+
 CARDS = ("cuda", "xpu")  # kinds of devices with streams and memory of their own; no xpu has run this
 
 
@@ -20,7 +22,7 @@ class Lane(Protocol):
     registers: bool  # True if the device reads only registered host memory by itself
 
     def staging(self, size: int) -> Tensor:
-        """Returns (size,) bytes of host memory that the device can copy to and from by itself."""
+        """Returns (size,) bytes of host memory that the device can copy to and from by itself. Raises: MemoryError."""
 
     def mark(self) -> "Mark":
         """Returns a mark that is reached when the device has computed everything that was queued until now."""
@@ -71,7 +73,12 @@ class CardLane:
         memory.record_stream(stream)
 
     def staging(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # in CUDA's words it is the device's memory
+            if out_of_memory(error):
+                raise MemoryError(f"{size:,} bytes of host memory cannot be pinned.") from error
+            raise
 
     def mark(self) -> torch.Event:
         return self.computing().record_event()

@@ -1,5 +1,13 @@
 """Errors that a user can cause. Each is shown as a sentence instead of a traceback."""
 
+import errno
+import re
+from typing import Literal
+
+# CUDA's, Triton's and NCCL's words, and those of cuBLAS, cuDNN and their kin. Few of them are torch.OutOfMemoryErrors.
+_OF_DEVICE = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED")
+_OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")  # torch's allocator for CPUs; the system
+
 
 class Refused(Exception):
     """The run cannot work. The message says what was asked, why it cannot work and what to type instead."""
@@ -16,3 +24,12 @@ class DriveFailed(Refused):
 
 class RankLost(Refused):
     """Another rank is gone or does not answer. The message names the collective that waited for it."""
+
+
+def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
+    """Returns whose memory ran out. None: the error has another cause."""
+    if isinstance(error, RuntimeError | MemoryError) and _OF_DEVICE.search(str(error)):
+        return "device"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "host"
+    return "host" if isinstance(error, RuntimeError) and _OF_HOST.search(str(error)) else None

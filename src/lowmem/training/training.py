@@ -24,12 +24,13 @@ from lowmem.data.loader import Groups, Rows, ValidationLoader
 from lowmem.data.packing import with_positions
 from lowmem.data.token_store import Tokens
 from lowmem.memory.cap import capped
+from lowmem.memory.ledger import Side
 from lowmem.memory.snapshot import recorded
 from lowmem.report import drive_figures
 from lowmem.saving import checkpoint
 from lowmem.system import process
 from lowmem.system.deterministic import deterministic
-from lowmem.system.errors import DriveFailed, NotFinite, Refused
+from lowmem.system.errors import DriveFailed, NotFinite, Refused, out_of_memory
 from lowmem.techniques.loss.cross_entropy import Loss, Verified
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.strategy.process_group import require_same
@@ -42,11 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class DidNotFit(Exception):
-    """Memory ran out. Args: held: bytes by category at the highest point that was seen."""
+    """Memory ran out. Args: side: whose memory, device or host; held: its bytes by category, of a device at the highest
+    point that was seen."""
 
-    def __init__(self, held: dict[str, int]) -> None:
-        super().__init__("Out of memory.")
-        self.held = held
+    def __init__(self, side: Side, held: dict[str, int]) -> None:
+        super().__init__(f"Out of memory on the {side}.")
+        self.side, self.held = side, held
 
 
 @dataclass
@@ -139,15 +141,17 @@ def training_session(
         raise Refused(f"{error} {_resume(training, output_dir)}") from error
     except MisconfigurationException as error:
         raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
                 f"precision: the code of {type(network).__name__} computes partly in fp32, which does not "
                 f"fit its 16-bit weights ({error}). Type precision=bf16, which has fp32 weights."
             ) from error
-        if not _is_out_of_memory(error):
+        side = out_of_memory(error)
+        if side is None:
             raise
-        raise DidNotFit(training.watchers.meter.by_category() if training else {}) from error
+        side = "device" if run.device == "cpu" else side
+        raise DidNotFit(side, training.watchers.meter.by_category(side) if training else {}) from error
     finally:
         if training:
             training.close()
@@ -296,8 +300,3 @@ def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
     """Returns whether 16-bit weights were multiplied with fp32 activations."""
     narrow = any(p.dtype.itemsize == 2 for p in network.parameters())
     return narrow and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    on_cpu = "can't allocate memory" in str(error)
-    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -22,7 +22,7 @@ from lowmem.plan import at_start, batch_size
 from lowmem.plan.advice import out_of_memory
 from lowmem.plan.prediction import Prediction
 from lowmem.report import folders, hints, show
-from lowmem.system.errors import Refused
+from lowmem.system.errors import FULL, Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.process_group import process_group
@@ -152,14 +152,14 @@ def _training(
 
     Raises:
         OutOfMemory: with what to try, also for errors inside the `with`.
-        OSError: with a file's name.
+        OSError: of a full disk, with a file's name.
     """
     run = command.run
     try:
         with training_session(run, command.folder, task, ranks=ranks, texts=texts) as training:
             yield training
     except OSError as error:
-        if error.filename or not error.errno:
+        if error.filename or error.errno not in FULL:
             raise
         # the error of a full disk names no file, which is one of the run's
         raise OSError(error.errno, error.strerror, str(command.folder)) from error

@@ -456,6 +456,36 @@ def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
     assert code == 1 and "Traceback" not in said and f"{tmp_path}/run: No space left on device" in said
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None),  # of a tracker
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "g++"), None),  # a compiler
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "{run}/curve/of a bug"), None),
+        (PermissionError(errno.EACCES, "Permission denied", "/etc/shadow"), None),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "{cache}/some/file"),
+            "{cache}/some/file: Permission denied",
+        ),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "{cache}"), "{cache}: Not a directory"),
+        (OSError(errno.EIO, "Input/output error", "/a/disk/file"), "/a/disk/file: Input/output error"),
+    ],
+)
+def test_an_error_of_the_system_is_a_sentence_if_another_place_mends_it(command, tmp_path, monkeypatch, error, said):
+    places = {"run": tmp_path / "run", "cache": tmp_path / "cache"}
+    if error.filename:
+        error.filename = error.filename.format(**places)
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(Metrics, "_write", fails)
+    code, printed = command(f"cache_dir={tmp_path}/cache", "max_steps=1")
+    assert code == 1 and ("Traceback" in printed) == (said is None)
+    assert (said or error.strerror).format(**places) in printed
+    assert (said is None) != ("Give a place that can be read and written" in printed)
+
+
 def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):
     write = results.write
     monkeypatch.setattr(results, "write", lambda file, summary: write(file, {**summary, "long": "x" * 3000}))

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +43,7 @@ from lowmem.config.typed_lines import (
 from lowmem.plan.search.helper import helper
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
-from lowmem.system.errors import RankLost, Refused
+from lowmem.system.errors import FULL, RankLost, Refused, of_place
 from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
@@ -87,6 +87,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     except Refused as error:
         _exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
+        if not error.filename and error.errno not in FULL:
+            raise
         _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -286,10 +288,11 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
     overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: the config resolves each ${key}
-    debug = False
+    debug, places = False, [str(output_dir)]
     try:
-        debug = cfg.debug
-        return job(settled(cfg), output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
+        debug, run = cfg.debug, settled(cfg)
+        places += _words(run.as_dict())
+        return job(run, output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except BrokenPipeError:
         _nobody_reads()
         return None
@@ -300,18 +303,26 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
             if rank_environment.number() or not rank_environment.of_run():
                 print(ended.said, file=sys.stderr)
             raise ended from None
-        message = _message(error, debug)
+        message = _message(error, debug, places)
         rank_environment.report("lost" if isinstance(error, RankLost) else "failed", message)
         _failures.append(message)
         _leave(output_dir, message)
         return None
 
 
-def _message(error: Exception, debug: bool) -> str:
+def _words(value: object) -> Iterator[str]:
+    """Yields all strings of a config. Those that are paths are the places that the user gave."""
+    if isinstance(value, str):
+        yield value
+    for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _words(below)
+
+
+def _message(error: Exception, debug: bool, places: list[str]) -> str:
     """Returns a sentence for an error that the user can fix, and a traceback for any other."""
     if isinstance(error, OmegaConfBaseException) and not debug:
         return str(error)
-    if isinstance(error, OSError) and error.filename and not debug:
+    if isinstance(error, OSError) and of_place(error, places) and not debug:
         return f"{error.filename}: {error.strerror}. Give a place that can be read and written and is not full."
     if isinstance(error, Refused) and not debug:
         return str(error)

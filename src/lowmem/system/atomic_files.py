@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lowmem.system.errors import DENIED, FULL
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
@@ -69,11 +71,12 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> int | None:
-    """Returns the system's error number: torch's writer hides it in the error's context, safetensors in its text."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if number := re.search(r"\(os error (\d+)\)", str(error)):
-        return int(number[1])
+    """Returns the system's error number if the place cannot be written to: torch's writer hides it in the error's
+    context, safetensors in its text. None: the error has another cause."""
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else in_text and int(in_text[1])
+    if number in FULL | DENIED:
+        return number
     return _why(error.__context__) if error.__context__ else None
 
 

@@ -1,8 +1,14 @@
 """Errors that a user can cause. Each is shown as a sentence instead of a traceback."""
 
 import errno
+import os
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # a disk is full, broken or mounted read-only
+DENIED = {errno.EACCES, errno.EPERM}
 
 # CUDA's, Triton's and NCCL's words, and those of cuBLAS, cuDNN and their kin. Few of them are torch.OutOfMemoryErrors.
 _OF_DEVICE = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED")
@@ -33,3 +39,17 @@ def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "host"
     return "host" if isinstance(error, RuntimeError) and _OF_HOST.search(str(error)) else None
+
+
+def of_place(error: OSError, places: Iterable[str]) -> bool:
+    """Returns True if another place mends the error: a disk is full, access to a file in one of `places` is denied, or
+    one of them does not exist or is not a folder. Other errors are faults of the code, or of the network."""
+    if not error.filename or error.errno in FULL:
+        return error.errno in FULL
+    file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]
+    within = error.errno in DENIED and any(file.is_relative_to(place) for place in typed)
+    return within or any(place.is_relative_to(file) for place in typed)
+
+
+def _absolute(place: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(place)))  # unlike Path.expanduser, it raises nothing

@@ -1,6 +1,7 @@
 """The clock counts steps and nothing else; a loss that is no number ends the run in a sentence."""
 
 import csv
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from lowmem.system.units import duration
 from lowmem.techniques.loss import cross_entropy as losses
 
 
-def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
+def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monkeypatch):
     from lowmem.saving.checkpoint import AtomicCheckpointIO
     from lowmem.training.module import CausalLM
 
@@ -28,7 +29,13 @@ def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow(AtomicCheckpointIO.save_checkpoint))
+    def saves(io, content, path, **options):
+        if "00000007" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(io, content, path, **options)
+
+    save = AtomicCheckpointIO.save_checkpoint
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow(saves))
     monkeypatch.setattr(CausalLM, "on_validation_epoch_start", slow(CausalLM.on_validation_epoch_start))
     seconds = []
     close = Metrics.close
@@ -38,9 +45,12 @@ def test_evaluations_and_saves_are_not_part_of_a_step(fit, monkeypatch):
         close(self)
 
     monkeypatch.setattr(Metrics, "close", closing)
-    fit("max_steps=9", "save_every=1", "val_every=2")
+    _, run = fit("max_steps=9", "save_every=1", "val_every=2")
     assert len(seconds) == 6  # nine windows, the first three are warm-up
     assert now > 9 and max(seconds) == 0.0
+    with (run / "memory.csv").open() as file:
+        saved = [row["step"] for row in csv.DictReader(file) if row["phase"] == "save"]
+    assert saved == [str(step) for step in range(1, 10)]  # also the one that failed is measured within its own step
 
 
 def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):

@@ -143,15 +143,19 @@ class MemoryMeter(Callback):
         """Measures work at the end of an evaluation that follows its micro-batches, such as samples."""
         self._track()
         self._enter("evaluation")
-        yield
-        self._untrack("evaluation")
+        try:
+            yield
+        finally:
+            self._untrack("evaluation")
 
     @contextmanager
     def saving(self, trainer: Trainer) -> Iterator[None]:
         self._enter("save")
-        yield
-        self._leave()
-        self._close_window(trainer)
+        try:
+            yield
+        finally:  # training goes on after a save that failed
+            self._leave()
+            self._close_window(trainer)
 
     def rows(self) -> Iterator[dict]:
         """Yields the rows of memory.csv, read from the file: a long run's rows would fill the host."""

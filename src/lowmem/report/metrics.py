@@ -198,8 +198,10 @@ class Metrics(Callback):
     def paused(self) -> Iterator[None]:
         """Excludes time inside the `with`, such as saving, from the seconds of a step."""
         before = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - before
+        try:
+            yield
+        finally:  # training goes on after a save that failed
+            self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
         return self._tokens / self._seconds if self._seconds else 0.0

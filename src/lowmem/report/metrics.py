@@ -64,7 +64,7 @@ class Metrics(Callback):
         self.first_step_seconds: float | None = None
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
         self._seconds, self._tokens = 0.0, 0  # of the same windows
-        self.train_loss = self.val_loss = float("nan")
+        self.val_loss = float("nan")
         self.auxiliary_loss: float | None = None  # what a model adds to the loss of its tokens
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
@@ -74,9 +74,8 @@ class Metrics(Callback):
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
         self._file = file
         self._out, self._csv, earlier = csv_rows.open_csv(file, [*COLUMNS, *others], resumed_at)
-        if losses := [row["train_loss"] for row in earlier if row["train_loss"]]:
-            self.train_loss = float(losses[-1])
-        self._start = time.perf_counter() - (float(earlier[-1]["seconds"]) if earlier else 0.0)
+        self.train_loss = float(earlier.get("train_loss", "nan"))
+        self._start = time.perf_counter() - float(earlier.get("seconds", 0))
         self._logged_duration = False
         self._bar: tqdm | None = None
         self._evaluation: tqdm | None = None
@@ -187,7 +186,7 @@ class Metrics(Callback):
             column for column in row if column not in self._csv.fieldnames
         ]:  # the first values of a drive or of a user's metric
             self._out.close()
-            self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=step)
+            self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
         self._out.flush()
         named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in metrics.items()}

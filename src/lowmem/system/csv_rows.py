@@ -1,32 +1,49 @@
-"""Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of its earlier steps."""
+"""Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of its earlier steps.
+
+A file is replaced atomically: a process that is killed while it resumes leaves the old rows or the new ones.
+"""
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
+from lowmem.system.atomic_files import atomic_write
 
-def open_csv(file: Path, columns: Sequence[str], until: int) -> tuple[TextIO, csv.DictWriter, list[dict[str, str]]]:
+
+def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, csv.DictWriter, dict[str, str]]:
     """Opens a file for more rows. Args: until: the last step whose old rows stay, with the columns that they have.
 
     Returns:
-        The open file, its writer, and the old rows.
+        The open file, its writer, and the last value of each column in the old rows.
     """
-    old_rows = []
-    if until and file.is_file():
-        with file.open(newline="", encoding="utf-8") as lines:
-            complete = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
-        old_rows = [dict.fromkeys(columns, "") | row for row in complete if int(row["step"]) <= until]
-    out = file.open("w", newline="", encoding="utf-8")
-    writer = csv.DictWriter(out, old_rows[0].keys() if old_rows else columns)
-    writer.writeheader()
-    writer.writerows(old_rows)
-    return out, writer, old_rows
+    rows = _complete_rows(file, until) if until and file.is_file() else iter(())
+    first, last = next(rows, {}), {}
+    header = list(dict.fromkeys([*columns, *first]))
+    with atomic_write(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, header)
+        writer.writeheader()
+        for row in chain([first] if first else [], rows):
+            writer.writerow(row)
+            last |= {column: value for column, value in row.items() if value}
+    out = file.open("a", newline="", encoding="utf-8")
+    return out, csv.DictWriter(out, header), last
+
+
+def _complete_rows(file: Path, until: float) -> Iterator[dict[str, str]]:
+    """Yields the rows of steps until `until`. A process that was killed may have cut the last one short."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+            if None not in row and None not in row.values() and int(row["step"]) <= until:
+                yield row
 
 
 def cut_after(file: Path, until: int) -> None:
-    """Drops the rows of later steps from a file with a row of JSON in each line."""
+    """Drops the rows of later steps, and one that was cut short, from a file with a row of JSON in each line."""
     if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= until), encoding="utf-8")
+        with file.open(encoding="utf-8") as lines:
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= until]
+        with atomic_write(file) as draft:
+            draft.write_text("".join(kept), encoding="utf-8")

@@ -10,6 +10,13 @@ FP32_REORDERED = 1e-5
 BF16 = 0.03
 # Fused and looped AdamW round in another order, and a step of AdamW divides by sqrt(v): relative, after a few steps
 ADAMW_REORDERED = 3e-4
+# The gradient of a window in four micro-batches against that of the same window in one: norm of the difference over the
+# norm, of all parameters together. fp32: sums over some 100 tokens in another order, 10 roundings of 2**-24 (measured:
+# 3). bf16: the gradient is rounded once as a whole and once per micro-batch, and where the kernel for another shape
+# adds in another order, a product before it becomes its neighbour in bf16, two roundings away; together four roundings
+# of 2**-9 (measured: 1.4 with any kernel). Wrong variants: z of each micro-batch 0.05, a micro-batch that counts a
+# tenth less 0.06.
+WINDOW_IN_MICRO_BATCHES = {"fp32": 16 * 2**-24, "bf16": 4 * 2**-9}
 # fp16 carries 11 bits: 2**-12 = 0.00025 per rounding, the same chain
 FP16 = 0.004
 # Share of a product's elements that are the exact ones, rounded once to 16 bits. A sum in fp32 is off by some 1e-6 of

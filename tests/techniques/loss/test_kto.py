@@ -16,11 +16,14 @@ from lowmem.fit import fit as fit_run
 from lowmem.model import loading
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.preference import KTO
+from lowmem.techniques.precision.host_masters import BFloat16Master
+from lowmem.techniques.precision.host_weight import HostWeight
 from lowmem.training.build import causal_lm
 from lowmem.training.module import CausalLM
 from networks import network
 from parity import deviations, overrides, trainer
-from tolerances import allowed, within
+from streams import Sees
+from tolerances import WINDOW_IN_MICRO_BATCHES, allowed, within
 
 ANSWERS, LENGTH = 8, 16
 OPTIONS = [{}, {"beta": 0.5}, {"desirable_weight": 1.3, "undesirable_weight": 0.4}]
@@ -152,35 +155,62 @@ def of_each_micro_batch(monkeypatch):
     monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
 
 
-def window_of(config, size, monkeypatch):
-    """The loss and the gradients of one window of four answers, in micro-batches of this size."""
+def last_micro_batch_counts_less(monkeypatch):
+    """The deliberately wrong variant: the last micro-batch counts a tenth less."""
+    right = CausalLM._run_micro_batch
+
+    def wrong(self, micro_batch, weight, sums):
+        right(self, micro_batch, weight * 1.1 if self.last_micro_batch else weight, sums)
+
+    monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
+
+
+def products_in_fp32(monkeypatch):
+    """Stores the weights of bf16-master in fp32. They stream, and their gradients are added, as in 16 bits."""
+    monkeypatch.setattr(BFloat16Master, "dtype", torch.float32)
+    monkeypatch.setattr(BFloat16Master, "new_host_weight", lambda self, *args: HostWeight(*args, self.dtype))
+
+
+def window_of(config, size, lines):
+    """Returns the loss and the gradient, flat, of one window in micro-batches of this size: the update of plain SGD."""
+    sgd = "optim=sgd", "optim.weight_decay=0", "lr=1", "scheduler=constant", "max_steps=1", "clip=null"
+    cfg = config(*overrides("loss=kto", "optim=sgd"), "loss.beta=1", *sgd, f"batch_size={size}", *lines, base=())
     torch.manual_seed(0)
-    cfg = config(*overrides("loss=kto"), "loss.beta=0.5", "clip=null", "max_steps=1", f"batch_size={size}", base=())
-    module = causal_lm(cfg, loading.describe(cfg))
-    found = {}
-
-    def step(self, loss, window):
-        found.update({name: p.grad.clone() for name, p in self.model.named_parameters()}, loss=loss.clone())
-        self.optimizers().step()
-        return True
-
-    monkeypatch.setattr(CausalLM, "_step", step)
-    drawn = pair_oracle.RaggedAnswers(4, LENGTH, 300)
-    windows = WindowLoader(drawn, Share(size), lambda *_: 4 // size, seed=0)
+    module, seen = causal_lm(cfg, loading.describe(cfg)), Sees()
+    start = [p.detach().clone() for p in module.model.parameters()]
+    drawn = pair_oracle.RaggedAnswers(ANSWERS, LENGTH, 300)
+    windows = WindowLoader(drawn, Share(size), lambda *_: ANSWERS // size, seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    trainer(cfg, plugins, list(map(instantiate, cfg.callbacks.values()))).fit(module, windows)
-    return found.pop("loss").item(), found
+    trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), seen]).fit(module, windows)
+    return seen.losses.seen[0], torch.cat([(a - b).flatten() for a, b in zip(start, seen.masters, strict=True)])
 
 
-def test_four_micro_batches_of_one_answer_are_one_of_four(config, monkeypatch):
-    """To fp32's sums in another order; with a z of each micro-batch the loss is off by 5e-3 and more."""
-    loss, theirs = window_of(config, 4, monkeypatch)
-    for size in (1, 2):
-        found, ours = window_of(config, size, monkeypatch)
-        assert found == pytest.approx(loss, rel=FP32) and apart(ours, theirs) < 2 * FP32
-    of_each_micro_batch(monkeypatch)
-    found, ours = window_of(config, 1, monkeypatch)
-    assert abs(found / loss - 1) > 5e-3 and apart(ours, theirs) > 1e-2
+MASTERS = "precision=bf16-master", "gradient_checkpointing=every_layer"
+WEIGHTS = {
+    "resident": (),
+    "by_micro_batch": (*MASTERS, "weights=streamed", "weights.order=by_micro_batch"),
+    "by_layer": (*MASTERS, "weights=streamed", "weights.order=by_layer"),
+}
+CUT = [("fp32", name) for name in WEIGHTS] + [("bf16", name) for name in WEIGHTS if name != "resident"]
+
+
+@pytest.mark.parametrize(("products", "weights"), CUT)
+def test_a_window_has_the_same_gradient_in_one_micro_batch_and_in_four(config, monkeypatch, products, weights):
+    """Products in fp32 prove that both compute one function; products in bf16 may add their rounding, and no more."""
+    if products == "fp32":
+        products_in_fp32(monkeypatch)
+    bound = WINDOW_IN_MICRO_BATCHES[products]
+    loss, whole = window_of(config, ANSWERS, WEIGHTS[weights])
+
+    def off(size):
+        found, gradient = window_of(config, size, WEIGHTS[weights])
+        return abs(found / loss - 1), ((gradient - whole).norm() / whole.norm()).item()
+
+    assert max(off(ANSWERS // 4)) < bound
+    for wrong in (of_each_micro_batch, last_micro_batch_counts_less):
+        with monkeypatch.context() as patch:
+            wrong(patch)
+            assert off(ANSWERS // 4)[1] > 4 * bound
 
 
 def test_a_z_of_each_micro_batch_is_outside_the_tolerance(config, monkeypatch):

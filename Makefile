@@ -11,7 +11,7 @@ SHARD ?= 1/1
 LONGER = -o faulthandler_timeout=1200 --shard=$(SHARD)
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowmem needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.12" % sys.version_info[:2])'
 
-.PHONY: train test test-all test-rest test-docs test-oldest test-newest test-gpu lint format
+.PHONY: train test test-all test-rest test-docs test-kernels test-oldest test-newest test-gpu lint format
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -35,6 +35,10 @@ test-oldest: .venv-oldest/installed
 
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest -m "$(FIRST)" -W default $(AT_ONCE)
+
+# tests of numbers, with the kernels of other processors: a table at the end
+test-kernels: .venv/installed
+	$(BIN)/python tests/support/kernels.py $(LONGER) $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed

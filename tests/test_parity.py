@@ -22,6 +22,9 @@ from lowmem.training.module import CausalLM
 from tolerances import LOW_BIT_STATE, allowed, within
 from tolerances import PAIRS as PREFERENCES
 
+pytestmark = pytest.mark.kernels
+
+
 # those that are compiled run on one shape, below
 CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
 PAIRS = [(a, b) for a, b in combinations(CHOICES, 2) if a.split("=")[0] != b.split("=")[0]]

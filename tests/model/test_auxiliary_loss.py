@@ -17,6 +17,7 @@ from lowmem.training.build import optimizer
 from lowmem.training.module import CausalLM, Update
 from networks import VOCABULARY, network
 
+pytestmark = pytest.mark.kernels
 FACTOR = 0.25  # of the auxiliary loss
 MIXTRAL = {"router_aux_loss_coef": FACTOR, "num_local_experts": 4, "num_experts_per_tok": 2}
 

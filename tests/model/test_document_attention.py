@@ -21,6 +21,7 @@ from lowmem.model import document_attention, packed_attention
 from lowmem.model.document_attention import attend, first_tokens, first_tokens_or_mask, takes_all_at_once
 from networks import network
 
+pytestmark = pytest.mark.kernels
 CPU, TOKENS = torch.device("cpu"), 12
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]])
 FIRST = [0, 3, 8, 9, 12, 23, 24]  # tokens of the rows above, laid end to end

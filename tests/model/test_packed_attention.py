@@ -19,6 +19,7 @@ from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.weights import edges
 from networks import network
 
+pytestmark = pytest.mark.kernels
 WIDTH, SEQ_LEN, EXACT = 32, 40, 1e-6
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": WIDTH}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -18,6 +18,7 @@ from lowmem.techniques.precision.weights_16bit import SixteenBitWeights
 from same import last, same
 from tolerances import allowed, within
 
+pytestmark = pytest.mark.kernels
 FROZEN = ["model.layers.0.*", "model.embed_tokens.*", "*layernorm*"]  # of the parity tests' Llama; its head is tied
 FREEZE = f"freeze=[{','.join(FROZEN)}]"
 PRECISIONS = ["precision=32", "precision=bf16-sr", "precision=bf16-master", "precision=16-true"]

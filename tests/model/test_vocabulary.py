@@ -13,6 +13,7 @@ from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
 from lowmem.training import build
 
+pytestmark = pytest.mark.kernels
 NEW = ["<|im_start|>", "<|im_end|>"]
 TYPED = f"model.added_tokens=['{NEW[0]}','{NEW[1]}']"
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}

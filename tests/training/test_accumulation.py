@@ -22,6 +22,7 @@ from lowmem.training.module import CausalLM
 from networks import fp64_loss
 from tolerances import FP64, SGD_FP32
 
+pytestmark = pytest.mark.kernels
 STEPS = 5  # windows of 8 and 1 sequences by turns
 
 

@@ -19,6 +19,7 @@ from lowmem.system.errors import Refused
 from lowmem.training import build
 from lowmem.training.module import CausalLM
 
+pytestmark = pytest.mark.kernels
 LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=24")
 
 

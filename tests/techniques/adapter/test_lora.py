@@ -17,6 +17,7 @@ from lowmem.techniques.adapter.freeze import freeze
 from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
 from same import last, same
 
+pytestmark = pytest.mark.kernels
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

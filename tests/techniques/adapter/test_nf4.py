@@ -16,6 +16,7 @@ from lowmem.system.torch_private import tensors_count_as_real
 from lowmem.techniques.adapter import nf4
 from lowmem.techniques.adapter.nf4 import NF4Linear
 
+pytestmark = pytest.mark.kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64), (128, 192), (160, 100))  # (out, in)
 LOST = 0.11  # of a matrix of normal numbers, by NF4: measured 0.092

@@ -23,6 +23,7 @@ from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.lora import load
 
+pytestmark = pytest.mark.kernels
 WORDS = ("def", "return", "self", "for", "in", "if", "else", "class", "import", "x", "=", "(", ")", ":", "0", "1")
 
 

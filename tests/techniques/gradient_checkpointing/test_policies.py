@@ -19,6 +19,9 @@ from lowmem.techniques.loss import cross_entropy as losses
 from networks import network, shaped
 from tolerances import GENERATED, PARTITIONED
 
+pytestmark = pytest.mark.kernels
+
+
 # Every policy of conf/ that saves anything, but those that compile blocks, which round differently.
 SEGMENTED = {
     name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)

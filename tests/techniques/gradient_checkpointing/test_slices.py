@@ -21,6 +21,7 @@ from networks import (
 from same import last, same
 from tolerances import FP32_REORDERED
 
+pytestmark = pytest.mark.kernels
 TOKENS = 7  # of 32: the last slice has four
 EACH = {"none": checkpointing.none, **SEGMENTED}
 SHAPES = ("gpt2", "llama", "gemma2")  # a fused norm; an MLP at the end of its block; a norm behind it

@@ -16,6 +16,7 @@ from lowmem.techniques.loss.head import Head
 from networks import VOCABULARY, WIDTH, network
 from tolerances import BF16, FP16, FP32_REORDERED
 
+pytestmark = pytest.mark.kernels
 ROWS = 7
 
 

@@ -25,6 +25,7 @@ from parity import deviations, overrides, trainer
 from streams import Sees
 from tolerances import WINDOW_IN_MICRO_BATCHES, allowed, within
 
+pytestmark = pytest.mark.kernels
 ANSWERS, LENGTH = 8, 16
 OPTIONS = [{}, {"beta": 0.5}, {"desirable_weight": 1.3, "undesirable_weight": 0.4}]
 

@@ -15,6 +15,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss import preference
 from networks import network
 
+pytestmark = pytest.mark.kernels
 LOSSES = {"dpo": preference.DPO, "ipo": preference.IPO, "orpo": preference.ORPO, "simpo": preference.SimPO}
 OPTIONS = [
     ("dpo", {}),

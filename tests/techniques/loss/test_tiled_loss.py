@@ -20,6 +20,7 @@ from lowmem.techniques.loss.tiled import Tiled
 from networks import VOCABULARY, WIDTH, network
 from tolerances import BF16, FP16, FP32_REORDERED
 
+pytestmark = pytest.mark.kernels
 COLUMNS = 96  # five tiles, and a smaller one
 KINDS = AROUND | {"phi": {}}  # whose head has a bias
 

@@ -43,6 +43,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+pytestmark = pytest.mark.kernels
 STEPS, BATCH, WINDOWS = 20, 4, 5  # windows of an epoch
 PAD, END, VOCABULARY = 0, 1, 64
 LR, DECAY = 1e-3, 0.1

@@ -17,6 +17,7 @@ from lowmem.techniques.optim.adafactor import Adafactor
 from lowmem.techniques.optim.contract import Step
 from new_process import in_a_new_process
 
+pytestmark = pytest.mark.kernels
 RULE = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1}
 # Weights of up to 1 are 2**-24 apart and a few 2**-23. Sums of squares in another order are off by 1e-7, a step of 1e-2
 # by 1e-9: that turns a rounding here and there, of the decay or of the step, in each of four steps.

@@ -14,6 +14,7 @@ from lowmem.techniques.optim import adamw8bit, compiled
 from lowmem.techniques.optim.adamw8bit import BLOCK, HostAdamW8bit
 from lowmem.techniques.optim.contract import Step
 
+pytestmark = pytest.mark.kernels
 KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")
 RULE = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 needs_compiler = pytest.mark.skipif(compiled.library(adamw8bit.SOURCE) is None, reason="no C++ compiler")

@@ -12,6 +12,7 @@ from lowmem.techniques.optim import bitsandbytes_cpu, compiled
 from lowmem.techniques.optim.bitsandbytes_cpu import EXACTLY, SOURCE
 from lowmem.training.build import optimizer
 
+pytestmark = pytest.mark.kernels
 BLOCK = 256
 OPTIMIZERS = ("adam8bit", "paged_adamw8bit", "lion8bit")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,6 +15,7 @@ from lowmem.training.build import optimizer
 from networks import network
 from parity import COMPILED as COMPILED_CHOICES
 
+pytestmark = pytest.mark.kernels
 OPTIMIZERS = list(techniques("optim"))
 COMPILED = [choice.removeprefix("optim=") for choice in COMPILED_CHOICES]
 EACH = [pytest.param(o, marks=pytest.mark.matrix) if o in COMPILED else o for o in OPTIMIZERS]

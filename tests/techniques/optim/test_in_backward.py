@@ -8,6 +8,7 @@ from lowmem.memory.tracker import StorageTracker
 from lowmem.techniques.optim.in_backward import StepInBackward
 from lowmem.training.module import CausalLM
 
+pytestmark = pytest.mark.kernels
 BACKWARD = ("optim.in_backward=true", "clip=null")
 
 

@@ -11,6 +11,8 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.precision.weights_16bit import BFloat16Weights, SixteenBitWeights
 from same import last, same
 
+pytestmark = pytest.mark.kernels
+
 
 class Kahan(SixteenBitWeights):
     """Keeps what rounding takes from a weight in 16 bits, and adds it before the next update."""

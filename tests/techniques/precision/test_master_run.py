@@ -15,6 +15,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.precision.host_masters import HostMasters
 from lowmem.training.module import CausalLM
 
+pytestmark = pytest.mark.kernels
 PRECISIONS = ("16-master", "bf16-master")
 WIDE = ("model.architecture.n_embd=64",)  # its matrices have 4096 elements and more: state in 8 bits
 

@@ -18,6 +18,7 @@ from lowmem.training.build import optimizer
 from lowmem.training.module import CausalLM, Update
 from tolerances import ADAMW_REORDERED, FP16
 
+pytestmark = pytest.mark.kernels
 DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 

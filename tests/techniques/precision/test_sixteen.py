@@ -24,6 +24,7 @@ from lowmem.techniques.precision.weights_16bit import (
 from lowmem.training import build
 from lowmem.training.module import CausalLM
 
+pytestmark = pytest.mark.kernels
 DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torch.bfloat16}
 
 

@@ -25,6 +25,7 @@ from lowmem.training.module import CausalLM
 from networks import shaped
 from tolerances import ROUNDED_ONCE
 
+pytestmark = pytest.mark.kernels
 SHORT = (torch.float16, torch.bfloat16)
 
 

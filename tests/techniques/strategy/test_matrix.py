@@ -13,6 +13,8 @@ from matrix import CLIP, FP32, IN_BLOCKS, OF_PARTS, STRATEGIES, WINDOWS, feature
 from pair import PLAIN, Case, Failed, Fitted, Ranks, alone, apart, composed
 from same import same
 
+pytestmark = pytest.mark.kernels
+
 # The seam of each strategy: what its engine does by itself with gradients, and who skips a step.
 SEAM = {
     "ddp": "16-true, an overflow on one rank",

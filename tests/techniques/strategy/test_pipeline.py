@@ -11,6 +11,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.strategy.pipeline import Pipeline
 from lowmem.techniques.strategy.stages import divided
 
+pytestmark = pytest.mark.kernels
 SAME = 1e-9
 GPIPE, OVERFLOWS = "strategy.schedule=gpipe", "trainer.plugins.precision.init_scale=1e8"
 CASES = {

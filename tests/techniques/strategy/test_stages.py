@@ -17,7 +17,7 @@ POPULAR = (
     *("gpt_neox", "bloom", "falcon", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite"),
     *("starcoder2", "qwen3_moe", "gpt_oss", "mixtral", "modernbert-decoder", "rembert", "recurrent_gemma", "mamba2"),
 )
-pytestmark = pytest.mark.usefixtures("as_for_families")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("as_for_families")]
 
 
 def a_model(name, **changes):

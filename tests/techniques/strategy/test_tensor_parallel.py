@@ -15,6 +15,7 @@ from lowmem.techniques.adapter.qlora import QLoRA
 from lowmem.techniques.strategy.fsdp_tensor_parallel import FullyShardTensorParallel
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel, divide
 
+pytestmark = pytest.mark.kernels
 EXACT, SINGLE = 1e-9, 1e-6
 FP32 = {"dtype": torch.float32, "optimizer": "SGD"}
 CASES = {

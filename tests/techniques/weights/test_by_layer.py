@@ -56,6 +56,7 @@ def of_size(micro_batches, *more):
     return ("batch_size=1", f"accumulation.batches={micro_batches}", *more)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
 def test_windows_by_layer_have_the_bits_of_other_windows(config, model, policy, loss, slots, precision):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
@@ -70,6 +71,7 @@ def test_so_they_have_in_every_combination(config, model, policy, loss, slots, p
     is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
 
 
+@pytest.mark.kernels
 @pytest.mark.rows("3-off-*", "8-norm-adamw8bit")
 @pytest.mark.parametrize(
     ("micro_batches", "clip", "optim"), list(product((1, 2, 3, 8), ("norm", "off"), ("adamw8bit", "adamw")))
@@ -79,6 +81,7 @@ def test_so_have_windows_of_any_size(config, micro_batches, clip, optim):
     is_same(config, lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim), "gpt2")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.matrix)])
 def test_so_have_windows_of_different_sizes(config, clip):
     arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
@@ -101,6 +104,7 @@ def test_streamed_equals_resident_when_windows_grow_and_shrink(config, precision
     assert precision == "bf16-master" or by_layer.skipped > 0
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
 def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_masters(config, case):
     more, weights = {

@@ -22,6 +22,7 @@ from networks import VOCABULARY, WIDTH, network
 from tolerances import FP32_REORDERED
 from two_models import configured, windows
 
+pytestmark = pytest.mark.kernels
 SHAPES = {
     "gpt2": {},  # tied, and positions beside it
     "llama": {"tie_word_embeddings": False, "pad_token_id": 7},

@@ -16,6 +16,7 @@ from networks import VOCABULARY, network
 from tolerances import FP32_REORDERED
 from two_models import configured, equal, ours
 
+pytestmark = pytest.mark.kernels
 WHY = "operation not permitted"
 
 

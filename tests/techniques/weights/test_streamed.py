@@ -26,6 +26,7 @@ from networks import VOCABULARY, network
 from same import last, same
 from streams import MODELS, POLICIES, lines, trained
 
+pytestmark = pytest.mark.kernels
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
 MASTERS = ("bf16-master", "16-master")
 MATRIX = list(product(MODELS, POLICIES, LOSSES, (2, 3), MASTERS))

@@ -1,0 +1,46 @@
+"""`make test-kernels` changes one variable at a time, says which settings the processor lacks, and is red if one is."""
+
+import subprocess
+
+import pytest
+
+import kernels
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """(the outcome of one setting; those of the others pass) -> exit code; `ran.settings` are the environments."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+
+    def run(failing="", units=("avx2",)):
+        run.settings = []
+
+        def fake(command, env, **_):
+            run.settings.append({name: env[name] for name, *_ in kernels.SETTINGS if name in env})
+            bad = failing in map("=".join, run.settings[-1].items())
+            return subprocess.CompletedProcess(command, int(bad), "x\n1 failed, 2 passed in 3s" if bad else "3 passed")
+
+        monkeypatch.setattr(kernels.subprocess, "run", fake)
+        monkeypatch.setattr(kernels, "units", lambda: set(units))
+        return kernels.main("--shard=1/2")
+
+    return run
+
+
+def test_settings_that_the_processor_lacks_are_skipped_and_said_so(ran, capsys):
+    assert ran() == 0
+    assert {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"} in ran.settings
+    assert not any("AVX512" in value for setting in ran.settings for value in setting.values())
+    assert "AVX512_CORE_BF16: skipped, this processor has no avx512_bf16" in capsys.readouterr().out
+
+
+def test_one_variable_is_changed_at_a_time(ran):
+    ran(units={needed for *_, needed in kernels.SETTINGS})
+    assert len(ran.settings) == len(kernels.SETTINGS)
+    assert all(len(setting) == 1 or setting["OMP_NUM_THREADS"] == "1" for setting in ran.settings)
+    assert max(map(len, ran.settings)) == 2
+
+
+def test_one_red_setting_makes_the_whole_red(ran, capsys):
+    assert ran("MKL_CBWR=COMPATIBLE") == 1
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["MKL_CBWR=COMPATIBLE", "2", "1"]

@@ -142,6 +142,7 @@ def test_compiled_blocks_wait_for_weights_that_the_host_has_stepped(config, comp
     assert graphs() > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.matrix), "qlora"])
 def test_blocks_with_an_adapter_compile(config, adapter):
     arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")

@@ -38,7 +38,7 @@ test-newest: .venv-newest/installed
 
 # tests of numbers, with the kernels of other processors: a table at the end
 test-kernels: .venv/installed
-	$(BIN)/python tests/support/kernels.py $(LONGER) $(AT_ONCE)
+	$(BIN)/python tests/support/other_kernels.py $(LONGER) $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-import kernels
+import other_kernels as kernels
 
 
 @pytest.fixture

@@ -4,20 +4,18 @@ Faults of combinations are nearly always those of two values (Kuhn, Wallace and 
 and implications for software testing"), and a matrix of all rows is ten times as large.
 """
 
+from collections import Counter
 from itertools import combinations, product
 
 
 def pairwise(*axes):
-    """Return rows, the same ones each time: at each turn the first row that has most pairs which no row before had."""
-    rows = {row: pairs(row) for row in product(*axes)}
-    left = set().union(*rows.values())
-    chosen = []
+    """Return rows, the same ones each time: at each turn the one with most pairs that no row before had, and of
+    several the one whose values were used least."""
+    rows = {row: set(combinations(enumerate(row), 2)) for row in product(*axes)}
+    left, used, chosen = set().union(*rows.values()), Counter(), []
     while left:
-        row = max(rows, key=lambda row: len(rows[row] & left))
+        row = max(rows, key=lambda row: (len(rows[row] & left), -sum(used[value] for value in enumerate(row))))
         chosen.append(row)
+        used.update(enumerate(row))
         left -= rows[row]
     return chosen
-
-
-def pairs(row):
-    return set(combinations(enumerate(row), 2))

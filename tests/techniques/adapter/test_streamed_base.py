@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,12 @@ from lowmem.system.scratch_file import PAGE
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import LateLane
+from pairwise import pairwise
 from streams import MODELS, POLICIES, lines, trained
 
 STAYS, STREAMS = ["weights=resident"], ["weights=streamed"]
-MATRIX = list(product(MODELS, POLICIES, (2, 3), ("bf16-master", "16-master"), ("by_layer", "by_micro_batch")))
+MATRIX = pairwise(MODELS, POLICIES, (2, 3), ("bf16-master", "16-master"), ("by_layer", "by_micro_batch"))
 MATRIX = [case for case in MATRIX if case[1] not in ("sqrt", "every_k") or case[4] == "by_micro_batch"]
-SAMPLE = [
-    ("llama", "every_layer", 3, "bf16-master", "by_layer"),
-    ("gpt2", "every_k", 2, "16-master", "by_micro_batch"),  # its matrices are transposed
-    ("qwen3", "offload", 3, "bf16-master", "by_layer"),
-]
 
 
 def arguments(model, policy="every_layer", precision="bf16-master", adapter="qlora", **how):
@@ -36,27 +31,18 @@ def arguments(model, policy="every_layer", precision="bf16-master", adapter="qlo
     return lines(model, *more, precision=precision, policy=policy, **how)
 
 
-def is_same(config, model, policy, slots, precision, order):
+@pytest.mark.rows("qwen3_moe-offload-3-16-master-by_layer", "gpt2-offload_attention-2-16-master-by_micro_batch")
+@pytest.mark.parametrize(("model", "policy", "slots", "precision", "order"), MATRIX)
+def test_a_streamed_base_in_4_bits_equals_a_resident_one(config, model, policy, slots, precision, order):
     asked = arguments(model, policy, precision)
     one = trained(config, STAYS, model, asked)
     other = trained(config, [*STREAMS, f"weights.slots={slots}", f"weights.order={order}"], model, asked)
     assert other.module.weights.fetched > 0 and (precision == "bf16-master" or one.skipped > 0)
-    return one.same(other)
-
-
-@pytest.mark.parametrize(("model", "policy", "slots", "precision", "order"), SAMPLE)
-def test_a_base_in_4_bits_that_streams_has_the_bits_of_one_that_stays(config, model, policy, slots, precision, order):
-    assert is_same(config, model, policy, slots, precision, order)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("model", "policy", "slots", "precision", "order"), MATRIX)
-def test_so_it_has_in_every_combination(config, model, policy, slots, precision, order):
-    assert is_same(config, model, policy, slots, precision, order)
+    assert one.same(other)
 
 
 @pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.matrix)])
-def test_so_it_has_where_copies_are_late_and_the_host_steps_in_another_thread(config, monkeypatch, adapter):
+def test_a_streamed_base_equals_a_resident_one_where_copies_are_late(config, monkeypatch, adapter):
     """Wrong on purpose: a device that does not wait for them."""
     asked = arguments("llama", adapter=adapter, clip="off")
 
@@ -142,7 +128,7 @@ def test_a_base_is_packed_from_the_pages_of_its_files_one_matrix_after_the_other
 
 
 @pytest.mark.matrix
-def test_so_it_has_where_a_matrix_has_more_than_165_mib(config):
+def test_a_streamed_base_equals_a_resident_one_where_a_matrix_has_more_than_165_mib(config):
     """From there on bitsandbytes' own layer computes wrong gradients if blocks take turns in three slots: its backward
     keeps the packed matrix that forward saw."""
     large = (("intermediate_size", 1_376_256), ("num_hidden_layers", 4))  # x 64: 168 MiB in bf16

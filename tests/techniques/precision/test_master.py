@@ -1,7 +1,5 @@
 """16-bit weights on the device, fp32 masters on the host: the bits of the naive loop with two whole models."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,14 @@ from conftest import ROOT
 from lowmem.techniques.arithmetic import fp32_halves
 from lowmem.techniques.precision import host_weight
 from lowmem.techniques.precision.host_masters import BFloat16Master, Float16Master, HostMasters
+from pairwise import pairwise
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
 SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
     sorted(file.stem for file in (ROOT / "conf" / group).glob("*.yaml"))
     for group in ("scheduler", "accumulation", "gradient_checkpointing", "loss")
 )
+LOSSES.remove("kto")  # the naive loop does not look ahead, as loss=kto does (tests/techniques/loss/test_kto.py)
 INIT_SCALE = "trainer.plugins.precision.init_scale={}"
 
 
@@ -37,24 +37,28 @@ def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(config, precision, clip, optim):
-    for accumulation, scheduler in product(ACCUMULATIONS, SCHEDULERS):
-        cfg = configured(config, precision, optim, clip, accumulation, scheduler)
-        assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
+@pytest.mark.parametrize(
+    ("precision", "clip", "optim", "accumulation", "scheduler"),
+    pairwise(PRECISIONS, CLIPS, OPTIMIZERS, ACCUMULATIONS, SCHEDULERS),
+)
+def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(
+    config, precision, clip, optim, accumulation, scheduler
+):
+    cfg = configured(config, precision, optim, clip, accumulation, scheduler)
+    assert equal(ours(cfg), naive(cfg))
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(c, marks=pytest.mark.matrix) for c in CHECKPOINTINGS])
-@pytest.mark.parametrize("clip", ["norm", "off"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bits_of_the_naive_loop_with_every_checkpointing(config, precision, clip, checkpointing):
-    # the naive loop does not look ahead, as loss=kto does (tests/techniques/loss/test_kto.py)
-    for optim, loss in product(OPTIMIZERS, [loss for loss in LOSSES if loss != "kto"]):
-        more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
-        cfg = configured(config, precision, optim, clip, "fixed", "linear", *more)
-        assert equal(ours(cfg), naive(cfg)), (optim, loss)
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("precision", "clip", "optim", "checkpointing", "loss"),
+    pairwise(PRECISIONS, ("norm", "off"), OPTIMIZERS, CHECKPOINTINGS, LOSSES),
+)
+def test_the_bits_of_the_naive_loop_with_every_checkpointing_and_loss(
+    config, precision, clip, optim, checkpointing, loss
+):
+    more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
+    cfg = configured(config, precision, optim, clip, "fixed", "linear", *more)
+    assert equal(ours(cfg), naive(cfg))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

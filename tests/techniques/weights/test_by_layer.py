@@ -1,7 +1,7 @@
 """Windows that go through the model block by block have the bits of windows that go through it one micro-batch after
 the other, and each block travels once per window.
 
-The whole matrix is slow; of it every model, policy, loss and both masters once.
+Of the matrix of models, policies, losses, slots and masters any two choices are together in one row.
 """
 
 import threading
@@ -25,6 +25,7 @@ from lowmem.training.module import CausalLM
 from lowmem.training.passes import MicroBatchPass
 from made_up import ClockLane, LateLane
 from networks import network
+from pairwise import pairwise
 from same import last, same
 from streams import MODELS, lines, trained
 from traced_lane import TracedLane, watched
@@ -34,20 +35,13 @@ RESIDENT, ONE_BY_ONE = ("weights=resident",), ("weights=streamed", "weights.orde
 BY_LAYER = ("weights=streamed", "weights.order=by_layer")
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
 POLICIES, MASTERS = ("every_layer", "selective", "offload"), ("bf16-master", "16-master")
-MATRIX = list(product(MODELS, POLICIES, LOSSES, (2, 3), MASTERS))
-SAMPLE = [
-    ("gpt2", "every_layer", "chunked", 2, "bf16-master"),
-    ("llama", "offload", "chunked", 3, "16-master"),
-    ("qwen3", "selective", "tiled", 2, "bf16-master"),
-    ("qwen3_moe", "every_layer", "full", 2, "16-master"),
-]
+MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def is_same(config, arguments, model, weights=BY_LAYER, **how):
-    """Trains with weights that stay, that stream, and that stream by layer. Returns: the last one."""
-    resident = trained(config, RESIDENT, model, arguments)
+    """Assert that weights that stream by layer equal resident ones; return the former."""
     by_layer = trained(config, weights, model, arguments, **how)
-    assert resident.same(trained(config, ONE_BY_ONE, model, arguments)) and resident.same(by_layer)
+    assert trained(config, RESIDENT, model, arguments).same(by_layer)
     return by_layer
 
 
@@ -57,18 +51,12 @@ def of_size(micro_batches, *more):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
-def test_windows_by_layer_have_the_bits_of_other_windows(config, model, policy, loss, slots, precision):
+@pytest.mark.rows("qwen3_moe-every_layer-chunked-2-16-master", "llama-offload-full-2-bf16-master")
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
+def test_by_layer_equals_resident(config, model, policy, loss, slots, precision):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
     by_layer = is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
     assert precision == "bf16-master" or by_layer.skipped > 0
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
-def test_so_they_have_in_every_combination(config, model, policy, loss, slots, precision):
-    arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
-    is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
 
 
 @pytest.mark.kernels
@@ -76,14 +64,14 @@ def test_so_they_have_in_every_combination(config, model, policy, loss, slots, p
 @pytest.mark.parametrize(
     ("micro_batches", "clip", "optim"), list(product((1, 2, 3, 8), ("norm", "off"), ("adamw8bit", "adamw")))
 )
-def test_so_have_windows_of_any_size(config, micro_batches, clip, optim):
+def test_by_layer_equals_resident_in_windows_of_any_size(config, micro_batches, clip, optim):
     """The second window of an epoch is one micro-batch where the first one has eight."""
     is_same(config, lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim), "gpt2")
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.matrix)])
-def test_so_have_windows_of_different_sizes(config, clip):
+def test_by_layer_equals_resident_in_windows_of_different_sizes(config, clip):
     arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
     arguments[3] = "by_step"
     is_same(config, arguments, "llama")
@@ -93,7 +81,7 @@ def test_so_have_windows_of_different_sizes(config, clip):
     ("precision", "clip"),
     [("bf16-master", "norm"), ("16-master", "off"), pytest.param("bf16-master", "off", marks=pytest.mark.matrix)],
 )
-def test_streamed_equals_resident_when_windows_grow_and_shrink(config, precision, clip):
+def test_by_layer_equals_resident_when_windows_grow_and_shrink(config, precision, clip):
     """Windows of 1, 1, 3, 3, 1, 3 micro-batches: the gradient of one has 16 bits, and its buffer must not round the
     fp32 sum of the next window."""
     sizes = ("batch_size=1", "accumulation.sizes={0: 1, 2: 3}")
@@ -106,7 +94,7 @@ def test_streamed_equals_resident_when_windows_grow_and_shrink(config, precision
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
-def test_so_have_windows_of_blocks_that_stay_of_slices_and_of_weights_without_masters(config, case):
+def test_by_layer_equals_by_micro_batch_with_resident_blocks_slices_or_no_masters(config, case):
     more, weights = {
         "stays": ([], [*BY_LAYER, "weights.resident_blocks=2"]),
         "sliced": (["tile.tokens=5"], BY_LAYER),

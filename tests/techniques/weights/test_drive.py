@@ -5,7 +5,6 @@ import errno
 import os
 import subprocess
 import time
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,13 @@ from lowmem.system.errors import DriveFailed
 from lowmem.system.scratch_file import PAGE, Disk, Drive
 from lowmem.techniques.weights.drive import Shelf, Shelves
 from made_up import LateLane
+from pairwise import pairwise
 from streams import lines, trained
 
 PRECISIONS = ("bf16-master", "16-master", "bf16-sr")
 OPTIMS = ("adamw", "adamw8bit", "adafactor", "adam8bit", "lion8bit")
-MATRIX = list(product(PRECISIONS, OPTIMS, ("norm", "off"), ("fixed", "none"), ("state", "all")))
-SAMPLE = [
-    ("bf16-master", "adamw8bit", "off", "fixed", "state"),
-    ("16-master", "adamw", "norm", "fixed", "all"),
-    ("bf16-sr", "adamw8bit", "off", "none", "all"),
-    ("bf16-master", "adafactor", "norm", "none", "state"),
-]
+MATRIX = pairwise(PRECISIONS, OPTIMS, ("norm", "off"), ("fixed", "none"), ("state", "all"))
+RECIPE = ("bf16-master", "adamw8bit", "off", "fixed", "state")
 
 
 def run(
@@ -60,27 +55,22 @@ def changes_no_bit(config, in_memory, tmp_path, *recipe, **how):
     return in_memory(config, *recipe[:4]).same(on_drive)
 
 
-@pytest.mark.parametrize("recipe", SAMPLE, ids="-".join)
+@pytest.mark.rows("16-master-adamw-norm-fixed-state", "16-master-adamw8bit-off-none-all", "bf16-sr-adafactor-*")
+@pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
 def test_a_drive_changes_no_bit(config, in_memory, tmp_path, recipe):
     assert changes_no_bit(config, in_memory, tmp_path, *recipe)
     assert not list(tmp_path.iterdir())  # its files have no name
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
-def test_so_it_is_in_every_combination(config, in_memory, tmp_path, recipe):
-    assert changes_no_bit(config, in_memory, tmp_path, *recipe)
-
-
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_so_it_is_where_another_thread_steps(config, in_memory, tmp_path, holds):
+def test_a_drive_changes_no_bit_where_another_thread_steps(config, in_memory, tmp_path, holds):
     """As with a card: the thread that steps takes turns while the training loop asks where weights are."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_so_it_is_where_micro_batches_go_by_layer(config, tmp_path, holds):
+def test_a_drive_changes_no_bit_by_layer(config, tmp_path, holds):
     arguments = lines("llama", "loss=tiled", "loss.columns=64", "max_steps=2", policy="offload", clip="off")
     place = ["weights=streamed", "weights.order=by_layer"]
     drive = [f"weights.drive={tmp_path}", f"weights.drive_holds={holds}"]
@@ -135,7 +125,7 @@ def disk(monkeypatch):
 @pytest.mark.parametrize("how", [{"short": PAGE}, {"short": 3 * PAGE + 5}, {"late": 0.002}], ids=str)
 def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(config, in_memory, tmp_path, disk, how):
     made = disk(**how)
-    assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+    assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
     assert made.calls["read"] > 0
 
 
@@ -192,7 +182,7 @@ def written_when_its_turn_begins(monkeypatch):
 def test_a_wrong_variant_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
     disk(late=0.002)
     wrong(monkeypatch)
-    assert not changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+    assert not changes_no_bit(config, in_memory, tmp_path, *RECIPE)
 
 
 # --- turns, room and places -------------------------------------------------------------------------------------------
@@ -262,7 +252,7 @@ def test_a_file_system_without_direct_access_is_used_through_the_page_cache(conf
     create = Disk.create
     monkeypatch.setattr(Disk, "create", refuses)
     assert not Drive(tmp_path).direct
-    assert changes_no_bit(config, in_memory, tmp_path, *SAMPLE[0])
+    assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
 
 
 def test_files_of_tmpfs_are_memory(tmp_path):

@@ -75,13 +75,13 @@ def same(config, kind, clip, accumulation, lane, **precision):
         pytest.param("both", "fixed", SlowLane, marks=pytest.mark.matrix),
     ],
 )
-def test_it_has_the_bits_of_resident_weights(config, kind, clip, accumulation, lane):
+def test_streamed_edges_equal_resident_ones(config, kind, clip, accumulation, lane):
     assert same(config, kind, clip, accumulation, lane)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", SHAPES)
-def test_so_it_has_with_a_loss_scale_and_steps_that_are_skipped(config, kind, monkeypatch):
+def test_streamed_edges_equal_resident_ones_with_skipped_steps(config, kind, monkeypatch):
     scaled = [*parity.WITH["precision=16-master"][:-1], "trainer.plugins.precision.init_scale=3e5"]
     monkeypatch.setitem(parity.WITH, "precision=16-master", scaled)
     assert same(config, kind, "norm", "fixed", SlowLane, precision="16-master")

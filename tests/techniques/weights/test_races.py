@@ -4,7 +4,6 @@ luck: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wa
 
 import signal
 from contextlib import suppress
-from itertools import product
 
 import pytest
 import torch
@@ -17,10 +16,11 @@ from lowmem.techniques.weights import resident
 from lowmem.techniques.weights.link import StagedLink
 from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
+from pairwise import pairwise
 from streams import POLICIES, lines
 from traced_lane import TracedLane, watched
 
-EVERY = list(product(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off")))
+EVERY = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
 FEW = 500  # accesses that a run has at least: with none seen, no race could be
 STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
@@ -67,7 +67,7 @@ def test_weights_that_stream_have_no_race(case, registers):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
-def test_so_it_is_in_every_combination(model, policy, slots, clip):
+def test_weights_that_stream_have_no_race_in_any_pair_of_choices(model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     found = traced(model, arguments, (*STREAM, f"weights.slots={slots}"), registers=slots != 3)
     assert found.errors == [], said(found)
@@ -121,7 +121,7 @@ def raises_in_backward(monkeypatch, checkpoints):
 
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_nor_do_they_touch_memory_that_is_closed(processes, tmp_path, case, registers):
+def test_weights_that_stream_touch_no_closed_memory(processes, tmp_path, case, registers):
     assert closed(processes, tmp_path, *RIGHT[case], registers=registers)[0] == 0
 
 

@@ -1,6 +1,6 @@
 """Weights that stream have the bits of weights that stay, whatever computes again, and nothing stale is ever read.
 
-The whole matrix is slow; of it every model, every policy, both masters, every loss and both counts of slots once.
+Of the matrix of models, policies, losses, slots and masters any two choices are together in one row.
 """
 
 import time
@@ -23,24 +23,19 @@ from lowmem.techniques.weights.resident import Home
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import ClockLane, LateLane, SlowLane
 from networks import VOCABULARY, network
+from pairwise import pairwise
 from same import last, same
 from streams import MODELS, POLICIES, lines, trained
 
 pytestmark = pytest.mark.kernels
 LOSSES = {"full": ["loss=full"], "chunked": ["loss=chunked", "loss.rows=7"], "tiled": ["loss=tiled", "loss.columns=64"]}
 MASTERS = ("bf16-master", "16-master")
-MATRIX = list(product(MODELS, POLICIES, LOSSES, (2, 3), MASTERS))
-SAMPLE = [
-    ("gpt2", "every_layer", "tiled", 2, "bf16-master"),
-    ("llama", "every_k", "chunked", 3, "16-master"),
-    ("qwen3", "sqrt", "full", 2, "16-master"),
-    ("qwen3_moe", "selective", "chunked", 2, "bf16-master"),
-    ("gpt2", "offload", "full", 3, "16-master"),
-]
+MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def streamed(slots=2, *more):
-    return ["weights=streamed", f"weights.slots={slots}", *more]
+    """Return the lines of weights that stream for each micro-batch; test_by_layer.py has the other order."""
+    return ["weights=streamed", "weights.order=by_micro_batch", f"weights.slots={slots}", *more]
 
 
 @pytest.fixture(autouse=True)
@@ -72,32 +67,22 @@ def resident():
     return run
 
 
-def is_resident(config, resident, model, policy, loss, slots, precision):
+@pytest.mark.rows(
+    "gpt2-every_layer-full-2-bf16-master", "llama-sqrt-chunked-3-16-master", "qwen3_moe-offload-tiled-3-bf16-master"
+)
+@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
+def test_streamed_equals_resident(config, resident, model, policy, loss, slots, precision):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
     one, other = resident(config, model, arguments), trained(config, streamed(slots), model, arguments)
     assert other.module.weights.fetched > 0 and (precision == "bf16-master" or one.skipped > 0)
     assert one.same(other)
 
 
-@pytest.mark.rows("qwen3-sqrt-full-2-16-master", "gpt2-every_layer-tiled-2-bf16-master")
-@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), SAMPLE)
-def test_weights_that_stream_have_the_bits_of_weights_that_stay(
-    config, resident, model, policy, loss, slots, precision
-):
-    is_resident(config, resident, model, policy, loss, slots, precision)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
-def test_so_they_have_in_every_combination(config, resident, model, policy, loss, slots, precision):
-    is_resident(config, resident, model, policy, loss, slots, precision)
-
-
 # --- partly resident, early steps, other optimizers -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.matrix) for r in range(1, 5)])
-def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
+def test_streamed_equals_resident_where_some_blocks_stay(config, resident, blocks):
     arguments, six = lines("llama", "loss=chunked", "max_steps=2"), (("num_hidden_layers", 6),)
     some = trained(config, streamed(2, f"weights.resident_blocks={blocks}"), "llama", arguments, changed=six)
     assert len(some.module.weights.blocks) == 6 - blocks
@@ -114,7 +99,7 @@ def test_so_they_have_where_some_blocks_stay(config, resident, blocks):
         ),
     ],
 )
-def test_so_they_have_with_steps_in_backward_and_any_clipping(config, resident, clip, optim):
+def test_streamed_equals_resident_with_steps_in_backward_and_any_clipping(config, resident, clip, optim):
     arguments = lines("llama", "loss=chunked", "max_steps=2", clip=clip, optim=optim)
     assert trained(config, streamed(), "llama", arguments).same(resident(config, "llama", arguments))
 
@@ -190,25 +175,15 @@ def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose
 
 # --- late copies ------------------------------------------------------------------------------------------------------
 
-LATE = [("llama", "every_k", 3, "off")]
-EVERY_LATE = list(product(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off")))
+LATE = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
 
 
-def is_resident_although_late(config, resident, model, policy, slots, clip):
+@pytest.mark.rows("llama-selective-4-off")
+@pytest.mark.parametrize(("model", "policy", "slots", "clip"), LATE)
+def test_copies_that_are_late_by_a_random_time_change_nothing(config, resident, model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     late = trained(config, streamed(slots), model, arguments, lane=LateLane(seed=slots))
     assert late.same(resident(config, model, arguments))
-
-
-@pytest.mark.parametrize(("model", "policy", "slots", "clip"), LATE)
-def test_copies_that_are_late_by_a_random_time_change_nothing(config, resident, model, policy, slots, clip):
-    is_resident_although_late(config, resident, model, policy, slots, clip)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY_LATE)
-def test_so_it_is_in_every_combination(config, resident, model, policy, slots, clip):
-    is_resident_although_late(config, resident, model, policy, slots, clip)
 
 
 WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of several waits for its first block

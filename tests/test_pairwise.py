@@ -1,0 +1,17 @@
+"""Tests that a chosen part of a matrix has any two values together, and is small."""
+
+from itertools import combinations, product
+
+import pytest
+
+from pairwise import pairwise
+
+pytestmark = pytest.mark.docs
+
+
+def test_any_two_values_are_together_in_a_row():
+    axes = "abcd", range(7), "xyz", (2, 3), (True, False)
+    rows = pairwise(*axes)
+    assert len(rows) <= 1.1 * 4 * 7 and set(rows) <= set(product(*axes)) and rows == pairwise(*axes)
+    for one, other in combinations(range(len(axes)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(axes[one], axes[other]))

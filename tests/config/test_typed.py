@@ -159,6 +159,7 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
             ["weights=streamed", "weights.drive=/proc/drive"],
             "weights.drive=/proc/drive: no file can be written there (No such file or directory). Type a folder",
         ),
+        (["data=mix", "+data.parts.a.path=/no/such"], "data.parts.a.path=/no/such: there is no such file or folder"),
         (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),
     ],

@@ -98,7 +98,8 @@ def test_derived_recipes_are_those_that_are_traced(composed, ways):
         assert derived.device_peak == pytest.approx(traced.device_peak, rel=0.01), way
 
 
-@pytest.mark.parametrize("weights", ["resident", pytest.param("streamed", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_derived_activations_in_host_memory_are_those_that_are_traced(composed, weights):
     """With offload_attention a block keeps several, of which two do not grow with the micro-batch."""
     recipe = as_override("bf16-master", "sgd", "offload_attention", "full", 2) | {"weights": weights, "clip": "null"}

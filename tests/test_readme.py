@@ -219,6 +219,7 @@ def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_resu
         ("unknown_names", "It evaluates every `val_evry` steps."),
         ("missing_files", "![where the bytes are](docs/no-such-picture.png)"),
         ("missing_files", "[how](docs/no-such-page.md#there)"),
+        ("missing_files", "[`as_card.py`](src/lowmem/plan/tracing/trace.py)"),
         ("missing_files", "What src/lowmem/no_such_file.py does."),
         ("missing_files", "`python -m benchmarks.no_such_benchmark`"),
         ("missing_files", "`python -m benchmarks.techniques --no-such-flag`"),

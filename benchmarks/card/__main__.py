@@ -8,7 +8,7 @@
     python -m benchmarks.card --device cpu     # a rehearsal without a card: small models, and stand-ins for CUDA
 
 Every case runs in a process of its own with a time limit. If a case fails, its last lines of output are recorded and
-the next case runs. results/card.json is written after every case, and docs/card.md at the end of every stage.
+the next case runs. results/card.json is written after every case, and results/card.md at the end of every stage.
 Checkpoints of up to 16 GB are written under .cache/card and removed. One case may hang a card, so it runs only if
 CROWD_THE_CARD=1 is set. The exit code is 1 if a case has no complete result or a wrong one.
 """

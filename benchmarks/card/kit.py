@@ -24,7 +24,7 @@ from lowmem.system import processors
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB
 
-PAGE = ROOT / "docs" / "card.md"
+PAGE = ROOT / "benchmarks" / "results" / "card.md"
 FORMAT = 2  # raise it when the results of a case change: older files are then renamed, not read
 SAME = ("name", "driver", "versions")  # equal on two machines whose results may share a file
 LEAST = 5.0  # seconds: with less of a stage's time left no case is begun

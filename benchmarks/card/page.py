@@ -1,4 +1,4 @@
-"""Writes the results of the stages as a page, which is docs/card.md after a run on a card."""
+"""Writes the results of the stages as a page, which is benchmarks/results/card.md after a run on a card."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -61,7 +61,7 @@ def _text_or_error(stage: Stage, what: str, found: Mapping) -> str:
 
 def page(found: Mapping, stages: Sequence[Stage]) -> str:
     lines = ["# On a card", "", f"Measured on {card(found['machine'])}.", ""]
-    lines += ["By `python -m benchmarks.card` ([its stages](../benchmarks/card)).", ""]
+    lines += ["By `python -m benchmarks.card` ([its stages](../card)).", ""]
     for stage in stages:
         record = found["stages"].get(str(stage.number))
         if record is None:

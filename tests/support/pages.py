@@ -19,8 +19,8 @@ from lowmem.plan.job import shared
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 README = ROOT / "README.md"
-# docs/card.md writes itself where there is a card
-DOCS = sorted(file for file in (ROOT / "docs").glob("*.md") if file.name != "card.md")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+LONGEST = 8192  # bytes of a page: the README, and what one reads in five minutes
 
 FENCED = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"(?<![\w/.\-=\[{(,])[+~]?([a-z_]\w*(?:[./]\w+)*)=([^\s`|]*)")
@@ -156,10 +156,15 @@ def unknown_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Links, pictures, paths of the repository, modules of benchmarks and targets of make that are not there."""
+    """Links, pictures, paths of the repository, modules of benchmarks and targets of make that are not there, and links
+    to a file by the name of another."""
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     paths = re.findall(r"(?<![\w/.~-])(?:src|tests|conf|docs|benchmarks)/[\w./*-]*[\w/*]", FENCED.sub("", text))
     wrong = [link for link in links if not (folder / link).exists()]
+    named = re.findall(r"\[`([^`\]]+)`\]\(([^)#\s]+)", text)
+    wrong += [
+        f"{name} ({link})" for name, link in named if name.endswith(FILES) and not f"/{link}".endswith(f"/{name}")
+    ]
     paths = [path for path in paths if path not in links and path not in own_files(text)]
     wrong += [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
     for module, flags in re.findall(r"python -m\s+(benchmarks[\w.]*)((?: --[\w-]+)*)", text):

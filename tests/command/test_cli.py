@@ -126,6 +126,23 @@ def test_what_is_no_folder_makes_none(value):
         cli.prepare([*streamed, f"weights.drive={value}"])
 
 
+DAMAGED = (b"", b"seed", b"{a", b"\xff\xfe")
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_run_whose_typed_lines_are_damaged_is_not_resumed_without_them(earlier, content):
+    (earlier / ".hydra" / "overrides.yaml").write_bytes(content)
+    with pytest.raises(Refused, match=r"overrides\.yaml is damaged.*Delete it, and type the lines again"):
+        cli.prepare([f"resume={earlier}"])
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, b"hydra: {overrides: null}"])
+def test_a_sweep_whose_typed_lines_are_damaged_is_not_resumed(tmp_path, content):
+    (tmp_path / "multirun.yaml").write_bytes(content)
+    with pytest.raises(Refused, match=r"multirun\.yaml is damaged.*Type them again, with another folder"):
+        cli.prepare([f"sweep.resume={tmp_path}"])
+
+
 def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
 

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -186,7 +185,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in places for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            earlier = list(map(_renamed, without(of_a_run, yaml.safe_load(file.read_text(encoding="utf-8")))))
+            earlier = list(map(_renamed, without(of_a_run, folders.lines_of(file))))
             _refuse_code(earlier, arguments, folder)
             return earlier
     return []

@@ -138,11 +138,16 @@ def again(folder: Path) -> list[str]:
     """Returns the arguments that repeat a sweep in its folder. Jobs that are done are not repeated.
 
     Raises:
-        Refused: the folder is not a sweep's.
+        Refused: the folder is not a sweep's, or its multirun.yaml is damaged.
     """
     file = folder / "multirun.yaml"
     if not file.is_file():
         raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
-    typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
-    hydra_lines = [line for line in typed["hydra"] if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
-    return ["-m", *typed["task"], *hydra_lines, f"hydra.sweep.dir={folder}"]
+    try:
+        typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
+        task, hydra_lines = [*typed["task"]], [*map(str, typed["hydra"])]
+    except (ValueError, LookupError, TypeError, yaml.YAMLError):
+        message = f"{file} is damaged: it should list the lines of the sweep. Type them again, with another folder."
+        raise Refused(message) from None
+    kept = [line for line in hydra_lines if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
+    return ["-m", *task, *kept, f"hydra.sweep.dir={folder}"]

@@ -195,12 +195,24 @@ def _hydras_config(folder: Path) -> set[str]:
 def typed_in(folder: Path) -> list[str]:
     """Returns the overrides of this folder's command; none if they are not known."""
     try:
-        return [
-            unquoted(str(line))
-            for line in yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
-        ]
-    except (OSError, ValueError, yaml.YAMLError, TypeError):
+        return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
+    except (OSError, Refused):
         return []
+
+
+def lines_of(file: Path) -> list[str]:
+    """Returns the lines of Hydra's overrides.yaml.
+
+    Raises:
+        Refused: the file is damaged.
+    """
+    try:
+        lines = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        lines = None
+    if not isinstance(lines, list):
+        raise Refused(f"{file} is damaged: it should list the typed lines. Delete it, and type the lines again.")
+    return list(map(str, lines))
 
 
 def _order(folder: Path) -> tuple:

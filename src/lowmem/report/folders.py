@@ -109,7 +109,7 @@ FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
-    "tokens/s": (lambda s: s["tokens_per_second"], "{:,.0f}"),
+    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0: evaluated only
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
     "drive GiB": (lambda s: s["drive"]["bytes"] / GIB, "{:.3f}"),

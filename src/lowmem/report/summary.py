@@ -53,7 +53,7 @@ def table(summary: Mapping) -> str:
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
         *_evaluation_rows(summary),
-        ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
+        ("tokens/s", _number(summary["tokens_per_second"] or None, ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
         ("peak device memory", ", ".join(filter(None, (_gib(peak["device"]), share)))),
         *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),

@@ -11,6 +11,7 @@ import pytest
 
 from lowmem.report import folders
 from lowmem.report.compare import compare
+from lowmem.report.compare.figures import front, read
 from lowmem.system import folder_locks
 from lowmem.system.units import GIB, MIB
 from made_runs import damaged, finished, written_here
@@ -148,10 +149,17 @@ def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
     assert re.search(r"^0 +3\.0000 +1\.200 +1,000 +0\.781 +2\.344 +done$", said, re.MULTILINE), said
     interrupted = next(row for row in rows if row["status"] == "interrupted")
     assert [interrupted[name] for name in figures] == ["", *(rows[0][name] for name in figures[1:])]
-    no_steps = next(row for row in rows if row["tokens/s"] == "0.0")
-    assert no_steps["status"] == "done" and no_steps["validation loss"] == "3.0"
     page = (tmp_path / "comparison.html").read_text()
     assert all(f"<dt>{name}</dt>" in page for name in names) and "NaN" not in page.partition("plotly.js v")[0]
+
+
+def test_a_run_that_only_evaluates_has_no_speed_and_is_not_on_the_front(tmp_path, capsys):
+    finished(tmp_path / "trained", ["lr=1"], 900 * MIB)
+    finished(tmp_path / "evaluated", ["evaluate=trained"], 100 * MIB, tokens_per_second=0.0, seconds_per_step=None)
+    compare.main([str(tmp_path)])
+    assert re.search(r"^evaluated .* 3\.0000 +1\.200 +- +0\.098", capsys.readouterr().out, re.MULTILINE)
+    runs = [read(run, run.folder.name, "") for run in folders.runs_below(tmp_path)]
+    assert [run.name for run in front(runs)] == ["trained"]
 
 
 @pytest.fixture

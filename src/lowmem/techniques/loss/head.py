@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowmem.model.magnitude import largest_magnitude
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
@@ -174,8 +175,8 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     if ours.shape != theirs.shape:
         return False
     # Relative to the products: masked logits are as large as numbers can be.
-    tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * products.abs().max().item()
-    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # an overflow is one in both
+    tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * largest_magnitude(products)
+    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # a cap may overflow, in both
 
 
 def _finished(head: Head, products: Tensor, tiled: bool) -> Tensor:

@@ -478,6 +478,12 @@ def test_backward_has_no_thread_of_its_own_in_them(inference):
     assert seen == [False, False] and torch._C._is_multithreading_enabled()
 
 
+def test_autocast_would_be_lost_in_them_and_is_an_error():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(AssertionError, match="lose autocast"):
+        run([Made(0, []), Made(1, [])])
+    assert left() == []
+
+
 def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_window():
     sent = []
 

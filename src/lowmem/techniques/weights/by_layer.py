@@ -158,7 +158,9 @@ class ByLayer:
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted or not and
-    the stream by thread. There backward runs in the thread that calls it on a card, too, so that its hooks may wait."""
+    the stream by thread. Autocast is kept by thread, too, but no precision that streams weights has it. There backward
+    runs in the thread that calls it on a card, too, so that its hooks may wait."""
+    assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), "micro-batches by layer would lose autocast"
     modes, wanted, inference = modes_of_this_thread(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     stream = torch.accelerator.current_stream(device) if device.type in CARDS else None
 

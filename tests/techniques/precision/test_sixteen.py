@@ -10,10 +10,9 @@ import parity
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from lowmem.model import loading as models
-from lowmem.system.errors import Refused
 from lowmem.techniques.arithmetic.gradients import norm
 from lowmem.techniques.precision import fp32_weights, weights_16bit
-from lowmem.techniques.precision.loss_scale import LossScale
+from lowmem.techniques.precision.loss_scale import SMALLEST, LossScale
 from lowmem.techniques.precision.weights_16bit import (
     BFloat16Stochastic,
     BFloat16Weights,
@@ -206,11 +205,14 @@ def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():
     assert norm([gradient]).isfinite() and not norm([gradient * 2]).isfinite()
 
 
-def test_the_loss_scale_ends_in_a_sentence():
-    scale = LossScale(1.0, 10)
-    with pytest.raises(Refused, match="precision=bf16"):
-        for _ in range(100):
-            scale.update(False)
+def test_the_loss_scale_halves_down_to_its_smallest_value_and_says_when_it_no_longer_does():
+    scale, halved = LossScale(1.0, 10), []
+    for _ in range(12):
+        scale.update(False)
+        halved.append(scale.halved)
+    assert halved == [True] * 10 + [False] * 2 and scale.value == SMALLEST
+    scale.update(True)
+    assert not scale.halved
 
 
 def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):

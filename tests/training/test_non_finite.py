@@ -62,7 +62,7 @@ def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path
 
 def test_where_there_is_no_checkpoint_none_is_offered_and_fp16_is_told_of_bf16(fit, broken):
     broken("loss", {1})
-    with pytest.raises(Refused, match=r"precision=bf16, which has fp32's range.*There is no checkpoint") as refused:
+    with pytest.raises(Refused, match=r"bf16-master, which have fp32's range.*There is no checkpoint") as refused:
         fit("precision=16")
     assert "resume=" not in str(refused.value)
 

@@ -226,7 +226,7 @@ def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: P
     """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
     instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
-        instead.append(f"precision={'bf16-master' if run.masters else 'bf16'}, which has fp32's range")
+        instead.append("precision=bf16 or bf16-master, which have fp32's range")
     if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
     return f"{error} Type {', or '.join(instead)}. {_resume(training, output_dir)}"

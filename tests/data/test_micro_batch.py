@@ -85,6 +85,7 @@ def trained(config, folder: Path, *overrides: str) -> dict:
     return fit(config(*RUN, *overrides, base=SMALL), folder)
 
 
+@pytest.mark.kernels
 def test_accumulation_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
     """Both end at the same loss but for fp32 sums in another order, 1e-7; the weight of a text moves it by 1e-2."""
     whole = trained(config, tmp_path / "whole", "batch_size=4")

@@ -129,6 +129,7 @@ def test_rows_of_a_pair_do_not_depend_on_the_batch(kind):
         assert all((left[:, width:] == fill[name]).all() for left in (rows, one))
 
 
+@pytest.mark.kernels
 def test_padded_and_packed_rows_have_the_same_log_probabilities():
     documents, expected = drawn()
     model, loss, found = network(n_positions=SEQ_LEN), DPO(), {}

@@ -89,7 +89,7 @@ def second_model(run):
     return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
 
 
-@pytest.mark.rows("padded")
+@pytest.mark.kernels
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
 def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
     fit_run(preferring(*lines, "max_steps=100"), tmp_path / "run")
@@ -104,6 +104,7 @@ def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
     assert not np.isnan(stored).any()
 
 
+@pytest.mark.kernels
 def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_path):
     """By their own prompts, and by those of the mismatched rows."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
@@ -286,6 +287,7 @@ def test_early_stopping_watches_the_accuracy(config, preferring, tmp_path):
         fit_run(config(*lines, base=SMALL), tmp_path / "tokens")
 
 
+@pytest.mark.kernels
 def test_a_run_on_rated_answers_does_not_depend_on_the_size_of_its_micro_batches(
     preferring, tmp_path, monkeypatch, no_picture
 ):

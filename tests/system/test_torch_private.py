@@ -288,10 +288,12 @@ def test_the_limit_of_graphs_can_be_raised_and_errors_of_compilation_are_told_fr
         return graph.forward
 
     torch.compiler.reset()
-    torch_private.allow_graphs(64)
     compiled = torch.compile(lambda x, n: x * n, backend=backend, dynamic=False, fullgraph=True)
+    before = torch._dynamo.config.recompile_limit
     for n in range(20):
-        compiled(torch.ones(2), n)
+        with torch_private.allow_graphs(64):
+            compiled(torch.ones(2), n)
+    assert before == torch._dynamo.config.recompile_limit < 20
     assert len(graphs) == 20, breaks("compiled blocks with many shapes")
     branches = torch.compile(lambda x: x if x.sum() > 0 else -x, backend=backend, fullgraph=True)
     with pytest.raises(torch_private.compilation_errors()):

@@ -7,7 +7,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,12 +26,18 @@ def _this() -> psutil.Process:
     return psutil.Process()
 
 
-def allow_open_files(count: int = OPEN_FILES) -> None:
-    """Allows this process so many open files, or as many as the system permits: most systems start with 1,024."""
+@contextmanager
+def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
+    """Allows this process so many open files inside the `with`, or as many as the system permits: most systems start
+    with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def rss_bytes() -> int:
@@ -67,7 +74,8 @@ _M_ARENA_MAX = -8  # of glibc's mallopt
 
 def share_heap() -> None:
     """Lets threads that start from now on share the heap of the others (glibc; a no-op elsewhere). By itself each has
-    one of its own, and what it has freed is not used for another."""
+    one of its own, and what it has freed is not used for another. glibc never undoes this: threads of later runs share
+    it, too, which costs them time and no memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)

@@ -160,12 +160,18 @@ def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> No
         _set_pg_timeout(timeout, group)
 
 
-def allow_graphs(number: int) -> None:
-    """Lets torch.compile make so many graphs of one function. Instead: an argument of torch.compile, which the lowest
-    version lacks."""
+@contextmanager
+def allow_graphs(number: int) -> Iterator[None]:
+    """Lets torch.compile make so many graphs of one function inside the `with`. Instead: an argument of torch.compile,
+    which the lowest version lacks."""
     from torch._dynamo import config  # takes over a second
 
-    config.recompile_limit = max(config.recompile_limit, number)
+    before = config.recompile_limit
+    config.recompile_limit = max(before, number)
+    try:
+        yield
+    finally:
+        config.recompile_limit = before
 
 
 def compilation_errors() -> type[Exception]:

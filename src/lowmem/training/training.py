@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -111,8 +111,10 @@ def training_session(
         Refused: an error that only the data, the weights or a checkpoint show.
     """
     training = network = None
-    saved = task.saved
+    saved, settings = task.saved, ExitStack()  # of the process, undone when the run ends
     try:
+        if run.drive_folder is not None:
+            settings.enter_context(process.allow_open_files())  # two for each part of a block
         with ranks.rank_0_first("read the data"):  # the others read the files that rank 0 writes
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
@@ -153,6 +155,7 @@ def training_session(
         side = "device" if run.device == "cpu" else side
         raise DidNotFit(side, training.watchers.meter.by_category(side) if training else {}) from error
     finally:
+        settings.close()
         if training:
             training.close()
             if run.device == "cuda" and not ranks.divides:

@@ -218,14 +218,17 @@ def test_the_loss_scale_halves_down_to_its_smallest_value_and_says_when_it_no_lo
 def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):
     before = torch.get_float32_matmul_precision()
     with caplog.at_level(logging.INFO, logger="lowmem"):
-        fp32_weights.TensorFloat32("cpu")
+        fp32_weights.TensorFloat32("cpu").convert_module(torch.nn.Identity())
     assert "runs in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
 
 
-def test_tf32_is_switched_back_after_the_job(monkeypatch):
+def test_tf32_is_switched_on_by_a_run_alone_and_back_after_it(monkeypatch):
+    """A run may be refused between the making of its precision and its first step."""
     monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
     before = torch.get_float32_matmul_precision()
     precision = fp32_weights.TensorFloat32("cuda")
+    assert torch.get_float32_matmul_precision() == before
+    precision.convert_module(torch.nn.Identity())
     assert torch.get_float32_matmul_precision() == "high" != before
     precision.teardown()
     assert torch.get_float32_matmul_precision() == before
@@ -241,6 +244,7 @@ def test_on_a_card_tf32_rounds_the_factors_of_products_and_is_switched_back():
 
     before = off()
     precision = fp32_weights.TensorFloat32("cuda")
+    precision.convert_module(torch.nn.Identity())
     within = off()
     precision.teardown()
     assert off() == before < 1e-6

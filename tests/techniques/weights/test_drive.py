@@ -3,8 +3,11 @@ fails ends the run in a sentence."""
 
 import errno
 import os
+import resource
 import subprocess
 import time
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,10 @@ import torch
 
 from conftest import ROOT
 from lowmem.system import scratch_file
-from lowmem.system.errors import DriveFailed
+from lowmem.system.errors import DriveFailed, Refused
 from lowmem.system.scratch_file import PAGE, Disk, Drive
 from lowmem.techniques.weights.drive import Shelf, Shelves
+from lowmem.training import training
 from made_up import LateLane
 from pairwise import pairwise
 from streams import lines, trained
@@ -306,3 +310,26 @@ def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw_fp8"])
 def test_state_of_a_kind_of_its_own_stays_in_memory(config, in_memory, tmp_path, optim):
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", optim, "off", "none", "state")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_run_with_a_drive_leaves_the_limit_of_open_files_as_it_was(fit, tmp_path, monkeypatch, refused):
+    """Also one that is refused after it has raised the limit."""
+    before, seen, assembled = resource.getrlimit(resource.RLIMIT_NOFILE), [], training._assembled
+    few = (1024, before[1])
+
+    def looking(*arguments):
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+        if refused:
+            raise Refused("for another reason")
+        return assembled(*arguments)
+
+    monkeypatch.setattr(training, "_assembled", looking)
+    recipe = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
+    resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    try:
+        with pytest.raises(Refused, match="another reason") if refused else nullcontext():
+            fit(*recipe, f"weights.drive={tmp_path}/drive", "max_steps=1")
+        assert seen[0][0] > few[0] and resource.getrlimit(resource.RLIMIT_NOFILE) == few
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -23,6 +23,7 @@ from typing import Annotated, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
+from torch import nn
 
 from lowmem.config import cards
 from lowmem.plan.tracing.operator_cost import Work
@@ -188,6 +189,7 @@ def _rates(device: str) -> tuple[dict[str, float], float, float, float | None, f
             flops[dtype_name] = 2 * n**3 / fastest(lambda a=a, b=b: a @ b, device)
     if device == "cuda":
         precision, a, b = TensorFloat32(device), a.float(), b.float()
+        precision.convert_module(nn.Identity())
         flops["tensorfloat32"] = 2 * n**3 / fastest(lambda: a @ b, device)
         precision.teardown()
     big = torch.ones(1 << 25, device=device)

@@ -36,7 +36,6 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
         backend: inductor generates code; aot_eager only makes the graphs, without a compiler.
     """
     torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of graphs
-    allow_graphs(MOST_GRAPHS)
     for block in blocks(model):
         block.forward = _compiled(block, backend)
 
@@ -50,7 +49,8 @@ def _compiled(block: nn.Module, backend: str) -> Callable:
         if not block.training or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         try:
-            return compiled(*args, **kwargs)
+            with allow_graphs(MOST_GRAPHS):
+                return compiled(*args, **kwargs)
         except compilation_errors() as error:
             raise Refused(
                 f"compile=blocks: torch.compile gives up on {type(block).__name__} ({_reason(error)}). Type "

@@ -7,6 +7,7 @@ import logging
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lowmem.techniques.precision.contract import BasePrecision, with_gradient
@@ -26,19 +27,14 @@ class TensorFloat32(FullPrecision):
 
     tf32 = True
 
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__(device)
-        self._before: str | None = None
-        if has_tf32(device):
-            self._before = torch.get_float32_matmul_precision()
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if has_tf32(self.device):
+            # the setting belongs to the process, and the next run may be fp32
+            self._run.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
         else:
             log.info("precision=tf32: this device has no TF32 products; it runs in fp32.")
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self._before is not None:  # the setting belongs to the process, and the next job of a sweep may be fp32
-            torch.set_float32_matmul_precision(self._before)
+        return super().convert_module(module)
 
 
 def has_tf32(device: str) -> bool:

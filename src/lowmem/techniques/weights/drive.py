@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowmem.memory.tracker import host_side
 from lowmem.system.errors import DriveFailed
-from lowmem.system.process import OPEN_FILES, allow_open_files, page_out, trim
+from lowmem.system.process import OPEN_FILES, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.weights.resident import Place
@@ -346,8 +346,6 @@ class OnDrive:
         self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
     ) -> None:
         self.drive = drive
-        if drive is not None:
-            allow_open_files()  # a shelf has two: its file, and the view of it
         # a block's parts have their turns soon after one another, so all of the next block's are read ahead
         self._masters, self._weights = Shelves(drive, ahead=PARTS), Shelves(drive)
         self._masters_of = {edge: self._masters.new(alone=True) for edge in edges}

@@ -221,6 +221,20 @@ def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
     assert fit(*lines)[0]["steps"] == 3  # the same command again has nothing to do
 
 
+def test_early_stop_refuses_a_validation_set_in_which_nothing_is_learnt(command, tmp_path):
+    """Its loss is a mean over no token: Lightning would end training at the first evaluation, as if it were done."""
+    for name, question in (("path", "short"), ("val_path", "long " * 200)):
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8)
+    lines = [f"data.{name}={tmp_path}/{name}.jsonl" for name in ("path", "val_path")]
+    lines += ["data=chat", "data.template=chatml", "data.packing=joined"]
+    lines += ["seq_len=32", "val_sequences=2", "max_steps=1"]
+    code, said = command(*lines, "early_stop.patience=1")
+    assert code == 1 and "early_stop.patience=1: the first 2 validation sequences" in said and "Traceback" not in said
+    code, said = command(*lines)  # without it the run trains, in the same folder
+    assert code == 0, said
+
+
 def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
     with pytest.raises(Refused, match="steps in a row were skipped") as refused:
         fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")

@@ -119,6 +119,8 @@ def training_session(
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)
+        if task.work == "train" and run.early_stop.patience is not None:
+            _require_labels(run, data.val[0], ranks)
         before = process.rss_bytes()
         if run.evaluate is not None:
             log.info(_evaluated(run, data.val))
@@ -272,6 +274,16 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     trainer = Trainer(plugins=plugins, callbacks=callbacks, **(ours | run.trainer.arguments))
     start = task.saved.path if task.saved else None
     return Training(module, data.tokens, trainer, loggers, watchers, saves, resumed_from=start)
+
+
+def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
+    """Refuses to watch a loss that is a mean over nothing: Lightning would end training at the first evaluation."""
+    if not ranks.any(any(micro_batch.weight for micro_batch in val)):
+        raise Refused(
+            f"early_stop.patience={run.early_stop.patience}: the first {val.count:,} validation sequences have no "
+            "token to learn, so there is no loss to watch. Type a larger val_sequences, another data.val_path, or "
+            "early_stop.patience=null."
+        )
 
 
 def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-LONGEST = 8192  # bytes of a page: the README, and what one reads in five minutes
 
 FENCED = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"(?<![\w/.\-=\[{(,])[+~]?([a-z_]\w*(?:[./]\w+)*)=([^\s`|]*)")

@@ -89,6 +89,7 @@ def second_model(run):
     return second, reference._Batches(rows, np.arange(len(rows)), build.share_of(run, second.ranks), 1)
 
 
+@pytest.mark.rows("padded")
 @pytest.mark.kernels
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
 def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import time
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 
 import pytest

@@ -249,6 +249,7 @@ def root_handlers():
     for handler in logging.root.handlers.copy():
         if handler not in before and not type(handler).__module__.startswith("_pytest"):
             logging.root.removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture(autouse=True)

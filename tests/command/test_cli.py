@@ -11,7 +11,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from conftest import ROOT
-from lowmem.command import cli
+from lowmem.command import cli, sweep
 from lowmem.config.typed_lines import composed, key, quoted
 from lowmem.report import folders
 from lowmem.system.errors import Refused
@@ -178,6 +178,17 @@ def test_the_folder_of_a_copy_of_train_py_is_a_run(command, tmp_path, monkeypatc
     assert (tmp_path / "run" / "train.log").exists()
 
 
+def test_jobs_of_a_copy_of_train_py_run_the_copy(command, tmp_path, monkeypatch):
+    shutil.copy(ROOT / "train.py", tmp_path / "train_swept.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("train.main", importlib.import_module("train_swept").main)
+    started, known = [], sweep.script
+    monkeypatch.setattr(sweep, "_run", lambda words, folder: started.append(words[1]) or (1, "", None))
+    command("-m", "max_steps=1")
+    assert started == [str(tmp_path / "train_swept.py")] and sweep.script == known
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(("script", "line"), [("train.py", "seed=1"), ("plan.py", "rows=3")])
 def test_a_copy_of_a_command_reads_the_config_of_the_command(tmp_path, script, line):
     copy = shutil.copy(ROOT / script, tmp_path / f"my_{script}")

@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import claiming
 from conftest import ROOT
+from lowmem.command import sweep
 from lowmem.command.folder_lock import HYDRAS, LEFT
 from lowmem.report import folders
 from lowmem.training import results
@@ -155,7 +157,8 @@ def test_a_refused_run_leaves_no_folder(command, tmp_path):
 
 @pytest.mark.process
 def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("lowmem.command.sweep.TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(sweep, "running", nullcontext)
+    monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": False, "overrides": ["seed=1", "max_steps=1"]})
     (tmp_path / "train.py").write_text(f"open('{tmp_path}/sweep/0/summary.json', 'w').write('''{summary}''')")
     assert command("-m", "seed=1", "max_steps=1", base=())[0] == 0

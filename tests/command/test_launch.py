@@ -57,7 +57,7 @@ def stops():
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
     """(what each rank does, how many) -> what the command that started them makes of it."""
-    monkeypatch.setattr(launch, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(launch.sweep, "script", tmp_path / "train.py")
     monkeypatch.setattr(launch, "SETTLE", 0.3)
     monkeypatch.setattr(launch, "GRACE", 0.5)
     run = tmp_path / "run"
@@ -267,8 +267,8 @@ def test_ranks_do_not_outlive_who_has_started_them(tmp_path):
         + "launched.ORPHANED = 0.3\nlistens()\nwhile rank or not told: time.sleep(0.01)"
     )
     code = (
-        f"from pathlib import Path; from lowmem.command import launch; launch.TRAIN = Path('{tmp_path}/train.py');"
-        f"launch.run(Path('{run}'), [], 2)"
+        "from pathlib import Path; from lowmem.command import launch;"
+        f"launch.sweep.script = Path('{tmp_path}/train.py'); launch.run(Path('{run}'), [], 2)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
     until(lambda: len([*run.glob("listens-*")]) == 2)

@@ -109,7 +109,7 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
 def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit('no room on the disk')")
-    monkeypatch.setattr(sweep, "TRAIN", script)
+    monkeypatch.setattr(sweep, "script", script)
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(sweep, "_write", lambda *_: None)
     ended = sweep.job(tmp_path / "job", 4, ["lr=1"])
@@ -129,7 +129,7 @@ def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
         "pathlib.Path(sys.argv[1]).write_text('checkpoint')\n"
         "sys.exit(130)\n"
     )
-    monkeypatch.setattr(sweep, "TRAIN", script)
+    monkeypatch.setattr(sweep, "script", script)
     (tmp_path / "job").mkdir()
     with pytest.raises(KeyboardInterrupt):
         sweep.job(tmp_path / "job", 0, [str(tmp_path / "written")])
@@ -140,7 +140,7 @@ def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
 def job(tmp_path, monkeypatch):
     """(what a train.py in its place does) -> how the sweep takes it; `summarised` stands for a summary."""
     (tmp_path / "job").mkdir()
-    monkeypatch.setattr(sweep, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
     written = f"pathlib.Path('{tmp_path}/job/summary.json').write_text('''{summary}''')"
 

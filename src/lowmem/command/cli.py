@@ -77,7 +77,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     try:
         with signals.handled(signals.at_once):
             sys.argv[1:] = prepare(sys.argv[1:], config)
-            main()
+            with sweep.running(main) if config == "config" else nullcontext():
+                main()
             sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from lowmem.command.sweep import TRAIN, reason
+from lowmem.command import sweep
 from lowmem.config.typed_lines import in_shell
 from lowmem.report import folders
 from lowmem.system import processors, rank_environment, signals
@@ -144,7 +144,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
     """Starts the ranks, yields them, and ends all of them at the end."""
-    command = [sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"]
+    command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
     # each rank gets its share of the processors, or each would compute with all of them
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
@@ -184,7 +184,7 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
     os.close(writes)
     if out:
         out.close()
-    rank = Rank(number, process, reads, rank_folder / (rank_environment.LOG if number else f"{TRAIN.stem}.log"))
+    rank = Rank(number, process, reads, rank_folder / (rank_environment.LOG if number else "train.log"))
     if number == 0:
         rank.reader = threading.Thread(target=_pass_on, args=(process.stderr, rank.last_stderr), daemon=True)
         rank.reader.start()
@@ -255,7 +255,7 @@ def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     if reported and not reported.startswith("Traceback"):  # the report says what to type
         return message + reported
     last = reported.splitlines() if reported else rank.last_lines()
-    message += folders.line(reported) if reported else rank.watchdog_message or f"{reason(rank.code, '')}."
+    message += folders.line(reported) if reported else rank.watchdog_message or f"{sweep.reason(rank.code, '')}."
     if last:
         message += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
     message += f"\n{_again(folder)}"

@@ -11,8 +11,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from inspect import unwrap
 from pathlib import Path
 
 import yaml
@@ -27,7 +28,18 @@ from lowmem.system.rank_environment import LOG
 from lowmem.system.signals import Ended
 from lowmem.system.terminal import folded
 
-TRAIN = CONF.parent / "train.py"
+script = CONF.parent / "train.py"  # what jobs and ranks run
+
+
+@contextmanager
+def running(main: Callable) -> Iterator[None]:
+    """Lets jobs and ranks run the script that defines `main`, which may be a changed copy of train.py."""
+    global script
+    before, script = script, Path(unwrap(main).__code__.co_filename)
+    try:
+        yield
+    finally:
+        script = before
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
@@ -47,7 +59,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         return earlier
     for name in (folders.FAILED, "summary.json"):
         (folder / name).unlink(missing_ok=True)
-    code, stderr, sent = _run([sys.executable, str(TRAIN), *typed, f"hydra.run.dir={folder}"], folder)
+    code, stderr, sent = _run([sys.executable, str(script), *typed, f"hydra.run.dir={folder}"], folder)
     if code == 130:
         sent = sent or signal.SIGINT
     summarised = (folder / "summary.json").exists()

@@ -104,8 +104,8 @@ def ours(cfg, lane=None):
     assert trainer.global_step == cfg.max_steps
     parameters = list(module.model.parameters())
     return (
-        [plugins[0].full_precision(p).detach() for p in parameters],
-        [p.detach() for p in parameters],
+        [plugins[0].full_precision(p).detach().cpu() for p in parameters],
+        [p.detach().cpu() for p in parameters],
         module.skipped_steps,
     )
 

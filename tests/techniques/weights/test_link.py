@@ -14,8 +14,8 @@ from lowmem.techniques.precision import host_weight
 from lowmem.techniques.precision.fp32_weights import FullPrecision
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.host_masters_callback import MasterWeights
+from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.weights.link import StagedLink
-from lowmem.training.module import CausalLM
 from made_up import SlowLane
 from streams import lines, trained
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
@@ -98,22 +98,22 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
 
 
 @pytest.mark.parametrize("waited", [True, False])
-def test_the_weights_that_lightning_brings_to_the_host_are_those_of_the_last_step(config, monkeypatch, waited):
-    """On a card that is a copy. The wrong variant: the host still steps, as after a run that saves nothing."""
+def test_when_a_run_ends_its_weights_are_those_of_the_last_step(config, monkeypatch, waited):
+    """The export reads them. The wrong variant: the host still steps, as after a run that saves nothing."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
-    gate, brought, cpu = Gate(monkeypatch), [], CausalLM.cpu
+    gate, found, teardown = Gate(monkeypatch), [], InPlace.teardown
 
-    def copied(module):
-        brought[:] = [p.detach().clone() for p in module.model.parameters()]
+    def copied(strategy):
+        found[:] = [p.detach().clone() for p in strategy.lightning_module.model.parameters()]
         gate.open.set()
-        return cpu(module)
+        teardown(strategy)
 
-    monkeypatch.setattr(CausalLM, "cpu", copied)
+    monkeypatch.setattr(InPlace, "teardown", copied)
     if waited:
         gate.until(MasterWeights, "on_train_end", before=gate.open.set)
     else:
         monkeypatch.setattr(BFloat16Master, "arrived", lambda self: None)
-    assert all(map(torch.equal, brought, ours(cfg, SlowLane())[1])) == waited
+    assert all(map(torch.equal, found, ours(cfg, SlowLane())[1])) == waited
 
 
 @pytest.mark.parametrize("disturbed", [False, True])

@@ -184,6 +184,7 @@ def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 
 
+@pytest.mark.rows("qlora-offload")
 @pytest.mark.rows("qlora-every_layer")
 @pytest.mark.parametrize(
     ("adapter", "policy"),

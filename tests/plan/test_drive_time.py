@@ -29,6 +29,7 @@ RUN = (*MODELS["llama"], *WIDE, *STREAMED, "model.architecture.intermediate_size
 RUN += ("accumulation=fixed", "accumulation.batches=2")
 
 
+@pytest.mark.rows("16-master-adafactor-state")
 @pytest.mark.rows("bf16-master-adamw8bit-all", "16-master-adafactor-state")
 @pytest.mark.parametrize(
     ("precision", "optim", "holds"),
@@ -185,12 +186,13 @@ def hosts(planned, *more):  # noqa: F811
     return [run["recipes"][0]["host_need_bytes"] for run in runs]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drive", ["200GB", pytest.param("folder", marks=pytest.mark.matrix)])
 def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive, probes):  # noqa: F811
-    """Counts the libraries of a model of 14M parameters as nothing."""
+    """Counts the libraries of a model of 40M parameters as nothing."""
     monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
     monkeypatch.setattr(prediction, "CUDA_ON_HOST", 0)
-    large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=4", "n_head=8"))
+    large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=12", "n_head=8"))
     memory, less = hosts(planned, *large)
     assert less < 0.95 * memory
     ram = f"ram={(memory + less) // 2}B"

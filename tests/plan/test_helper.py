@@ -41,6 +41,7 @@ def test_it_ends_when_nobody_is_left_to_ask():
     helper._process.stdout.close()
 
 
+@pytest.mark.process
 @pytest.mark.rows("killed")
 @pytest.mark.parametrize("ends", ["killed", "cannot trace"])
 def test_what_it_cannot_trace_is_left_to_this_process(ends):

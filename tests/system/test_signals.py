@@ -141,7 +141,6 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
         goes_on(start, run, folder, whole)
 
 
-@pytest.mark.rows("step-SIGHUP")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("phase", "name"),

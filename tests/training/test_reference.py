@@ -105,6 +105,7 @@ def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
     assert not np.isnan(stored).any()
 
 
+@pytest.mark.matrix
 @pytest.mark.kernels
 def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_path):
     """By their own prompts, and by those of the mismatched rows."""
@@ -254,6 +255,7 @@ def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss)
     assert computed() > 8 * 2
 
 
+@pytest.mark.matrix
 def test_a_resume_with_another_start_is_refused(preferring, tmp_path):
     fit_run(preferring("max_steps=2"), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
@@ -325,6 +327,7 @@ def test_dropout_is_off(preferring, tmp_path):
     assert float(first["train_loss"]) == pytest.approx(math.log(2), rel=1e-6)
 
 
+@pytest.mark.rows("resident")
 @pytest.mark.parametrize("lines", [(), STREAMED], ids=["resident", "streamed"])
 def test_two_models_are_never_in_memory(preferring, tmp_path, monkeypatch, lines):
     """Each module is gone when the next one is built, and none is kept by the trainer of the reference."""

@@ -236,9 +236,9 @@ def test_early_stop_refuses_a_validation_set_in_which_nothing_is_learnt(command,
 
 
 def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
-    with pytest.raises(Refused, match="steps in a row were skipped") as refused:
+    with pytest.raises(Refused, match=r"So were the 20 steps before\. Type a smaller lr") as refused:
         fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
-    assert str(refused.value).endswith("Type a smaller lr.")
+    assert "precision=" not in str(refused.value)
 
 
 def test_lightnings_usual_callbacks_work(fit):

@@ -266,6 +266,7 @@ def test_with_exchanged_ratings_they_are_not(fit, tmp_path, monkeypatch):
     assert trained(fit, ratings(tmp_path))["accuracy"] < 0.5
 
 
+@pytest.mark.matrix
 def test_training_on_ratings_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
     """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
     lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"

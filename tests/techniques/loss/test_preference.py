@@ -185,6 +185,7 @@ def test_with_exchanged_answers_it_is_not(fit, tmp_path, monkeypatch):
     assert summary["validation"][0]["accuracy"] < 0.5
 
 
+@pytest.mark.matrix
 def test_training_on_pairs_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
     """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"

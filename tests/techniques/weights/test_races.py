@@ -83,7 +83,7 @@ RUN = (
 )
 
 
-@pytest.mark.rows("bf16-master-tiled-off")
+@pytest.mark.matrix
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("loss", ["chunked", "tiled"])
 @pytest.mark.parametrize("precision", ["bf16-master", "16-master"])

@@ -156,6 +156,14 @@ def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was
     assert cli.prepare([f"resume={tmp_path}"]) == ["plan=12GiB", "lr=0.1", f"resume={tmp_path}"]
 
 
+def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
+    lines = ["precision=bf16-master", "master.skips_in_a_row=7", "master.early_step=false"]
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
+    assert cli.prepare([f"resume={earlier}"]) == [lines[0], lines[2], f"resume={earlier}"]
+    with pytest.raises(Refused, match=r"nothing reads master\.skips_in_a_row"):
+        cli.prepare(lines)
+
+
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

@@ -48,6 +48,7 @@ from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
 ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
+GONE = ("master.skips_in_a_row",)  # keys of an earlier lowmem that runs no longer have
 LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
@@ -186,7 +187,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in places for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            earlier = list(map(_renamed, without(of_a_run, folders.lines_of(file))))
+            earlier = list(map(_renamed, without(of_a_run.union(GONE), folders.lines_of(file))))
             _refuse_code(earlier, arguments, folder)
             return earlier
     return []

@@ -95,7 +95,7 @@ class CausalLM(LightningModule):
         self.position = Position()  # after the last completed window
         self.tokens = 0  # tokens seen, including those of skipped steps
         self.skipped_steps = 0
-        # of the last window, before clipping; None: unknown, since gradients were stepped inside backward
+        # of the last window, before clipping; None: unknown, since the host stepped each gradient as it arrived
         self.gradient_norm: Tensor | None = None
         self.identity: dict[str, str] = {}  # the tokenizer's digest and the like, in every checkpoint
         self.last_micro_batch = False  # whether the current micro-batch is its window's last

@@ -71,7 +71,10 @@ def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
         return "running", "no summary yet"
     if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
         return "broken", "it ended without a summary"
-    quiet = time.time() - max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
+    try:
+        quiet = time.time() - max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
+    except OSError as error:
+        return "unknown", f"its folder cannot be listed ({error.strerror})"
     if quiet < QUIET:
         return "running", "no summary yet"
     return "unknown", f"no write for {duration(quiet)}; it may run on another machine"

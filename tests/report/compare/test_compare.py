@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +201,20 @@ def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent
     written_here(silent)
     monkeypatch.setattr(folder_locks.fcntl, "flock", unsupported)
     assert status(silent, capsys).startswith("silent unknown: no write for 1 h 0 min")
+
+
+def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
+    """Its files may be read, if their names are known: mode 711, of another user."""
+    done = finished(tmp_path / "runs" / "done", ["lr=2"])
+
+    def shut(place):
+        if place in (silent, done):
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    opened, listed = os.open, Path.iterdir
+    monkeypatch.setattr(os, "open", lambda place, *how, **more: shut(place) or opened(place, *how, **more))
+    monkeypatch.setattr(Path, "iterdir", lambda place: shut(place) or listed(place))
+    compare.main([str(done), str(silent), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert re.search(r"^done .* done$", said, re.MULTILINE)
+    assert "silent unknown: its folder cannot be listed (Permission denied)" in said

@@ -82,9 +82,12 @@ def test_shards_make_a_whole_and_share_nothing(chosen):
     assert len(every) == 19 and every > FIRST and first | second == every and not first & second
 
 
-def test_rows_that_name_nothing_are_refused(chosen):
-    renamed = TESTS.replace('rows("a")', 'rows("renamed")')
-    assert "test_one, test_wrong names none of its rows" in re.sub(r"\S+::", "", chosen(tests=renamed))
+@pytest.mark.parametrize(
+    "rows", ['rows("renamed")', 'rows("a")\n@pytest.mark.rows("b")', 'rows("a")\n@pytest.mark.matrix']
+)
+def test_rows_of_which_none_is_a_seam_are_refused(chosen, rows):
+    changed = TESTS.replace('rows("a")', rows)
+    assert "rows(...) of test_one, test_wrong leaves no row" in re.sub(r"\S+::", "", chosen(tests=changed))
 
 
 def test_a_shard_that_is_not_a_part_is_refused(chosen):

@@ -185,10 +185,9 @@ def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
 
 
 @pytest.mark.rows("qlora-offload")
-@pytest.mark.rows("qlora-every_layer")
 @pytest.mark.parametrize(
     ("adapter", "policy"),
-    [("qlora", "every_layer"), ("qlora", "offload"), pytest.param("lora", "every_layer", marks=pytest.mark.matrix)],
+    [("qlora", "every_layer"), ("qlora", "offload"), ("lora", "every_layer")],
 )
 def test_a_run_whose_base_streams_is_predicted(config, fit, adapter, policy):
     """To the byte in every phase. Wrong on purpose: a base that stays."""

@@ -30,7 +30,6 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
 
 
 @pytest.mark.rows("16-master-adafactor-state")
-@pytest.mark.rows("bf16-master-adamw8bit-all", "16-master-adafactor-state")
 @pytest.mark.parametrize(
     ("precision", "optim", "holds"),
     [

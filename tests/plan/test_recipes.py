@@ -551,7 +551,6 @@ def taking_turns(config, recipe, depth=9):
 
 
 @pytest.mark.matrix
-@pytest.mark.rows("10-2")
 @pytest.mark.parametrize(("depth", "rounds"), [(9, 2), (10, 2), (10, 1)])
 def test_where_blocks_take_turns_rounds_of_them_are_derived(config, monkeypatch, depth, rounds):
     """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""

@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,46 @@ def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path,
     assert (ended.status, ended.reason) == ("failed", reason)
     assert (tmp_path / "job" / folders.FAILED).read_text() == reason
     assert f"job 7 failed: {reason}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """(exit code and stderr of a job, whether it leaves a summary) -> how the sweep takes it, without a process;
+    `ran.words` are the command."""
+    summary = json.dumps({"interrupted": False, "overrides": ["lr=1"]})
+
+    def run(code=0, stderr="", summarised=True):
+        def made(words, folder):
+            run.words = words
+            if summarised:
+                (folder / "summary.json").write_text(summary)
+            return code, stderr, None
+
+        monkeypatch.setattr(sweep, "_run", made)
+        (tmp_path / "job").mkdir()
+        return sweep.job(tmp_path / "job", 7, ["lr=1", "precision='16'"])
+
+    return run
+
+
+def test_a_job_runs_the_script_with_its_own_lines_and_folder(ran, tmp_path):
+    assert ran().status == "done"
+    assert ran.words == [sys.executable, str(sweep.script), "lr=1", "precision='16'", f"hydra.run.dir={tmp_path}/job"]
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "summarised", "reason"),
+    [
+        (1, "Traceback\nRefused: no room\n\n", True, "Refused: no room"),
+        (-9, "", True, "killed by SIGKILL (memory of the host ran out, or someone did it by hand)"),
+        (143, "", True, "ended by SIGTERM"),
+        (0, "", False, "ended with exit code 0 and without a summary"),
+    ],
+)
+def test_a_job_with_an_exit_code_or_without_a_summary_has_failed(ran, tmp_path, code, stderr, summarised, reason):
+    ended = ran(code, stderr, summarised)
+    assert (ended.status, ended.reason) == ("failed", reason)
+    assert (tmp_path / "job" / folders.FAILED).read_text() == reason
 
 
 @pytest.mark.process

@@ -323,12 +323,11 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     assert says in str(error.value)
 
 
-@pytest.mark.wrong
 @pytest.mark.parametrize(
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
 )
-def test_as_many_as_were_asked_for_are_not(place, env):
+def test_as_many_processes_as_were_asked_for_are_accepted(place, env):
     place(**env)
     assert cli.prepare(["strategy=ddp", "devices=2"]) == ["strategy=ddp", "devices=2"]
 

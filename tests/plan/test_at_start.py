@@ -165,8 +165,7 @@ def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
 
 
-@pytest.mark.wrong
-def test_nor_does_whatever_else_goes_wrong_with_rates(fit, monkeypatch, tmp_path, caplog):
+def test_an_error_in_the_time_of_a_step_ends_no_run(fit, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat()).save()
     monkeypatch.setattr(at_start, "of_trace", lambda *_: 1 / 0)

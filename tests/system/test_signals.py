@@ -209,7 +209,6 @@ def test_what_was_ignored_stays_ignored():
     assert ended.value.code == 143 and signals.ending(RuntimeError()) is None
 
 
-@pytest.mark.wrong
 def test_a_signal_that_became_another_error_is_found():
     """torch's writer makes a RuntimeError of it."""
     try:

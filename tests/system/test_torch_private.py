@@ -336,7 +336,6 @@ def test_torch_tells_which_operators_a_cards_autocast_has():
     assert found == [True, True, False], breaks("plans of precision=16 and bf16 for a card")
 
 
-@pytest.mark.wrong
 def test_a_backward_pass_is_told_from_what_is_not():
     x, seen = torch.ones(1, requires_grad=True), []
     x.register_hook(lambda _: seen.append(torch_private.in_backward()))

@@ -94,7 +94,6 @@ def test_freezing_what_an_adapter_has_frozen_is_told(caplog):
     assert "freeze: *.wpe.* changes nothing" in caplog.text and "h.0.* changes" not in caplog.text
 
 
-@pytest.mark.wrong
 def test_it_says_what_is_adapted_and_what_is_not(caplog):
     with caplog.at_level(logging.INFO):
         LoRA(r=4)(network("mixtral"))

@@ -134,6 +134,7 @@ def test_faults_without_end_end_the_run(fit, broken, caplog):
     assert caplog.text.count("The step is skipped.") == 20
 
 
+@pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
 def test_a_loss_scale_that_still_halves_is_no_fault_in_any_precision(fit, caplog, precision):
     caplog.set_level(logging.INFO)

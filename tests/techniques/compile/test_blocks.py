@@ -62,6 +62,7 @@ def apart(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
+@pytest.mark.rows("gpt2", "llama", "gemma3_text")
 @pytest.mark.kernels
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_blocks_of_any_architecture_compile_to_one_graph_with_the_gradients_of_eager_ones(model_type):

@@ -55,7 +55,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.rows("tiled-True", "early steps-False", "skipped steps-True", "offload-True")
+@pytest.mark.rows("early steps-False", "offload-True")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
 def test_weights_that_stream_have_no_race(case, registers):

@@ -160,7 +160,7 @@ RUNS = {
 
 @pytest.mark.parametrize(
     "lines",
-    [pytest.param(r, marks=[] if n in ("frozen", "qlora") else pytest.mark.matrix, id=n) for n, r in RUNS.items()],
+    [pytest.param(r, marks=[] if n == "frozen" else pytest.mark.matrix, id=n) for n, r in RUNS.items()],
 )
 def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
     lines = ["precision=bf16-master", *RUN, *lines]

@@ -1,5 +1,6 @@
 """`make test-kernels` changes one variable at a time, says which settings the processor lacks, and is red if one is."""
 
+import re
 import subprocess
 
 import pytest
@@ -9,13 +10,15 @@ import other_kernels as kernels
 
 @pytest.fixture
 def ran(monkeypatch):
-    """(the outcome of one setting; those of the others pass) -> exit code; `ran.settings` are the environments."""
+    """(the outcome of one setting; those of the others pass) -> exit code; `ran.settings` are the environments, and
+    `ran.marks` chooses the tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
     def run(failing="", units=("avx2",)):
         run.settings = []
 
         def fake(command, env, **_):
+            run.marks = command[command.index("-m", command.index("pytest")) + 1]
             run.settings.append({name: env[name] for name, *_ in kernels.SETTINGS if name in env})
             bad = failing in map("=".join, run.settings[-1].items())
             return subprocess.CompletedProcess(command, int(bad), "x\n1 failed, 2 passed in 3s" if bad else "3 passed")
@@ -32,6 +35,12 @@ def test_settings_that_the_processor_lacks_are_skipped_and_said_so(ran, capsys):
     assert {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"} in ran.settings
     assert not any("AVX512" in value for setting in ran.settings for value in setting.values())
     assert "AVX512_CORE_BF16: skipped, this processor has no avx512_bf16" in capsys.readouterr().out
+
+
+def test_its_tests_are_chosen_by_marks_that_exist(ran, pytestconfig):
+    ran()
+    known = {re.match(r"\w+", line)[0] for line in pytestconfig.getini("markers")}
+    assert {*ran.marks.split()} <= known | {"and", "or", "not"}
 
 
 def test_one_variable_is_changed_at_a_time(ran):

@@ -75,7 +75,7 @@ class MasterWeights(Callback):
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         if self.on_host:
-            self.plugin.link.close()  # Lightning now walks through the optimizer's state, which the host may change
+            self.plugin.link.close()  # ends the host's thread, which may still be stepping
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for hook in self._hooks:
@@ -84,7 +84,7 @@ class MasterWeights(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.on_host:
-            self.plugin.arrived()  # Lightning moves the weights to the host next, without asking
+            self.plugin.arrived()  # what follows reads the weights and masters without waiting for the link
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -36,9 +36,9 @@ test-oldest: .venv-oldest/installed
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest -m "$(FIRST)" -W default $(AT_ONCE)
 
-# tests of numbers, with the kernels of other processors: a table at the end
+# tests of numbers, with the kernels of other processors: a table at the end; `SHARD=2/9` runs the second of nine
 test-kernels: .venv/installed
-	$(BIN)/python tests/support/other_kernels.py $(LONGER) $(AT_ONCE)
+	$(BIN)/python tests/support/other_kernels.py --shard=$(SHARD) $(AT_ONCE)
 
 # what CUDA does otherwise; everything is skipped where there is none
 test-gpu: .venv/installed

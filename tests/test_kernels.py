@@ -7,6 +7,8 @@ import pytest
 
 import other_kernels as kernels
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def ran(monkeypatch):
@@ -14,7 +16,7 @@ def ran(monkeypatch):
     `ran.marks` chooses the tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
-    def run(failing="", units=("avx2",)):
+    def run(failing="", units=("avx2",), shard="1/1"):
         run.settings = []
 
         def fake(command, env, **_):
@@ -25,7 +27,7 @@ def ran(monkeypatch):
 
         monkeypatch.setattr(kernels.subprocess, "run", fake)
         monkeypatch.setattr(kernels, "units", lambda: set(units))
-        return kernels.main("--shard=1/2")
+        return kernels.main(f"--shard={shard}", "-n", "2")
 
     return run
 
@@ -48,6 +50,16 @@ def test_one_variable_is_changed_at_a_time(ran):
     assert len(ran.settings) == len(kernels.SETTINGS)
     assert all(len(setting) == 1 or setting["OMP_NUM_THREADS"] == "1" for setting in ran.settings)
     assert max(map(len, ran.settings)) == 2
+
+
+def test_shards_share_the_settings(ran):
+    found = []
+    for number in range(1, 5):
+        ran(units={needed for *_, needed in kernels.SETTINGS}, shard=f"{number}/4")
+        found += ran.settings
+    assert sorted(map(str, found)) == sorted({str(setting) for setting in found}) and len(found) == len(
+        kernels.SETTINGS
+    )
 
 
 def test_one_red_setting_makes_the_whole_red(ran, capsys):

@@ -129,7 +129,7 @@ def test_not_to_look_is_caught(fit, broken, monkeypatch):
 
 def test_faults_without_end_end_the_run(fit, broken, caplog):
     broken("loss", range(1, 1000))
-    with pytest.raises(Refused, match="So were the 20 steps before"):
+    with pytest.raises(Refused, match="So were the 20 windows before"):
         fit("on_nonfinite=skip")
     assert caplog.text.count("The step is skipped.") == 20
 
@@ -154,7 +154,7 @@ def test_an_overflow_at_the_smallest_loss_scale_ends_the_run_in_every_precision(
 def test_gradients_that_are_never_finite_end_a_run_that_skips_in_every_precision(fit, broken, caplog, precision):
     broken(GRADIENT, range(1, 1000))
     scale = [f"trainer.plugins.precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
-    with pytest.raises(Refused, match="So were the 20 steps before"):
+    with pytest.raises(Refused, match="So were the 20 windows before"):
         fit(f"precision={precision}", "on_nonfinite=skip", *scale)
     assert caplog.text.count("The step is skipped.") == 20
 

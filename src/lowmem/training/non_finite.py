@@ -35,7 +35,7 @@ class NonFiniteSteps:
         if not self.skips:
             raise NotFinite(f"{message} Nothing of it was saved.")
         if self.in_a_row > IN_A_ROW:
-            raise NotFinite(f"{message} So were the {IN_A_ROW} steps before.")
+            raise NotFinite(f"{message} So were the {IN_A_ROW} windows before.")
         log.warning(f"{message} The step is skipped.")
 
 

@@ -15,3 +15,14 @@ def test_any_two_values_are_together_in_a_row():
     assert len(rows) <= 1.1 * 4 * 7 and set(rows) <= set(product(*axes)) and rows == pairwise(*axes)
     for one, other in combinations(range(len(axes)), 2):
         assert {(row[one], row[other]) for row in rows} == set(product(axes[one], axes[other]))
+
+
+def test_any_two_values_that_are_possible_are_together_in_a_possible_row():
+    def possible(row):
+        return row[0] != "a" or row[2] == "x"
+
+    axes = "abcd", range(5), "xyz", (2, 3)
+    rows, every = pairwise(*axes, possible=possible), list(filter(possible, product(*axes)))
+    assert set(rows) <= set(every) and len(rows) <= 1.2 * 4 * 5
+    for one, other in combinations(range(len(axes)), 2):
+        assert {(row[one], row[other]) for row in rows} == {(row[one], row[other]) for row in every}

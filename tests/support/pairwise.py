@@ -8,10 +8,14 @@ from collections import Counter
 from itertools import combinations, product
 
 
-def pairwise(*axes):
+def pairwise(*axes, possible=lambda row: True):
     """Return rows, the same ones each time: at each turn the one with most pairs that no row before had, and of
-    several the one whose values were used least."""
-    rows = {row: set(combinations(enumerate(row), 2)) for row in product(*axes)}
+    several the one whose values were used least.
+
+    Args:
+        possible: whether a row may be chosen. To leave rows out afterwards would lose their other pairs.
+    """
+    rows = {row: set(combinations(enumerate(row), 2)) for row in filter(possible, product(*axes))}
     left, used, chosen = set().union(*rows.values()), Counter(), []
     while left:
         row = max(rows, key=lambda row: (len(rows[row] & left), -sum(used[value] for value in enumerate(row))))

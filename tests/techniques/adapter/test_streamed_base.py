@@ -22,8 +22,14 @@ from pairwise import pairwise
 from streams import MODELS, POLICIES, lines, trained
 
 STAYS, STREAMS = ["weights=resident"], ["weights=streamed"]
-MATRIX = pairwise(MODELS, POLICIES, (2, 3), ("bf16-master", "16-master"), ("by_layer", "by_micro_batch"))
-MATRIX = [case for case in MATRIX if case[1] not in ("sqrt", "every_k") or case[4] == "by_micro_batch"]
+MATRIX = pairwise(
+    MODELS,
+    POLICIES,
+    (2, 3),
+    ("bf16-master", "16-master"),
+    ("by_layer", "by_micro_batch"),
+    possible=lambda row: row[1] not in ("sqrt", "every_k") or row[4] == "by_micro_batch",
+)
 
 
 def arguments(model, policy="every_layer", precision="bf16-master", adapter="qlora", **how):

@@ -53,6 +53,34 @@ FIRST = {
 }
 
 
+PROCESSES = """
+import multiprocessing, subprocess, sys
+import pytest
+
+PYTHON = [sys.executable, "-c", ""]
+
+def test_command(): subprocess.run(PYTHON, check=True)
+
+def test_worker():
+    worker = multiprocessing.get_context("spawn").Process(target=print)
+    worker.start()
+    worker.join()
+
+@pytest.fixture
+def command(): return subprocess.run(PYTHON, check=True)
+
+def test_fixture(command): pass
+
+@pytest.mark.process
+def test_marked(command): pass
+
+@pytest.mark.docs
+def test_docs(command): pass
+
+def test_other_program(): subprocess.run(["true"], check=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def make_test():
     """The choice of marks that `make test` types."""
@@ -92,3 +120,12 @@ def test_rows_of_which_none_is_a_seam_are_refused(chosen, rows):
 
 def test_a_shard_that_is_not_a_part_is_refused(chosen):
     assert "--shard=2/4 for the second of four parts" in chosen("--shard=5/4")
+
+
+def test_a_test_that_starts_a_process_without_the_mark_fails(pytester, monkeypatch):
+    """In a process of its own: an audit hook stays until its process ends."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    pytester.makepyfile(PROCESSES)
+    result = pytester.runpytest_subprocess("-p", "tiers", "-q", "-W", "ignore")
+    result.assert_outcomes(passed=3, failed=2, errors=1)
+    result.stdout.fnmatch_lines(["*test_command starts a process. Mark it @pytest.mark.process."])

@@ -16,8 +16,18 @@ WRONG = [
     'run.precision == "bf16-master"',
     '"adamw" in (run.optim, run.other)',
     'run.optim in ("adafactor", "lion")',
+    'run.precision.startswith(("bf16-master", "32"))',
+    '"Paged" in run.optim.target',
+    'cfg.optim._target_.endswith("8bit")',
+    'None\nmatch run.optim:\n    case "adamw": pass',
 ]
-RIGHT = ['getattr(it, "chat")', 'hasattr(it, "weight")', 'hasattr(it, "chat")  # theirs', '"bf16-master"']
+RIGHT = [
+    'getattr(it, "chat")',
+    'hasattr(it, "weight")',
+    'hasattr(it, "chat")  # theirs',
+    '"bf16-master"',
+    "plan.target.drive is None",
+]
 
 
 @pytest.fixture

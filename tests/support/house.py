@@ -1,8 +1,9 @@
 """Checks two rules of the architecture that ruff does not know; `make lint` runs it.
 
-No code compares a value with the name of a technique: a technique declares what others must know of it. No code asks an
-object by name for what a class of ours offers (`hasattr(x, "chat")`): it stands in the base class, with a default. The
-object of another library is asked with `# theirs` behind the line.
+No code compares a value with the name of a technique, or looks for a word in the name of its class: a technique
+declares what others must know of it. No code asks an object by name for what a class of ours offers
+(`hasattr(x, "chat")`): it stands in the base class, with a default. The object of another library is asked with
+`# theirs` behind the line.
 """
 
 import ast
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
+ENDS = {"startswith", "endswith"}
+CLASS = {"target", "_target_"}  # the attribute of a choice that names its class
 EVERYWHERE = {"auto"}  # the name of a technique, and a value of many keys
 
 
@@ -32,14 +35,29 @@ def wrong(source: Path, names: set[str]) -> Iterator[str]:
                 continue
             for name in compared(node) & names:
                 yield f"{file}:{node.lineno}: {name} is a technique. Let it declare what is asked here."
+            if compared(node) and any(isinstance(part, ast.Attribute) and part.attr in CLASS for part in sides(node)):
+                yield f"{file}:{node.lineno}: the name of a class is looked into. Let it declare what is asked here."
             for name in asked(node) & own:
                 yield f"{file}:{node.lineno}: {name} is a member of our classes. Give their base class a default."
 
 
 def compared(node: ast.AST) -> set[str]:
-    """Return the strings that a comparison looks for."""
-    sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-    return {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant) and text(each)}
+    """Return the strings that a comparison, a `case`, a startswith or an endswith looks for."""
+    return {part.value for part in sides(node) if isinstance(part, ast.Constant) and text(part)}
+
+
+def sides(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all parts of what is compared."""
+    if isinstance(node, ast.Compare):
+        both = [node.left, *node.comparators]
+    elif isinstance(node, ast.MatchValue):
+        both = [node.value]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ENDS:
+        both = [node.func.value, *node.args]
+    else:
+        both = []
+    for side in both:
+        yield from ast.walk(side)
 
 
 def text(node: ast.Constant) -> bool:

@@ -1,7 +1,7 @@
 """SIGTERM, SIGINT and SIGHUP in every phase of a run, once and twice: the exit code, what is left, how it goes on.
 
-Every run is a process and every signal a real one. Checked against the run that nobody disturbed: what goes on after a
-signal ends with its weights, bit for bit.
+But for the seam every run is a process, and every signal is a real one. Checked against the run that nobody disturbed:
+what goes on after a signal ends with its weights, bit for bit.
 """
 
 import json
@@ -19,6 +19,7 @@ from conftest import ROOT
 from lowmem.config.typed_lines import key
 from lowmem.saving.checkpoint import complete
 from lowmem.system import signals
+from lowmem.training.module import CausalLM
 
 # 4 steps, an evaluation of 16 micro-batches after 2 of them, a save after each second one.
 RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
@@ -194,6 +195,26 @@ def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
     process = start("step", f"hydra.run.dir={tmp_path}/run")
     tell(process, "SIGTERM", "SIGTERM", apart=0.05)
     assert process.exitcode == 143 and json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"]
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_signal_in_a_step_ends_the_run_after_it_with_a_checkpoint(command, tmp_path, monkeypatch, name):
+    """The seam, in this process."""
+    step, steps = CausalLM.training_step, []
+
+    def told_in_the_second(*args):
+        steps.append(len(steps))
+        if len(steps) == 2:
+            signal.raise_signal(signal.Signals[name])
+        return step(*args)
+
+    monkeypatch.setattr(CausalLM, "training_step", told_in_the_second)
+    code, said = command("max_steps=9", "save_every=1000", "val_every=1000")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert code == CODES[name] and len(steps) == summary["steps"] == 2, said
+    assert summary["interrupted"] and [file.stem for file in complete(tmp_path / "run" / "checkpoints")] == [
+        "step-00000002"
+    ]
 
 
 def test_what_was_ignored_stays_ignored():

@@ -4,10 +4,12 @@ import csv
 import json
 import re
 from datetime import date
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lowmem.config import cards
 from lowmem.plan import at_start
 from lowmem.plan.cost import machine, update_time
 from lowmem.system import process
@@ -76,6 +78,23 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
 def test_off_starts_all_the_same(fit):
     summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
+
+
+def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tmp_path):
+    """The seam, with a made-up search; the tests below search in a second process."""
+    cards_asked = []
+
+    def searched(run, typed, card, may_change):
+        cards_asked.append(card.size)
+        overrides = ["batch_size=1", "gradient_checkpointing=every_layer"]
+        chosen = SimpleNamespace(overrides=overrides, says="made up", prediction=SimpleNamespace(device_need=0))
+        return SimpleNamespace(chosen=chosen, fitting=[chosen], recipes=[chosen], hopeless=0)
+
+    monkeypatch.setattr(at_start, "_searched", searched)
+    code, said = command("plan=3GiB", "batch_size=2", "gradient_checkpointing=none", "max_steps=1")
+    assert code == 0 and cards_asked == [cards.card("3GiB", "plan").size], said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["tokens"] == 16  # of one sequence
 
 
 @pytest.mark.process

@@ -257,6 +257,22 @@ def test_a_signal_before_anything_is_there_to_keep_ends_at_once(ranks):
     assert ended.value.code == 129 and ended.value.said == "SIGHUP: ended at once."
 
 
+def test_each_rank_is_started_with_the_lines_of_the_command_and_one_folder(tmp_path, monkeypatch):
+    """In this process: the first rank is not started."""
+
+    class Started(Exception):
+        pass
+
+    def rank(number, command, world, folder):
+        raise Started(number, command, world["WORLD_SIZE"], folder)
+
+    monkeypatch.setattr(launch, "_rank", rank)
+    with pytest.raises(Started) as started:
+        launch.run(tmp_path, ["lr=1", "precision='16'"], 3)
+    command = [sys.executable, str(launch.sweep.script), "lr=1", "precision='16'", f"hydra.run.dir={tmp_path}"]
+    assert started.value.args == (0, command, 3, tmp_path)
+
+
 @pytest.mark.seam
 @pytest.mark.process
 def test_ranks_do_not_outlive_who_has_started_them(tmp_path):

@@ -48,7 +48,7 @@ def test_a_kept_config_is_the_one_that_hydra_makes(by_hydra):
     assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept
 
 
-def test_one_that_is_kept_for_other_choices_is_not(by_hydra, monkeypatch):
+def test_a_config_kept_for_other_choices_differs_from_hydras(by_hydra, monkeypatch):
     """The deliberately wrong variant: it knows files by their number alone."""
     monkeypatch.setattr(composing, "_merged", {})
     monkeypatch.setattr(composing.KeptList, "key", property(len, lambda *_: None), raising=False)

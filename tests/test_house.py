@@ -48,7 +48,7 @@ def test_code_that_asks_by_name_is_found(found, line):
 
 
 @pytest.mark.parametrize("line", RIGHT)
-def test_other_code_is_not(found, line):
+def test_code_that_asks_nothing_by_name_is_not_reported(found, line):
     assert not found(line)
 
 

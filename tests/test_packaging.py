@@ -46,7 +46,7 @@ def test_torch_from_2_11_to_2_15_is_admitted(version):
     assert version in RANGES["torch"] and "2.10.0" not in RANGES["torch"] and "2.16.0" not in RANGES["torch"]
 
 
-def test_the_malicious_releases_of_lightning_are_not():
+def test_the_malicious_releases_of_lightning_are_not_admitted():
     assert not {"2.6.2", "2.6.3"} & {v for v in ("2.6.2", "2.6.3", "2.6.4", "2.6.6") if v in RANGES["lightning"]}
     assert "2.6.6" in RANGES["lightning"]
 

@@ -100,13 +100,13 @@ def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique
 @pytest.mark.parametrize(
     "technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.matrix)]
 )
-def test_the_same_on_a_cpu_without_units_for_its_products(life, tmp_path, without_units, technique):
+def test_without_16_bit_units_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, without_units, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.matrix)])
-def test_the_same_without_a_compiler(life, tmp_path, without_compiler, technique):
+def test_without_a_compiler_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, without_compiler, technique):
     test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
 
 

@@ -64,7 +64,7 @@ SLOW = [
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["adapter.r=8", *SLOW])
-def test_another_adapter_is_not(config, fit, wrong):
+def test_another_adapter_is_predicted_to_need_other_memory(config, fit, wrong):
     """The deliberately wrong variants: beyond 1 % somewhere."""
     typed = row("adapter=lora", "bf16", "every_layer")
     _, folder = fit(*typed)

@@ -49,7 +49,7 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
 
 
 @pytest.mark.process
-def test_so_is_what_the_host_cannot_hold(command, monkeypatch):
+def test_what_the_host_cannot_hold_is_refused_before_the_weights_are_loaded(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
@@ -75,7 +75,7 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
     assert "Try, one after the other" in said
 
 
-def test_off_starts_all_the_same(fit):
+def test_with_plan_off_a_run_starts_without_a_prediction(fit):
     summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
 

@@ -124,7 +124,7 @@ def test_if_nothing_fits_it_says_what_is_missing(planned):
 
 
 @pytest.mark.matrix
-def test_and_which_model_would_fit(planned):
+def test_if_nothing_fits_it_says_which_model_would(planned):
     typed = ("model=gpt2", "model.pretrained=false", "seq_len=32", "batch_size=1")
     _, said, _ = planned("gpu=1GiB", "ram=64GiB", *typed, *FOUR, "model.attention=sdpa")
     assert "The largest model of conf/model that would fit instead: tiny." in said

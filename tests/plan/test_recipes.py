@@ -123,7 +123,7 @@ def test_slices_of_the_sequence_leave_every_place_linear_in_the_batch(composed, 
 
 
 @pytest.mark.wrong
-def test_a_derivation_from_another_depth_is_not(composed):
+def test_a_derivation_from_another_depth_differs_from_the_trace(composed):
     recipe = as_override(*RECIPES[0])
     cfg = composed(recipe)
     wrong = Derivation(composed, DEPTH - 1, (1, 8), ON_CARD, machine())

@@ -107,7 +107,7 @@ def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deat
         pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.matrix),
     ],
 )
-def test_so_it_is_with_a_drive_on_which_the_dead_leave_nothing(fit, life, tmp_path, steps, deaths):
+def test_a_run_with_a_drive_that_is_killed_again_and_again_is_the_unbroken_run(fit, life, tmp_path, steps, deaths):
     streams = ("weights=streamed", "loss=tiled", "gradient_checkpointing=every_layer", "clip=null")
     drive = tmp_path / "drive"
     _, run = fit(*RUN, *streams, f"max_steps={steps}", "logger=none", folder="unbroken")

@@ -61,7 +61,7 @@ def test_it_is_bitsandbytes_to_the_bit(rows, columns, dtype):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["no mean of the scales", "columns first"])
-def test_a_wrong_layer_is_not(monkeypatch, wrong):
+def test_a_wrong_4_bit_layer_differs_from_bitsandbytes(monkeypatch, wrong):
     layer, x = nn.Linear(64, 64), torch.randn(2, 64)
     ours = NF4Linear(layer)
     if wrong == "columns first":

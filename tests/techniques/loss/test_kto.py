@@ -257,7 +257,7 @@ def test_ratings_are_learnt(fit, tmp_path):
 
 
 @pytest.mark.wrong
-def test_with_exchanged_ratings_they_are_not(fit, tmp_path, monkeypatch):
+def test_with_exchanged_ratings_the_accuracy_falls(fit, tmp_path, monkeypatch):
     """The deliberately wrong variant: the loss takes each answer for the other kind, the accuracy does not."""
     losses = KTO.losses
     monkeypatch.setattr(

@@ -176,7 +176,7 @@ def test_a_preference_is_learnt(fit, tmp_path, loss):
 
 
 @pytest.mark.wrong
-def test_with_exchanged_answers_it_is_not(fit, tmp_path, monkeypatch):
+def test_with_exchanged_answers_the_accuracy_falls(fit, tmp_path, monkeypatch):
     """The deliberately wrong variant: the loss takes the rejected answer for the chosen one, the accuracy does not."""
     losses = preference.DPO.losses
     flipped = lambda self, answers: losses(self, preference.Answers(*(each.flip(1) for each in answers[:3])))  # noqa: E731

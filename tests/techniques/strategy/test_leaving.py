@@ -98,7 +98,7 @@ def test_the_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypa
 
 
 @pytest.mark.wrong
-def test_one_that_is_not_released_is_found_out(at_the_end):
+def test_a_reducer_that_is_not_released_is_found(at_the_end):
     """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
     assert at_the_end(releases=False)
 

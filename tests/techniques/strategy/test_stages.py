@@ -56,7 +56,7 @@ def test_in_a_row_stages_are_the_model_to_the_bit(name):
 
 @pytest.mark.wrong
 @torch.no_grad()
-def test_what_does_not_enter_from_the_stage_before_shows():
+def test_a_stage_without_the_input_of_the_one_before_differs():
     model, micro_batch = a_model("llama")
     first, last = stages_of(model, 2)
     with last.entered(torch.zeros(micro_batch.input_ids.numel(), last.width), micro_batch.input_ids):

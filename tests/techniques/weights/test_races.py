@@ -172,7 +172,7 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("wrong", SHOWN, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_and_dies_where_the_memory_is_closed(processes, tmp_path, wrong):
+def test_a_wait_that_is_left_out_reads_closed_memory_and_dies(processes, tmp_path, wrong):
     arguments, how = line(**WRONG[wrong])
     code, stack = closed(processes, tmp_path, *arguments, wrong=wrong.__name__, **how)
     assert code == -signal.SIGSEGV and "lowmem" in stack, (code, stack)

@@ -502,12 +502,14 @@ def test_proof_without_its_engine_a_strategy_does_not_start(monkeypatch):
         deepspeed.imported("cpu")
 
 
+@pytest.mark.process
 @pytest.mark.matrix
 def test_proof_an_engine_that_steps_fp32_does_not_round_to_16_bits():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
     assert zero.results()["refused"]["stepped"] == "torch.float32"
 
 
+@pytest.mark.process
 @pytest.mark.matrix
 def test_proof_compiled_blocks_do_not_gather_their_weights():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
@@ -515,6 +517,7 @@ def test_proof_compiled_blocks_do_not_gather_their_weights():
     assert found["graphs"] > 4 * found["graphs alone"]
 
 
+@pytest.mark.process
 @pytest.mark.matrix
 def test_proof_slices_do_not_gather_their_weights():
     pytest.importorskip("deepspeed", reason="needs pip install deepspeed")

@@ -195,6 +195,7 @@ def test_a_host_must_have_room_for_all_who_share_it():
     assert torch.distributed.is_available() and not torch.distributed.is_initialized()
 
 
+@pytest.mark.process
 @pytest.mark.matrix
 def test_two_processes_need_what_is_predicted():
     """3 %: a plan counts tensors to the byte, and an engine has counters and words beside them."""

@@ -33,6 +33,7 @@ def test_two_processes_train_what_one_does_on_the_rows_of_both(differs, engine, 
     assert found["engine"] == 0.0  # it computes with what was stepped
 
 
+@pytest.mark.process
 @pytest.mark.wrong
 @pytest.mark.parametrize("engine", zero.ENGINES)
 def test_gradients_that_are_a_mean_over_processes_are_seen(differs, engine):

@@ -39,10 +39,10 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def is_same(config, arguments, model, weights=BY_LAYER, **how):
-    """Assert that weights that stream by layer equal resident ones; return the former."""
-    by_layer = trained(config, weights, model, arguments, **how)
-    assert trained(config, RESIDENT, model, arguments).same(by_layer)
-    return by_layer
+    """Assert that weights that stream equal resident ones; return the former."""
+    streamed = trained(config, weights, model, arguments, **how)
+    assert trained(config, RESIDENT, model, arguments).same(streamed)
+    return streamed
 
 
 def of_size(micro_batches, *more):
@@ -66,7 +66,9 @@ def test_by_layer_equals_resident(config, model, policy, loss, slots, precision)
 )
 def test_by_layer_equals_resident_in_windows_of_any_size(config, micro_batches, clip, optim):
     """The second window of an epoch is one micro-batch where the first one has eight."""
-    is_same(config, lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim), "gpt2")
+    arguments = lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim)
+    is_same(config, arguments, "gpt2")
+    is_same(config, arguments, "gpt2", ONE_BY_ONE)
 
 
 @pytest.mark.kernels

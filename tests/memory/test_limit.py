@@ -188,6 +188,8 @@ def test_a_full_host_is_not_told_to_move_more_to_the_host():
     used = {"gradient_checkpointing": "none", "precision": "32", "weights": "resident"}
     tries = {side: advice.out_of_memory(side, {"weights": 2**30}, used, 8, 128) for side in ("device", "host")}
     assert "Out of memory on the host" in tries["host"] and "seq_len=64" in tries["host"]
+    of_masters = advice.out_of_memory("host", {"optimizer": 2**30}, used, 8, 128)
+    assert "  optim=" in of_masters and "  optim=" not in tries["host"]
     assert "gradient_checkpointing=" in tries["device"] and "gradient_checkpointing=" not in tries["host"]
 
 

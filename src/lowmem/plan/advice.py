@@ -28,7 +28,8 @@ def out_of_memory(
     lines += [planned] if planned else []
     tries = advice(choices, batch_size, seq_len)
     if side == "host":  # other techniques save memory of the device, some of them by moving it to the host
-        tries = [line for line in tries if line.startswith(("batch_size=", "seq_len="))]
+        state = ("optim=",) if held.get("optimizer") else ()
+        tries = [line for line in tries if line.startswith((*state, "batch_size=", "seq_len="))]
     return "\n".join([*lines, "Try, one after the other:", *(f"  {line}" for line in tries)])
 
 

@@ -216,6 +216,14 @@ def test_a_window_that_asks_for_numbers_is_answered(config):
     assert set(PHASES) <= set(found.phases)
 
 
+def test_a_trace_of_many_events_is_not_thinned(config, monkeypatch):
+    """Places are counted in events, and the host's peak on a CPU is beside the device's."""
+    cfg = config("gradient_checkpointing=every_layer").resolved()
+    full = trace(cfg, on_card=False)
+    monkeypatch.setattr("lowmem.memory.tracker.MOST", 5)
+    assert trace(cfg, on_card=False) == full
+
+
 @pytest.mark.matrix
 def test_seventy_billion_parameters_take_no_memory(config):
     """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""

@@ -247,12 +247,11 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline,
-        thinned: each point takes 300 bytes, and a window may have a million."""
+        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
-        points = list(thinned(self._tracker.timeline(), len(self._tracker.events) + 1))
+        points = self._points(self._tracker)
         for name, point in highest(points).items():
             row = self._live_row(point)
             of_phase = self._window.setdefault(name, self._read(name) if name == phase else {})
@@ -262,6 +261,10 @@ class MemoryMeter(Callback):
                 self.peak = point
         self._tracker = None
         return points
+
+    def _points(self, tracker: StorageTracker) -> list[Point]:
+        """Returns the timeline, thinned: each point takes 300 bytes, and a window may have a million."""
+        return list(thinned(tracker.timeline(), len(tracker.events) + 1))
 
     def _live_row(self, point: Point) -> dict:
         by_category = {f"{category}_bytes": size for category, size in point.bytes.items()}

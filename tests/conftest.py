@@ -17,6 +17,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: each process has a core, and so have its children
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or torch.compile starts a pool of processes
 
 import torch
 from hydra.core.global_hydra import GlobalHydra

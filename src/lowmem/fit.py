@@ -170,15 +170,18 @@ def _training(
 
 
 def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:
-    """Shows the results, writes the model last of all, and prints what to type next."""
+    """Shows the results, writes the model last of all, prints what to type next, and uploads the model."""
     is_rank_0 = training.module.ranks.rank == 0
     if is_rank_0:
         results.report(training, command, summary)
     training.watchers.stop.waits_no_longer(summary["interrupted"])
-    if task.exports and not summary["interrupted"]:  # an interrupted run goes on from its checkpoint
+    exports = task.exports and not summary["interrupted"]  # an interrupted run goes on from its checkpoint
+    if exports:
         model_folder.leave(training, command, summary)
     if is_rank_0:
         (command.folder / folders.FAILED).unlink(missing_ok=True)  # written by an earlier attempt at this run
         hints.tell_files(command.folder)
         hints.tell_commands(command.folder, task.work, summary, command.run.max_steps)
+        if exports and command.run.push is not None:
+            model_folder.upload(command)
     return summary

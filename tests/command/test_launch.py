@@ -23,7 +23,7 @@ from lowmem.command import cli, folder_lock, launch
 from lowmem.config import check
 from lowmem.report import folders
 from lowmem.system import rank_environment, signals
-from lowmem.system.errors import Refused
+from lowmem.system.errors import NotUploaded, Refused
 from lowmem.system.signals import Ended
 from made_up import WATCHDOG
 
@@ -207,6 +207,13 @@ def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
     assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
     said = message(ranks, f"rank == 1 and fails('failed', '{sentence}')\ntime.sleep(60)", 3)
     assert said == f"Rank 1 of 3: {sentence}"
+
+
+@pytest.mark.process
+def test_a_complete_run_that_rank_0_could_not_upload_is_not_a_failed_one(ranks):
+    with pytest.raises(NotUploaded, match=r"^push=me/it: no network$"):
+        ranks("if rank == 0: fails('not uploaded', 'push=me/it: no network')\nlaunched.report('done')")
+    assert not (ranks.run / folders.FAILED).exists()
 
 
 def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:

@@ -114,8 +114,9 @@ def test_push_uploads_the_whole_folder(fit, monkeypatch, caplog):
 def test_without_a_network_it_is_a_sentence_and_the_run_is_whole(command, tmp_path):
     code, said = command("max_steps=1", "push=me/it")
     run = tmp_path / "run"
-    assert code == 0 and "Traceback" not in said and not (run / "failed.txt").exists()
+    assert code == 1 and "Traceback" not in said and not (run / "failed.txt").exists()
     assert "model/ could not be uploaded" in said and f"export={run} push=me/it" in said
+    assert said.index(f"wrote {run}/model") < said.index("could not be uploaded") and said.count("be uploaded") == 1
     assert (run / "model" / "README.md").exists() and json.loads((run / "summary.json").read_text())["steps"] == 1
 
 

@@ -42,7 +42,7 @@ from lowmem.config.typed_lines import (
 from lowmem.plan.search.helper import helper
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
-from lowmem.system.errors import FULL, RankLost, Refused, of_place
+from lowmem.system.errors import FULL, NotUploaded, RankLost, Refused, of_place
 from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
@@ -305,9 +305,11 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
                 print(ended.said, file=sys.stderr)
             raise ended from None
         message = _message(error, debug, places)
-        rank_environment.report("lost" if isinstance(error, RankLost) else "failed", message)
+        how = {RankLost: "lost", NotUploaded: "not uploaded"}.get(type(error), "failed")
+        rank_environment.report(how, message)
         _failures.append(message)
-        _leave(output_dir, message)
+        if not isinstance(error, NotUploaded):
+            _leave(output_dir, message)
         return None
 
 

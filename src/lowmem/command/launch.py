@@ -23,7 +23,7 @@ from lowmem.command import sweep
 from lowmem.config.typed_lines import in_shell
 from lowmem.report import folders
 from lowmem.system import processors, rank_environment, signals
-from lowmem.system.errors import Refused
+from lowmem.system.errors import NotUploaded, Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
@@ -36,7 +36,7 @@ WORDS = 1 << 16  # bytes of the first rank's stderr that are kept, the last ones
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
 # If several ranks failed, the cause is the first of these. A rank may abort because another one has ended.
-CAUSES = ("killed", "failed", "ended", "aborted", "lost")
+CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
 class RankEnded(Refused):
@@ -126,6 +126,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
     Raises:
         RankEnded: one has failed. If it was killed or lost, failed.txt says so too.
+        NotUploaded: all are done, but for `push=`.
         Ended: a signal has ended them at once.
     """
     with _started(folder, typed, size) as ranks:
@@ -133,6 +134,8 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     causes = [rank for rank in ranks if rank.how in CAUSES and not rank.ended_by_us]
     if causes:
         cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
+        if cause.how == "not uploaded":
+            raise NotUploaded(cause.report["said"])
         if cause.how != "ended":
             raise RankEnded(_error_message(cause, ranks, folder))
         sent = sent or [cause.signal]

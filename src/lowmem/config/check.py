@@ -45,6 +45,12 @@ def check_values(run: Run) -> None:
         raise Refused(f"{' and '.join(works)}: one command does one of them. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
         raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
+    alone = run.any("freezes_base") and run.model.pretrained and not run.merge
+    if run.push is not None and alone and Path(run.model.name).expanduser().is_dir():
+        raise Refused(
+            f"push={run.push}: this adapter stands on {run.model.name}, a folder that only this machine has. Type "
+            "merge=true beside it."
+        )
     if run.generate is None and run.prompt is not None:
         raise Refused(f"prompt={run.prompt}: only generate= reads it. Type generate=<a run or model> beside it.")
     if run.generate is not None and (run.prompt is None) == (run.sample_prompts is None):

@@ -1,18 +1,21 @@
-"""Implements `push=<hub id>`: uploads model/ to the Hugging Face hub, after everything else of the run is written."""
+"""Implements `push=<hub id>`: uploads model/ to the Hugging Face hub."""
 
 import logging
 from pathlib import Path
 
-from lowmem.config.typed_lines import in_shell
+from lowmem.system.errors import NotUploaded
 
 log = logging.getLogger(__name__)
 
 
-def push(folder: Path, name: str, run: Path) -> None:
-    """Uploads a folder, to a new private repository if there is none. An error is logged, and the run is unharmed.
+def push(folder: Path, name: str, again: str) -> None:
+    """Uploads a folder, to a new private repository if there is none.
 
     Args:
-        folder: model/ of a run; run: its folder, for the command to type after an error.
+        folder: model/ of a run; again: the `export=` to type after an error.
+
+    Raises:
+        NotUploaded: why, and what to type.
     """
     from huggingface_hub import HfApi
 
@@ -22,9 +25,8 @@ def push(folder: Path, name: str, run: Path) -> None:
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
     except Exception as error:  # no network, no token, no right, no room, or no such name: each has its own class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning(
+        raise NotUploaded(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run is complete. With a network, and "
-            f"after `hf auth login`, type {in_shell('export', run)} {in_shell('push', name)}."
-        )
-    else:
-        log.info(f"push={name}: {folder.name}/ is at {place}")
+            f"after `hf auth login`, type {again} push={name}."
+        ) from error
+    log.info(f"push={name}: {folder.name}/ is at {place}")

@@ -24,6 +24,10 @@ class NotFinite(Refused):
     advice."""
 
 
+class NotUploaded(Refused):
+    """push= could not upload model/. The run itself is complete, and its folder is not marked as failed."""
+
+
 class DriveFailed(Refused):
     """A drive that holds a part of the run failed in the middle of it. `training/training.py` adds how to go on."""
 

@@ -114,7 +114,8 @@ def report(how: str, message: str = "") -> None:
 
     Args:
         how: done, even if threads of libraries fail while the process ends; interrupted, by a signal, with a
-            checkpoint; ended, by a signal, at once; lost, because another rank is gone; failed.
+            checkpoint; ended, by a signal, at once; lost, because another rank is gone; not uploaded, but complete;
+            failed.
         message: the signal, or the error.
     """
     if REPORTS in os.environ:

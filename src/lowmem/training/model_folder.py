@@ -1,9 +1,8 @@
-"""Writes model/ of a run: the trained model or its adapter, with its card, and uploads it if push= is typed.
+"""Writes model/ of a run: the trained model or its adapter, with its card. Uploads it if push= is typed.
 
 It is written last because it needs the most disk space: if that is missing, everything else is already there.
 """
 
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -21,33 +20,29 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.training import results
 from lowmem.training.training import Training
 
-log = logging.getLogger(__name__)
-
 
 def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the model, on every rank that holds a shard of it, and uploads it.
+    """Writes the model, on every rank that holds a shard of it.
 
     Raises:
         Refused: what is missing and how to get it, where the folder cannot be written.
     """
-    run, folder = command.run, command.folder / "model"
-    trained_in = training.resumed_from if run.export else command.folder
     try:
         _write(training, command, summary)
     except OSError as error:
         raise Refused(
-            f"{folder} cannot be written: {error.strerror}. Everything else of this run is in place. "
-            f"Make room, and type {in_shell('export', trained_in)}."
+            f"{command.folder / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
+            f"Make room, and type {_export_again(command)}."
         ) from error
-    if run.push is None or training.module.ranks.rank:
-        return
-    if summary["adapter_alone"] and summary["base_model"] is None:
-        log.warning(
-            f"push={run.push}: not uploaded, since this adapter stands on a folder that only this machine has. Type "
-            f"{in_shell('export', trained_in)} merge=true push={run.push}."
-        )
-    else:
-        push(folder, run.push, trained_in)
+
+
+def upload(command: Command) -> None:
+    """Uploads model/ to the hub. Raises: NotUploaded: why, and what to type; the run is complete."""
+    push(command.folder / "model", command.run.push, _export_again(command))
+
+
+def _export_again(command: Command) -> str:
+    return in_shell("export", command.run.export or command.folder)
 
 
 def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:

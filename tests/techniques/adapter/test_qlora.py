@@ -196,6 +196,7 @@ def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
     assert generate(config(f"generate={run}", "prompt=def return", "max_new_tokens=6")) == row["greedy"]
 
 
-def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed(of_base, caplog):
-    of_base("adapter=lora", "max_steps=1", "push=me/it", folder="run")
-    assert "only this machine has" in caplog.text and "could not be uploaded" not in caplog.text
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed_and_that_is_told_before_training(of_base, adapter):
+    with pytest.raises(Refused, match=r"push=me/it: this adapter stands on .*, a folder .* Type merge=true"):
+        of_base(f"adapter={adapter}", "max_steps=1", "push=me/it", folder="run")

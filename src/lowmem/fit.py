@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lowmem.config.check import check
 from lowmem.config.settle import Command, Config, settled
@@ -22,6 +23,7 @@ from lowmem.plan import at_start, batch_size
 from lowmem.plan.advice import out_of_memory
 from lowmem.plan.prediction import Prediction
 from lowmem.report import folders, hints, show
+from lowmem.report.summary import write as write_summary
 from lowmem.system.errors import FULL, Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.strategy.contract import OneDevice
@@ -120,10 +122,18 @@ def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts
 
 
 def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Exports a run whose last evaluation is done; its summary stays true."""
-    command = _unplanned(command)
-    with _training(command, task, ranks, texts) as training:
-        return _ended(training, command, task, results.summary(training, command) | summary_of(task.saved))
+    """Writes model/ of a run. In that run's folder all other files stay as they are; another folder gets the summary
+    too."""
+    command, evaluated = _unplanned(command), summary_of(task.saved)
+    in_place = command.folder.resolve() == task.saved.run.resolve()
+    with (
+        TemporaryDirectory() as unused,
+        _training(replace(command, folder=Path(unused)), task, ranks, texts) as training,
+    ):
+        summary = results.summary(training, command) | evaluated
+        if ranks.rank == 0 and not in_place:
+            write_summary(command.folder / "summary.json", summary)
+        return _left(training, command, task, summary, finished=bool(evaluated) or not in_place)
 
 
 def _show(command: Command, texts: build.Texts | None) -> dict:
@@ -170,17 +180,23 @@ def _training(
 
 
 def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:
-    """Shows the results, writes the model last of all, prints what to type next, and uploads the model."""
-    is_rank_0 = training.module.ranks.rank == 0
-    if is_rank_0:
+    """Shows the results, and writes the model last of all."""
+    if training.module.ranks.rank == 0:
         results.report(training, command, summary)
     training.watchers.stop.waits_no_longer(summary["interrupted"])
+    return _left(training, command, task, summary)
+
+
+def _left(training: Training, command: Command, task: Task, summary: dict, finished: bool = True) -> dict:
+    """Writes the model, prints what to type next, and uploads it. Args: finished: the run in this folder has not
+    failed, whatever an earlier attempt at it has left."""
     exports = task.exports and not summary["interrupted"]  # an interrupted run goes on from its checkpoint
     if exports:
         model_folder.leave(training, command, summary)
-    if is_rank_0:
-        (command.folder / folders.FAILED).unlink(missing_ok=True)  # written by an earlier attempt at this run
-        hints.tell_files(command.folder)
+    if training.module.ranks.rank == 0:
+        if finished:
+            (command.folder / folders.FAILED).unlink(missing_ok=True)
+        hints.tell_files(command.folder, "model" if task.work == "export" else "*")
         hints.tell_commands(command.folder, task.work, summary, command.run.max_steps)
         if exports and command.run.push is not None:
             model_folder.upload(command)

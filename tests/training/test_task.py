@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from lowmem import fit
@@ -207,6 +208,57 @@ def test_evaluate_and_export_as_typed(command, whole, tmp_path):
     assert code == 0 and "step 4: validation " in said and "loss nan" not in said, said
     code, said = command(f"export={whole()}", "resume=auto", f"hydra.run.dir={tmp_path}/other")
     assert code == 1 and "one command does one of them" in said
+
+
+@pytest.fixture
+def typed_run(copy, small, monkeypatch):
+    """A run with the lines of its command, as Hydra leaves them."""
+    run = copy()
+    (run / ".hydra").mkdir(exist_ok=True)
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*small, *LINES]))
+    monkeypatch.chdir(run.parent)
+    return run
+
+
+def contents(run):
+    """Every file of a run but those of model/ and Hydra's log, with its bytes."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
+    return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
+
+
+def test_export_writes_the_model_of_a_run_into_its_folder_and_nothing_else(command, typed_run, no_training):
+    run, before, trained = typed_run, contents(typed_run), weights(typed_run)
+    no_training()
+    shutil.rmtree(run / "model")
+    code, said = command(f"export={run}", "logger=tensorboard", base=None)
+    assert code == 0 and said.index(f"export={run}: writes run/model.") < said.index("wrote run/model\n"), said
+    assert same(weights(run), trained) and contents(run) == before
+    assert not (run.parent / "outputs").exists() and said.count("wrote ") == 1
+    assert "validation loss" not in said and "peak host memory" not in said
+
+
+def test_export_keeps_the_reason_of_a_run_that_failed_before_its_last_evaluation(command, typed_run):
+    (typed_run / "summary.json").unlink()
+    (typed_run / "failed.txt").write_text("killed")
+    code, said = command(f"export={typed_run}", base=None)
+    assert code == 0 and "in place of the one that is there" in said, said
+    assert (typed_run / "failed.txt").read_text() == "killed" and not (typed_run / "summary.json").exists()
+
+
+def test_export_of_an_earlier_checkpoint_or_of_a_run_under_way_leaves_the_model_of_the_run(
+    command, typed_run, monkeypatch
+):
+    """The folder is named before the work."""
+    trained = (typed_run / "model" / "model.safetensors").read_bytes()
+    earlier = typed_run / "checkpoints" / "step-00000002.ckpt"
+    busy = lambda folder: folder == typed_run  # noqa: E731
+    for named, locked in ((earlier, None), (typed_run, busy)):
+        if locked:
+            monkeypatch.setattr("lowmem.system.folder_locks.is_locked", locked)
+        code, said = command(f"export={named}", base=None)
+        assert code == 0 and said.index(f"export={named}: writes outputs/") < said.index("wrote outputs/"), said
+        assert (typed_run / "model" / "model.safetensors").read_bytes() == trained
+    assert len(list(typed_run.parent.glob("outputs/*/*/summary.json"))) == 2
 
 
 # --- the end of training ----------------------------------------------------------------------------------------------

@@ -113,10 +113,16 @@ class Claim(Callback):
             return of_sweep or _goes_on(folder, config.hydra.job.name == "plan", works_on)
 
         typed = _sets("hydra.run.dir", config.hydra.overrides.hydra)
-        claimed = _claimed("hydra.run.dir", folder, typed, goes_on)
+        exported = None if typed or config.hydra.job.name == "plan" else _exported(config.get("export"))
+        if exported:
+            claimed = _claimed("export", exported, True, lambda: True)
+        else:
+            claimed = _claimed("hydra.run.dir", folder, typed, goes_on)
         Claim.now = replace(claimed, other_files=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
+            if exported:  # its .hydra/ tells how it was trained
+                config.hydra.output_subdir = None
             config.hydra.callbacks.claim.host = platform.node()
         if rank_environment.size() > 1:
             _agreed(claimed.folder.absolute())
@@ -257,6 +263,14 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
         return False
     place = Path(str(resume)).expanduser().resolve()
     return resume == "auto" or folder.resolve() in (place, *place.parents)
+
+
+def _exported(named: str | None) -> Path | None:
+    """Returns the folder of the run that `export=` names, into which model/ is written; None for a checkpoint, whose
+    model might not be the run's, and for a run that still writes there."""
+    run = Path(str(named)).expanduser()
+    there = named is not None and (run / "checkpoints").is_dir() and not folder_locks.is_locked(run)
+    return run if there else None
 
 
 def _uses_a_run(folder: Path) -> bool:

@@ -10,9 +10,9 @@ from lowmem.config.typed_lines import in_shell
 log = logging.getLogger(__name__)
 
 
-def tell_files(output_dir: Path) -> None:
+def tell_files(output_dir: Path, pattern: str = "*") -> None:
     shown = _shown(output_dir)
-    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.iterdir()) if path.name[0] != "."))
+    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.glob(pattern)) if path.name[0] != "."))
 
 
 def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int) -> None:
@@ -30,7 +30,10 @@ def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], ma
 
 
 def tell_folders(run: Run, output_dir: Path) -> None:
-    """Logs if a run is resumed in a new folder."""
+    """Logs if a run is resumed in a new folder, and where `export=` writes."""
+    if run.export is not None:
+        instead = ", in place of the one that is there" if (output_dir / "model").exists() else ""
+        log.info(f"export={run.export}: writes {_shown(output_dir / 'model')}{instead}.")
     if run.resume in (None, "auto"):
         return
     named = Path(run.resume).expanduser().resolve()

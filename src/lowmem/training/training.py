@@ -304,6 +304,8 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
 
 
 def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
+    if task.work == "export":
+        return []
     if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
         return [DummyLogger() for _ in run.logger]
     if task.resumes and task.saved.wandb and "wandb" in run.logger:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from conftest import ROOT
 from lowmem.command import cli
-from lowmem.config import check, schema
+from lowmem.config import check, schema, spelling
 from lowmem.config.check import check as checked
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import settled
@@ -44,6 +44,17 @@ REFUSED = {
     "+memory.snapshop=true": "Type memory.snapshot=true.",
     "checkpoint.every=2": "nothing reads checkpoint.every. Type save_every=2.",
     "logging_steps=2": "Type log_every=2.",
+    "optimizer=sgd": "Type optim=sgd.",
+    "lora=true": "lora=true: nothing reads lora. Type adapter=lora.",
+    "adam8bit=1": "nothing reads adam8bit. Type optim=adam8bit.",
+    "bf16=true": "nothing reads bf16. Type precision=bf16.",
+    "model=/tmp": "this is a place and no choice of model. Type model=hf model.name=/tmp.",
+    "model=Qwen/Qwen3-0.6B": "Type model=hf model.name=Qwen/Qwen3-0.6B.",
+    "'model=../my models'": "Type model=hf 'model.name=../my models'.",
+    "adapter=runs/1/model": "Type adapter=lora adapter.path=runs/1/model.",
+    "data=./notes.txt": "Type data=text data.path=./notes.txt.",
+    "data=/tmp/talks.jsonl": "Type data=jsonl data.path=/tmp/talks.jsonl.",
+    "data=somebody/talks": "Type data=hub data.path=somebody/talks.",
     "learning_rate=1e-4": "Type lr=1e-4.",
     "precision.declares.tried_without_bf16=nan": "a technique declares this of itself",
     "-m optim=sgd,adamw optim.declares={}": "a technique declares this of itself",
@@ -132,6 +143,21 @@ def test_it_is_one_sentence_with_what_to_type(line):
     with pytest.raises(Refused) as refusal:
         cli.prepare(shlex.split(line))
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+MISSPELT = {
+    **{"batchsize": "batch_size", "bach_size": "batch_size", "seqlen": "seq_len", "seq_length": "seq_len"},
+    **{"epoch": "epochs", "seeds": "seed", "sed": "seed", "lrr": "lr", "l_r": "lr", "clipp": "clip", "modle": "model"},
+    **{"devise": "device", "weigths": "weights", "tokeniser": "tokenizer", "cachedir": "cache_dir", "merg": "merge"},
+    **{"tile.token": "tile.tokens", "early_stop.patence": "early_stop.patience", "scheduller": "scheduler"},
+}
+OTHER_WORDS = "banana foo workers shuffle port rank gpus stride lang output path dtype layers sweep mode_of lora_r"
+
+
+def test_a_suggestion_is_a_key_that_is_spelt_almost_so():
+    known = {*spelling.keys_of(OmegaConf.to_container(composed([], whole=True), resolve=False)), *GROUPS}
+    assert {word: spelling.nearest(word, known) for word in MISSPELT} == MISSPELT
+    assert {word: near for word in OTHER_WORDS.split() if (near := spelling.nearest(word, known))} == {}
 
 
 def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():

@@ -3,6 +3,7 @@
 This module imports nothing heavy.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,17 +28,22 @@ from lowmem.config.typed_lines import (
 )
 from lowmem.system.errors import Refused
 
-NEAR = 0.65  # of difflib: below it a suggestion is a guess
+NEAR = 0.65  # of difflib, for a flag, a choice of a group that was named, or a key of a section that was named
+CLOSE = 0.8  # for a key that may be anywhere: two letters exchanged in a word of five
 ARCHITECTURE = "model.architecture."
 # What other trainers, or a guess, call a key; spelling alone would lead from each of them to another key.
 OTHER_NAMES = {
     **dict.fromkeys(("checkpoint.every", "checkpoint_every", "save_steps"), "save_every"),
     **dict.fromkeys(("evaluate.every", "evaluate_every", "eval_steps"), "val_every"),
     **dict.fromkeys(("log.every", "logging_steps"), "log_every"),
+    **dict.fromkeys(("batch", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("steps", "num_steps"), "max_steps"),
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
+    "optimizer": "optim",
 }
+# group -> its choice for a file, folder or hub id, and the key that names it
+OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
@@ -68,6 +74,8 @@ def check_lines(lines: Sequence[str]) -> None:
         if group in _needed() and (line.startswith("~") or "null" in choices):
             raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
         if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
+            if group in OF_A_PLACE and ("/" in wrong[0] or os.path.exists(wrong[0])):
+                raise Refused(f"{group}={wrong[0]}: this is a place and no choice of {group}. {_of_place(group, wrong[0])}")
             like = _choice_like(wrong[0], group)
             raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
 
@@ -103,6 +111,8 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
     name, _, value = line.lstrip("+").partition("=")
     if owners := _owners(name):
         return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
+    if groups := [group for group in sorted(_groups()) if name in _choices(group)]:
+        return f"{line}: nothing reads {name}. Type {' or '.join(f'{group}={name}' for group in groups)}."
     near = OTHER_NAMES.get(name) or nearest(name, {*known, *_groups()})
     if near is None:
         return f"{line}: nothing reads {name}. Type --help for what there is."
@@ -112,18 +122,20 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known dotted key that was probably meant: one with the same last name, or with a similar one."""
-    names = sorted(known, key=lambda name: (name.count("."), name))
+    """Returns the known dotted key that was probably meant: one with the same last name, or with a similar one. None:
+    none is close. Hydra's own keys are suggested for one of its sections only."""
+    ours = (name for name in known if word.startswith("hydra.") or not name.startswith("hydra."))
+    names = sorted(ours, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
     ends = [name for name in names if _last(name) == last]
     if ends and (not parent or parent not in names):
         return get_close_matches(word, ends, 1, 0)[0]
     siblings = {_last(name): name for name in names if name.rpartition(".")[0] == parent}
-    if near := get_close_matches(last, siblings, 1, NEAR):
+    if parent and (near := get_close_matches(last, siblings, 1, NEAR)):
         return siblings[near[0]]
-    ours = [name for name in names if word.startswith("hydra.") or not name.startswith("hydra.")]
-    anywhere = {_last(name): name for name in reversed(ours)}
-    return next((anywhere[name] for name in get_close_matches(last, anywhere, 1, NEAR)), None)
+    anywhere = {_last(name): name for name in reversed(names)} | ({} if parent else siblings)
+    near = get_close_matches(last, anywhere, 1, CLOSE)
+    return next((anywhere[name] for name in near if name[0] in last[:2]), None)  # port is no export
 
 
 def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
@@ -180,6 +192,16 @@ def _choice_like(choice: str, group: str) -> str:
     if not near:
         return f"<one of {', '.join(choices)}>"
     return f"{near[0]}, or one of {', '.join(name for name in choices if name != near[0])}"
+
+
+def _of_place(group: str, place: str) -> str:
+    """Returns what to type for a file, folder or hub id that was typed as the choice of a group."""
+    choice, name = OF_A_PLACE[group]
+    if group == "data":
+        of_hub = not (os.path.exists(place) or place.startswith(("/", "~", ".")))
+        ending = place.rpartition(".")[2]
+        choice = ending if ending in ("jsonl", "csv", "parquet") else "hub" if of_hub else choice
+    return f"Type {group}={choice} {_in_shell(f'{name}={place}')}."
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:

@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
+from lowmem.data.sources.hub import hub
+from lowmem.data.sources.jsonl import lines
+from lowmem.data.sources.preference import Preference
+from lowmem.data.sources.records import Records
 from lowmem.data.sources.tables import csv_rows, parquet_rows, table_csv, table_parquet
 from lowmem.data.token_store import train_bpe
 from lowmem.system.errors import Refused
@@ -211,6 +215,59 @@ def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):
         source = table_parquet(str(tmp_path / f"{name}.parquet"), **HOW, messages="messages")
         (record,) = source.reader.records("val")
         assert record.fields == {"messages": chat} | {key: value for key, (value,) in columns.items()}
+
+
+def called(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+# Each conversation's arguments lack keys that another one's have, at three depths.
+CALLS = [
+    called(city="Paris"),
+    called(unit="C", at={"x": 1.5}),
+    called(at={"y": {"deep": "no"}}, several=[{"a": "1"}, {}, {"b": "3"}]),
+]
+
+
+def streamed(folder, monkeypatch):
+    """The records that a stream gives its encoder."""
+    seen = []
+    monkeypatch.setattr(Records, "documents", lambda self, records, *_: seen.extend(records) or [])
+    source = hub(str(folder), messages="messages", streaming=True)
+    source.tokenizer = None
+    source.documents(list(source.table.rows("train")), 0, "train")
+    return seen
+
+
+READERS = {
+    "parquet": lambda folder, _: table_parquet(str(folder), **HOW, messages="messages").reader.all_records("train"),
+    "hub": lambda folder, _: hub(str(folder), messages="messages").reader.all_records("train"),
+    "stream": streamed,
+    "preference": lambda folder, _: Preference(str(folder / "train.parquet")).reader.all_records("train"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_schema_adds_nothing_to_a_row_at_any_depth(tmp_path, monkeypatch, reader):
+    """The oracle is what was written."""
+    records = [{"messages": messages, "label": True} for messages in CALLS]
+    table = pa.Table.from_pylist(records)
+    assert "'unit': None" in str(table.to_pylist()[0]), "the schema has to add something"
+    parquet.write_table(table, tmp_path / "train.parquet")
+    read = READERS[reader](tmp_path, monkeypatch)
+    assert [record.fields["messages"] for record in read] == CALLS
+
+
+def test_a_map_of_arguments_is_an_object(tmp_path):
+    rows = pa.array([[("city", "Paris")], []], pa.map_(pa.string(), pa.string()))
+    parquet.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
+    assert [row.fields["text"] for row in parquet_rows(tmp_path / "a.parquet", ["text"])] == [{"city": "Paris"}, {}]
+
+
+def test_a_null_that_lines_of_json_hold_stays(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": called(city=None)}))
+    assert [record.fields["messages"] for record in lines(tmp_path / "a.jsonl")] == [called(city=None)]
 
 
 def scanned(file):

@@ -19,7 +19,7 @@ from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
 from lowmem.data.opening import Openable, Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, describe_split
 from lowmem.data.sources.reading import ahead
-from lowmem.data.sources.records import Record, Records
+from lowmem.data.sources.records import Records
 from lowmem.data.sources.source import Encoded, SplitName
 from lowmem.data.token_store import NOTHING, Split, Tokens
 from lowmem.system.errors import Refused
@@ -60,10 +60,7 @@ class Stream(Openable):
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
         """Encodes documents in memory. Args: before: number of rows that the stream had before them."""
         split = self.table.splits[name] or self.table.splits["train"]
-        records = (
-            Record(f"{self.table.path}, {split}, row {number:,}", fields)
-            for number, fields in enumerate(rows, before + 1)
-        )
+        records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
 
     def rows(self, split: Split, name: SplitName) -> Rows:

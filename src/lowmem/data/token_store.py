@@ -26,7 +26,7 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # raise it when what is written changes
+FORMAT = 5  # raise it when what is written changes
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens, which are about 100 MB as Python's strings
 # Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB

@@ -16,6 +16,7 @@ from lowmem.config.values import shown
 from lowmem.data.sources.reading import digests
 from lowmem.data.sources.records import Reader, Record, Records, identity, records
 from lowmem.data.sources.source import SplitName
+from lowmem.data.sources.tables import without_schema
 from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused
 
@@ -91,8 +92,12 @@ class Table(Reader):
     def all_records(self, split: SplitName) -> Iterator[Record]:
         name = self.splits[split] or self.splits["train"]
         with self._reached():
-            for number, fields in enumerate(self.rows(name), 1):
-                yield Record(f"{shown(self.path)}, {name}, row {number:,}", fields, identity(fields))
+            for number, row in enumerate(self.rows(name), 1):
+                yield self.record(row, name, number)
+
+    def record(self, fields: dict, name: str, number: int) -> Record:
+        """Returns the record of a row. Args: name: of its split; number: of the row in it."""
+        return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
 
     def rows(self, name: str) -> Any:
         """Returns a datasets.IterableDataset, whose position can be saved.

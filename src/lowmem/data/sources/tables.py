@@ -118,9 +118,9 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
             _check_columns(names, columns, file)
             read = [*columns, *(name for name in optional if name in names)]
             batches = table.iter_batches(AT_ONCE, columns=read, use_threads=False)
-            for fields in chain.from_iterable(batch.to_pylist() for batch in batches):
+            for fields in chain.from_iterable(batch.to_pylist(maps_as_pydicts="lossy") for batch in batches):
                 number += 1
-                yield Record(f"row {number:,}", fields, identity(fields))
+                yield Record(f"row {number:,}", without_schema(fields), identity(fields))
         except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own, of a damaged page
                 raise
@@ -128,6 +128,19 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
             raise Refused(
                 f"data: {shown(file)} is no parquet file, or damaged after row {number:,} ({reason}). Give one that is."
             ) from None
+
+
+def without_schema(fields: dict) -> dict:
+    """Returns the columns of a row without nulls inside them. A schema gives every object all keys of its column, with
+    null in those that the object lacks: such a key would be rendered, as in a tool call's arguments. A null that was
+    written cannot be told from those, and is taken off, too; lines of JSON keep theirs."""
+    return {name: _present(value) for name, value in fields.items()}
+
+
+def _present(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _present(field) for key, field in value.items() if field is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def has_column(file: Path, name: str) -> bool:

@@ -1,14 +1,17 @@
 """The exported folder: what transformers would write of the whole model at once, written one shard after the other."""
 
+import json
+
 import pytest
 import torch
-from test_model_folder import Nothing
 from transformers import AutoModelForCausalLM
 
 from host_memory import Highest, linux
 from lowmem.model.loading import _of_type
 from lowmem.saving import export as exporting
 from lowmem.saving.export import ModelFolder, Weights, export
+from lowmem.saving.old_spelling import old_config
+from networks import Nothing
 from new_process import in_a_new_process
 
 WIDTHS = {
@@ -34,7 +37,9 @@ def made(name, dtype=torch.float32):
 
 
 def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+    """The bytes of each file, and config.json as `old_config` spells it."""
+    found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+    return found | {"config.json": old_config(json.loads(found["config.json"]))}
 
 
 @pytest.mark.parametrize("shard", ["2GB", "4KB"])

@@ -10,6 +10,7 @@ from lowmem.model import loading
 from lowmem.model.generation import end_of_turn, end_tokens
 from lowmem.saving.export import ModelFolder, export
 from lowmem.system.errors import Refused
+from networks import Nothing
 
 
 def llama(**keys):
@@ -47,11 +48,6 @@ def test_a_missing_shard_is_a_sentence(tmp_path):
     next(tmp_path.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(Refused, match=r"weights cannot be loaded"):
         built(tmp_path)
-
-
-class Nothing:
-    def save_pretrained(self, folder):
-        pass
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "deliberately wrong"])

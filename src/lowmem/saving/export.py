@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.model.trainable import full_shape
+from lowmem.saving import old_spelling
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.fail_together import fail_together
 from lowmem.system.torch_private import tree_map_only
@@ -121,6 +122,7 @@ class ModelFolder(NamedTuple):
             draft.mkdir(exist_ok=True)
             yield draft
             self.tokenizer.save_pretrained(draft)
+            old_spelling.rewrite_tokenizer(draft, self.tokenizer)
             (draft / CARD).write_text(self.card, encoding="utf-8")
 
 
@@ -136,6 +138,14 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
         # transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
+        old_spelling.rewrite_config(draft, _is_tied(network))
+
+
+def _is_tied(network: PreTrainedModel) -> bool | None:
+    """Returns whether embedding and head share their weight, whatever the configuration says; None: there is no
+    head."""
+    head = network.get_output_embeddings()
+    return None if head is None else head.weight is network.get_input_embeddings().weight
 
 
 def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str, Later]:

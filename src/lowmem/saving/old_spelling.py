@@ -1,0 +1,136 @@
+"""Rewrites the files of an exported folder in the oldest spelling that says the same, so that others read them too.
+
+transformers 5 writes names that transformers 4, and the servers and converters of its time, do not know: they fail, or
+take a default without a word. config.json gets old keys beside the new ones, and tokenizer_config.json old keys in
+place of new ones. transformers 5 reads both.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+PLAIN = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in transformers 4 and 5
+_NEW = {"TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend"}  # since transformers 5
+_ALSO = {  # a key's older name, by architecture
+    "gpt2": {"n_ctx": "n_positions"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+}
+_PLAIN_ROTARY = {"rope_theta": ("rope_theta",), "partial_rotary_factor": ("partial_rotary_factor",)}
+_OF_NEOX = {"rotary_emb_base": ("rope_theta",), "rotary_pct": ("partial_rotary_factor",)}
+_OF_GEMMA = {"rope_theta": ("rope_theta",), "rope_local_base_freq": ("sliding_attention", "rope_theta")}
+_ROTARY = {  # names by architecture, and where their numbers are in rope_parameters; others have _PLAIN_ROTARY
+    "gpt_neox": _OF_NEOX,
+    "gpt_neox_japanese": _OF_NEOX,
+    "gemma3_text": _OF_GEMMA,
+    "gemma3n_text": _OF_GEMMA,
+    "modernbert-decoder": {
+        "global_rope_theta": ("full_attention", "rope_theta"),
+        "local_rope_theta": ("sliding_attention", "rope_theta"),
+    },
+    "olmo3": _PLAIN_ROTARY,
+}
+_PREDICTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # layers that predict later tokens
+_ON_TOKENIZERS = ("is_local", "local_files_only")  # how the tokenizer was found here
+
+
+def rewrite_config(folder: Path, tied: bool | None) -> None:
+    """Rewrites config.json. Args: tied: whether embedding and head share their weight; None: there is no head."""
+
+    def rewritten(config: dict) -> dict:
+        return old_config(config if tied is None else _with_tie(config, tied))
+
+    _rewrite(folder / CONFIG, rewritten)
+
+
+def old_config(config: dict) -> dict:
+    """Returns the configuration with older keys beside the newer ones, of a text model inside it as well. Layers that
+    predict several tokens are not promised: no causal model class holds their weights."""
+    config = {key: old_config(value) if _is_config(value) else value for key, value in config.items()}
+    config |= {old: config[new] for old, new in _ALSO.get(config.get("model_type"), {}).items() if new in config}
+    config |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    config |= {key: 0 for key in _PREDICTS if config.get(key)}
+    return config | _rotary(config)
+
+
+def _is_config(value: object) -> bool:
+    return isinstance(value, dict) and "model_type" in value
+
+
+def _with_tie(config: dict, tied: bool) -> dict:
+    """Returns the configuration with the tie as the weights are, of a text model inside it as well."""
+    inner = {key: _with_tie(value, tied) for key, value in config.items() if _is_config(value) and key == "text_config"}
+    return config | inner | {"tie_word_embeddings": tied}
+
+
+def _rotary(config: dict) -> dict:
+    """Returns the older keys of rotary position embeddings."""
+    rope, names = config.get("rope_parameters"), _ROTARY.get(config.get("model_type"))
+    if not rope or (names is None and any(isinstance(value, dict) for value in rope.values())):
+        return {}  # kinds of layers have their own numbers, in an architecture that is newer than transformers 4
+    main, keys = rope.get("full_attention", rope), {}
+    for name, (*kinds, key) in (names or _PLAIN_ROTARY).items():
+        place = rope[kinds[0]] if kinds else main
+        keys |= {name: place[key]} if key in place else {}
+    return keys | {"rope_scaling": _scaling(main, config)}
+
+
+def _scaling(rope: dict, config: dict) -> dict | None:
+    """Returns how positions are scaled, if they are."""
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
+    kind = rest.pop("rope_type", "default")
+    if kind == "default" and not rest:
+        return None
+    if config.get("model_type") == "phi3":  # transformers 4 takes no other key
+        return {"type": kind} | {key: rest[key] for key in ("short_factor", "long_factor") if key in rest}
+    return {"rope_type": kind, "type": kind} | rest
+
+
+def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Rewrites tokenizer_config.json: the class that the tokenizer came with if that opens the folder as the same
+    tokenizer, else `PLAIN`."""
+    if not tokenizer.is_fast:  # its class reads files of its own
+        return
+    came_with = _class_of(tokenizer)
+    _rewrite(folder / TOKENIZER, lambda config: old_tokenizer(config, tokenizer, came_with))
+    if came_with != PLAIN and not _opens_as(folder, tokenizer):
+        _rewrite(folder / TOKENIZER, lambda config: old_tokenizer(config, tokenizer, PLAIN))
+
+
+def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the class that the tokenizer's own folder names, without the names that transformers 5 has invented."""
+    place = tokenizer.name_or_path
+    said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None
+    return PLAIN if said is None or said in _NEW else said
+
+
+def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -> dict:
+    """Returns tokenizer_config.json in its old spelling. Args: name: the tokenizer's class."""
+    config = {key: value for key, value in config.items() if key not in _ON_TOKENIZERS} | {"tokenizer_class": name}
+    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 reads a dict of names
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if name != PLAIN:  # some classes of transformers 4 ask these, and not tokenizer.json
+        ids = tokenizer("a").input_ids
+        config |= {"add_bos_token": ids[:1] == [tokenizer.bos_token_id]}
+        config |= {"add_eos_token": ids[-1:] == [tokenizer.eos_token_id]}
+    return config
+
+
+def _opens_as(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the folder's tokenizer computes as this one."""
+    opened = AutoTokenizer.from_pretrained(folder)
+    return opened.is_fast and opened.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def _rewrite(file: Path, change: Callable[[dict], dict]) -> None:
+    said = json.loads(file.read_text(encoding="utf-8"), object_hook=_number)
+    text = json.dumps(change(said), indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _number(value: dict) -> dict | float:
+    """Returns inf and nan as numbers, for which transformers 5 writes objects."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value

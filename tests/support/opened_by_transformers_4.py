@@ -1,0 +1,22 @@
+"""Opens exported folders with transformers 4: run by test_transformers_4.py, in an environment of its own.
+
+Writes the logits of each folder's `ids.pt` and the tokens of TEXT as `theirs.pt`.
+"""
+
+import sys
+from pathlib import Path
+
+TEXT = "the cat <turn> sat"
+
+if __name__ == "__main__":
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+
+    assert __version__.startswith("4."), __version__
+    for folder in map(Path, sys.argv[1:]):
+        ids = torch.load(folder / "ids.pt")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        with torch.no_grad():
+            logits = model(ids).logits
+        tokens = AutoTokenizer.from_pretrained(folder)(TEXT).input_ids
+        torch.save({"logits": logits, "tokens": tokens}, folder / "theirs.pt")

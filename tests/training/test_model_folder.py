@@ -1,5 +1,7 @@
 """Models in folders, as people have them and as others open them: several files, tied heads, chats that end."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +12,8 @@ from lowmem.model import loading
 from lowmem.model.generation import end_of_turn, end_tokens
 from lowmem.saving.export import ModelFolder, export
 from lowmem.system.errors import Refused
+from lowmem.techniques.strategy.contract import ONE_DEVICE
+from lowmem.training import model_folder
 from networks import Nothing
 
 
@@ -73,3 +77,17 @@ def test_an_exported_chat_model_stops_where_its_turn_ends(tmp_path, ends):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
     written = opened.generate(torch.tensor([[4, 5]]), do_sample=False, max_new_tokens=6)[0, 2:].tolist()
     assert written == [ids["<|im_end|>"]] * (1 if ends else 6)
+
+
+def test_a_dtype_that_cannot_hold_the_trained_weights_is_told_with_what_to_type(tmp_path, monkeypatch):
+    def overflows(*_):
+        raise OverflowError("model.norm.weight holds 100000, more than the largest float16 number, 65504.")
+
+    monkeypatch.setattr(model_folder, "_write", overflows)
+    command = SimpleNamespace(run=SimpleNamespace(export=None, export_dtype="float16"), folder=tmp_path)
+    training = SimpleNamespace(resumed_from=None, module=SimpleNamespace(ranks=ONE_DEVICE))
+    again = rf"export_dtype=float16: model\.norm.*Everything else.*export={tmp_path} export_dtype=bfloat16\.$"
+    with pytest.raises(Refused, match=again):
+        model_folder.leave(training, command, {})
+    left = model_folder._left(training, command, {"adapter_alone": False})
+    assert left.startswith(f"Nor can {tmp_path}/model be written with export_dtype=float16: model.norm.weight holds")

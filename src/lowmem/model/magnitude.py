@@ -1,11 +1,18 @@
-"""Returns the size of a model's numbers, relative to which two computations of them are compared."""
+"""Measures how large a model's numbers are: two computations are compared relative to that, and a dtype of a smaller
+range than theirs, which is fp16, must hold them."""
 
+import logging
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+WIDER = "Type precision=bf16, bf16-true or bf16-master, which have fp32's range."
+MANY_ZEROS = 1e-3  # of the numbers: those of a normal distribution of weights are some millionths in fp16
 
 
 def largest_magnitude(numbers: Tensor) -> float:
@@ -20,10 +27,64 @@ def largest_magnitude(numbers: Tensor) -> float:
     return largest
 
 
+def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
+    """Checks that a dtype holds all weights of a model that was just loaded.
+
+    Raises:
+        Refused: a number exceeds the dtype's largest one, or became inf when it was read.
+    """
+    for name, p in model.named_parameters():
+        largest = _largest(p.data)
+        if largest > torch.finfo(dtype).max:
+            raise Refused(f"{_exceeds(name, largest, dtype)} {advice}")
+
+
+class Rounding:
+    """Rounds tensors to a dtype, one at a time, and counts the numbers that become 0."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.zeros, self.all = dtype, 0, 0
+
+    def __call__(self, name: str, numbers: Tensor, device: str | None = None) -> Tensor:
+        """Returns the rounded tensor. Args: device: where to; None: where it is.
+
+        Raises:
+            OverflowError: a finite number would become inf.
+        """
+        rounded = numbers.to(device or numbers.device, self.dtype)
+        if torch.finfo(self.dtype).max >= torch.finfo(numbers.dtype).max:
+            return rounded
+        if _largest(rounded) == math.inf and (largest := _largest(numbers)) < math.inf:
+            raise OverflowError(_exceeds(name, largest, self.dtype))
+        nonzero = int(torch.count_nonzero(numbers))
+        self.zeros, self.all = self.zeros + nonzero - int(torch.count_nonzero(rounded)), self.all + nonzero
+        return rounded
+
+    def tell(self) -> None:
+        """Logs how many numbers have become 0, if that is more than a few."""
+        if self.zeros > MANY_ZEROS * self.all:
+            name = str(self.dtype).removeprefix("torch.")
+            log.warning(
+                f"{self.zeros:,} of the {self.all:,} exported numbers became 0: they are smaller than {name} can hold. "
+                "Type export_dtype=bfloat16 to keep them."
+            )
+
+
+def _largest(numbers: Tensor) -> float:
+    """Returns the largest absolute value, without a copy; nan if there is one."""
+    if not numbers.numel():
+        return 0.0
+    lowest, highest = (end.item() for end in numbers.aminmax())
+    return max(-lowest, highest)
+
+
+def _exceeds(name: str, largest: float, dtype: torch.dtype) -> str:
+    kind, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+    number = f"{largest:.6g}, " if math.isfinite(largest) else ""
+    return f"{name} holds {number}more than the largest {kind} number, {most:.6g}."
+
+
 def _why(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
-        return (
-            "weights or activations exceed the largest fp16 number, 65504. Type precision=bf16, bf16-true or "
-            "bf16-master, which have fp32's range."
-        )
+        return f"weights or activations exceed the largest fp16 number, 65504. {WIDER}"
     return f"{dtype} has fp32's range, so the weights are probably damaged. Type another model.name."

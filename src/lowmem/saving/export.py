@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem.model.magnitude import Rounding
 from lowmem.model.trainable import full_shape
 from lowmem.saving import old_spelling
 from lowmem.system.atomic_files import atomic_write
@@ -130,15 +131,21 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     """Writes weights (safetensors), configuration and tokenizer, atomically.
 
     Args: weights: the model's own reader; None: its parameters are at full precision.
+
+    Raises:
+        OverflowError: the folder's dtype cannot hold a number.
     """
     weights, dtype = weights or Weights(network), folder.dtype
+    rounding = Rounding(getattr(torch, dtype)) if dtype else None
     with folder.draft() as draft:
-        tensors = network.state_dict() | _laters(network, dtype, weights)
+        tensors = network.state_dict() | _laters(network, rounding, weights)
         network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=FILE_BYTES)
         # transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
         old_spelling.rewrite_config(draft, _is_tied(network))
+    if rounding:
+        rounding.tell()
 
 
 def _is_tied(network: PreTrainedModel) -> bool | None:
@@ -148,14 +155,15 @@ def _is_tied(network: PreTrainedModel) -> bool | None:
     return None if head is None else head.weight is network.get_input_embeddings().weight
 
 
-def _laters(network: nn.Module, dtype: str | None, weights: Weights) -> dict[str, Later]:
+def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> dict[str, Later]:
     """Maps each name of every parameter to a tensor that is read when its shard is written."""
 
-    def later(p: nn.Parameter) -> Later:
-        kind = getattr(torch, dtype) if dtype else weights.dtype_of(p)
-        return Later.computed_by(lambda: weights.full(p).to("cpu", kind), full_shape(p), kind)
+    def later(name: str, p: nn.Parameter) -> Later:
+        if rounding is None:
+            return Later.computed_by(lambda: weights.full(p).cpu(), full_shape(p), weights.dtype_of(p))
+        return Later.computed_by(lambda: rounding(name, weights.full(p), "cpu"), full_shape(p), rounding.dtype)
 
-    return {name: later(p) for name, p in network.named_parameters(remove_duplicate=False)}
+    return {name: later(name, p) for name, p in network.named_parameters(remove_duplicate=False)}
 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

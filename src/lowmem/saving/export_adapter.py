@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.config.typed_lines import CONF
+from lowmem.model.magnitude import Rounding
 from lowmem.model.trainable import Packed, full_shape, trainable
 from lowmem.saving import export as plain
 from lowmem.saving.export import ModelFolder, Weights
@@ -37,6 +38,9 @@ def export(
             would compute something else than was trained.
         base: the published model or the folder that the network was loaded from; None: it started at random.
         weights: the model's own reader; None: its parameters are at full precision.
+
+    Raises:
+        OverflowError: the folder's dtype cannot hold a number.
     """
     weights = weights or Weights(network)
     if not is_adapted(network):
@@ -71,12 +75,20 @@ def is_adapted(network: nn.Module) -> bool:
 @torch.no_grad()
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     """Merges the adapter in place, layer by layer, in fp32; no 4-bit weight stays. Args: dtype: of the new
-    parameters."""
+    parameters.
+
+    Raises:
+        OverflowError: the dtype cannot hold a number.
+    """
+    rounding = Rounding(dtype)
     for name in _names(network):
-        network.set_submodule(name, _merged(network.get_submodule(name), dtype))
-    for p in network.parameters():
-        p.data = p.data.to(dtype)
+        plain_layer = _merged(network.get_submodule(name))
+        plain_layer.weight.data = rounding(f"{name}.weight", plain_layer.weight.data)
+        network.set_submodule(name, plain_layer)
+    for name, p in network.named_parameters():
+        p.data = rounding(name, p.data)
     del network.peft_config
+    rounding.tell()
 
 
 def _names(network: nn.Module) -> list[str]:
@@ -89,14 +101,14 @@ def _names(network: nn.Module) -> list[str]:
     return [name for name in names if not name.endswith(".base_layer")]  # replaced together with the layer around it
 
 
-def _merged(layer: nn.Module, dtype: torch.dtype) -> nn.Linear | Conv1D:
+def _merged(layer: nn.Module) -> nn.Linear | Conv1D:
+    """Returns the plain layer with the adapter inside, its weight in fp32."""
     base = layer if _in_4_bits(layer) else layer.get_base_layer()
     plain_layer = base.linear(torch.float32) if _in_4_bits(base) else base
     plain_layer.weight.data = plain_layer.weight.data.float()
     if layer is not base:
         layer.base_layer = plain_layer
         layer.merge()
-    plain_layer.weight.data = plain_layer.weight.data.to(dtype)
     return base.as_found(plain_layer) if _in_4_bits(base) else plain_layer
 
 
@@ -108,7 +120,7 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
     def gathered(layer: nn.Module) -> Tensor:
         full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
         copy = deepcopy(layer, full_weights).cpu()  # gathered weights are on the CPU
-        return _merged(copy, torch.float32).weight.data
+        return _merged(copy).weight.data
 
     for name in _names(network):
         layer = network.get_submodule(name)
@@ -146,8 +158,11 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
     state = network.state_dict() | {name: weights.full(p) for name, p in trainable(network)}
     # "auto" would ask the hub for the base's configuration
     adapter = get_peft_model_state_dict(network, state, save_embedding_layers=False)
-    kind = {"dtype": getattr(torch, dtype)} if dtype else {}
-    tensors = {PREFIX + name: tensor.detach().to("cpu", **kind).contiguous() for name, tensor in adapter.items()}
+    tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
+    if dtype:
+        rounding = Rounding(getattr(torch, dtype))
+        tensors = {name: rounding(name, tensor) for name, tensor in tensors.items()}
+        rounding.tell()
     dtypes = {str(module.dtype).removeprefix("torch.") for module in network.modules() if _in_4_bits(module)}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
     (folder / CONFIG).write_text(

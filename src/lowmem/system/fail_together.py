@@ -6,7 +6,7 @@ from typing import Protocol
 
 from lowmem.system.errors import NotFinite, Refused
 
-KINDS = {kind.__name__: kind for kind in (Refused, NotFinite)}
+KINDS = {kind.__name__: kind for kind in (Refused, NotFinite, OverflowError)}
 
 
 class Ranks(Protocol):

@@ -3,10 +3,12 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +23,7 @@ from lowmem.data.token_store import Tokens, held_out, rows_of
 from lowmem.model import loading, packed_attention, vocabulary
 from lowmem.model.generation import prompt_ids
 from lowmem.model.loading import Described
+from lowmem.model.magnitude import WIDER, check_holds
 from lowmem.model.trainable import digest, digest_of_base
 from lowmem.report import sample
 from lowmem.saving import checkpoint
@@ -153,7 +156,7 @@ def module(
     complete = saved is not None and saved.base is None  # the checkpoint brings all weights
     described = data.described.at_random if complete else data.described
     # A checkpoint brings what a model in 16 bits lacks of its masters.
-    built = causal_lm(run, described, loading.check_causal, ranks, narrow=complete and trains)
+    built = causal_lm(run, described, partial(_check, run), ranks, narrow=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
     of_base = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
@@ -168,6 +171,15 @@ def module(
         saved.check(built, data.tokens.tokenizer)
     built.ranks.shard(built)
     return built
+
+
+def _check(run: Run, network: PreTrainedModel) -> None:
+    """Checks the weights that were loaded. Raises: Refused: the model is not causal; fp16 cannot hold a weight."""
+    if run.multiplies_in == "float16":
+        check_holds(network, torch.float16, WIDER)
+    elif run.export_dtype == "float16" and (run.merge or not run.any("freezes_base")):
+        check_holds(network, torch.float16, "Type export_dtype=bfloat16 in place of export_dtype=float16.")
+    loading.check_causal(network)
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:

@@ -25,7 +25,7 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
     """Writes the model, on every rank that holds a shard of it.
 
     Raises:
-        Refused: what is missing and how to get it, where the folder cannot be written.
+        Refused: what is missing and how to get it, where the folder cannot be written, or not in `export_dtype`.
     """
     try:
         _write(training, command, summary)
@@ -33,6 +33,12 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
         raise Refused(
             f"{command.folder / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
             f"Make room, and type {_export_again(command)}."
+        ) from error
+    except OverflowError as error:
+        dtype = command.run.export_dtype
+        raise Refused(
+            f"export_dtype={dtype}: {error} Everything else of this run is in place: type "
+            f"{_export_again(command)} export_dtype={_wider(dtype)}."
         ) from error
 
 
@@ -46,7 +52,12 @@ def _export_again(command: Command) -> str:
 
 
 def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the folder. Raises: OSError: on every rank that holds a shard, if the folder cannot be written."""
+    """Writes the folder.
+
+    Raises:
+        OSError: on every rank that holds a shard, if the folder cannot be written.
+        OverflowError: on these ranks, if `export_dtype` cannot hold a number.
+    """
     run, ranks = command.run, training.module.ranks
     if not ranks.divides and ranks.rank:
         return
@@ -58,6 +69,10 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     with weights.writing() as writes:
         if writes:
             export(network, folder, run.merge, base, weights)
+
+
+def _wider(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else "bfloat16"
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
@@ -85,6 +100,8 @@ def _left(training: Training, command: Command, summary: Mapping[str, object]) -
             _write(training, command, summary)
     except OSError as error:
         return f"Nor can {folder}: {error.strerror}. Make room."
+    except OverflowError as error:
+        return f"Nor can {folder} be written with export_dtype={command.run.export_dtype}: {error}"
     return (
         f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
         f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "

@@ -6,6 +6,8 @@ import datasets
 import pyarrow as pa
 import pytest
 import torch
+from httpx import Request, Response
+from huggingface_hub.errors import GatedRepoError
 from pyarrow import parquet
 
 from lowmem.config.accumulation import fixed
@@ -189,6 +191,20 @@ def test_read_once_it_is_as_files_are(config, typed, folder):
 def test_of_few_rows_one_is_validation(tmp_path):
     reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
     assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
+
+
+def test_a_gated_data_set_is_told_what_opens_the_gate(monkeypatch):
+    answer = Response(403, request=Request("GET", "https://huggingface.co/api/datasets/some/gated"))
+    gated = GatedRepoError("403 Client Error. Cannot access gated repo.", response=answer)
+
+    def refused(*args, **how):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'some/gated' is a gated dataset on the Hub.") from gated
+
+    monkeypatch.setattr(datasets, "load_dataset", refused)
+    with pytest.raises(
+        Refused, match=r"data\.path=some/gated: access is gated, .*datasets/some/gated, type `hf auth login`"
+    ):
+        [*hub("some/gated").reader.records("train")]
 
 
 REFUSED = {

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+import transformers
+from httpx import Request, Response
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -306,6 +309,39 @@ def test_a_file_a_hub_id_and_a_home_are_told_apart(folder, monkeypatch):
         loading.architecture(spec("somebody/something"))
     monkeypatch.setenv("HOME", str(folder.parent))
     assert built(spec("~/model")).training and len(loading.tokenizer("~/model", False))
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Every download of a file is answered as the hub answers for a gated repository."""
+    name = "meta-llama/Llama-3.2-1B"
+    answer = Response(403, request=Request("GET", f"https://huggingface.co/{name}/resolve/main/config.json"))
+
+    def refused(*args, **how):
+        raise GatedRepoError("403 Client Error. Cannot access gated repo.", response=answer)
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", refused)
+    return name
+
+
+SENTENCE = (
+    r"model\.name={name}: access is gated, .*Accept the licence on https://huggingface\.co/{name}, "
+    r"type `hf auth login` or set HF_TOKEN, and type the same command again\."
+)
+
+
+def test_a_gated_model_is_told_what_opens_the_gate(gate):
+    with pytest.raises(Refused, match=SENTENCE.format(name=gate)):
+        loading.architecture(spec(gate))
+    with pytest.raises(Refused, match=SENTENCE.format(name=gate)):
+        loading.tokenizer(gate, False)
+
+
+def test_a_gated_model_with_an_architecture_of_its_own_is_planned_without_access(config, gate):
+    cfg = config("model=llama-3.2-1b-instruct")
+    assert loading.describe(cfg, plans=True).config.hidden_size == 2048
+    with pytest.raises(Refused, match=SENTENCE.format(name=f"{gate}-Instruct")):
+        loading.describe(cfg)
 
 
 def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):

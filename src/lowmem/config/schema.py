@@ -353,7 +353,8 @@ ARGUMENTS: dict[str, Any] = {
     "tags": _words("a list such as [a,b], or null", list[str] | None),
     "offline": _words("true, false or null", bool | None),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), Share),
-    **dict.fromkeys(("bos_token_id", "eos_token_id"), _words("a whole number of at least 0, or null", Whole | None)),
+    "bos_token_id": _words("a whole number of at least 0, or null", Whole | None),
+    "eos_token_id": _words("a whole number of at least 0, a list of them, or null", Whole | list[Whole] | None),
 }
 OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 

@@ -35,7 +35,7 @@ from lowmem.config.check import POSITIONS, check_hub_id, check_positions
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
 from lowmem.model import vocabulary
-from lowmem.system.errors import Refused
+from lowmem.system.errors import Refused, refuse_gated
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        refuse_gated(error, "model.name", name, name)
         raise Refused(
             f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
             "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
@@ -390,6 +391,7 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        refuse_gated(error, key, name, name)
         none = Path(place).is_dir() and not (Path(place) / "tokenizer.json").exists()
         why = "there is no tokenizer.json in it" if none else _first_line(error)
         raise Refused(

@@ -45,6 +45,25 @@ def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
     return "host" if isinstance(error, RuntimeError) and _OF_HOST.search(str(error)) else None
 
 
+def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
+    """Raises Refused if an error comes from a hub's gate: the owner of a repository asks for an agreement first.
+
+    Args:
+        key: the key that names the repository; page: its address behind https://huggingface.co/.
+    """
+    from huggingface_hub.errors import GatedRepoError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, GatedRepoError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        raise Refused(
+            f"{key}={name}: access is gated, and this machine has no token of an account that has it. Accept the "
+            f"licence on https://huggingface.co/{page}, type `hf auth login` or set HF_TOKEN, and type the same command "
+            "again."
+        ) from None
+
+
 def of_place(error: OSError, places: Iterable[str]) -> bool:
     """Returns True if another place mends the error: a disk is full, access to a file in one of `places` is denied, or
     one of them does not exist or is not a folder. Other errors are faults of the code, or of the network."""

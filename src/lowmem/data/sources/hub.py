@@ -18,7 +18,7 @@ from lowmem.data.sources.records import Reader, Record, Records, identity, recor
 from lowmem.data.sources.source import SplitName
 from lowmem.data.sources.tables import without_schema
 from lowmem.data.stream import Stream
-from lowmem.system.errors import Refused
+from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -121,6 +121,7 @@ class Table(Reader):
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             if isinstance(error, Refused):
                 raise
+            refuse_gated(error, "data.path", shown(self.path), f"datasets/{self.path}")
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             instead = (
                 "Give a folder of parquet, csv or jsonl files, and a split that it has."

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import resource
+import shlex
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowmem.data import token_store
-from lowmem.data.sources import text_files
+from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
 
@@ -104,6 +105,15 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         token_store.tokenize(texts, tmp_path, 300)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_advice_for_a_file_that_is_no_utf_8_can_be_pasted_whatever_the_name_of_the_file(tmp_path):
+    file = tmp_path / "Müller's old notes.txt"
+    file.write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(Refused) as refusal:
+        list(reading.blocks(file))
+    words = shlex.split(str(refusal.value).partition("type ")[2].partition(" > NEW")[0])
+    assert words == ["iconv", "-f", "latin1", "-t", "utf-8", str(file)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ memory leaves a picture of its last allocations.
 """
 
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,5 +46,6 @@ def _dump(file: Path) -> None:
     except OSError as error:  # it must not hide the error that ended the run
         log.info(f"{file} could not be written: {error.strerror}.")
         return
-    opened = f"python -m torch.cuda._memory_viz trace_plot {file} -o {file.with_suffix('.html')}"
+    page = str(file.with_suffix(".html"))
+    opened = shlex.join(["python", "-m", "torch.cuda._memory_viz", "trace_plot", str(file), "-o", page])
     log.info(f"The allocator's snapshot is {file}. To open it: {opened}")

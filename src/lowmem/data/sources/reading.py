@@ -2,6 +2,7 @@
 
 import codecs
 import hashlib
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ class NotText(Refused):
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
             f"data: {shown(file)} is no text in UTF-8 (line {line:,}). If it is text, type iconv -f latin1 -t utf-8 "
-            f"{shown(file)} > NEW, with the encoding it has, which `file` guesses.{instead}"
+            f"{shlex.quote(shown(file))} > NEW, with the encoding it has, which `file` guesses.{instead}"
         )
 
 

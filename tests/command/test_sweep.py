@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lowmem.command import sweep
 from lowmem.report import folders
 from lowmem.system import signals
-from made_runs import damaged
+from made_runs import damaged, finished
 
 FAILING = """
 import os, signal
@@ -224,6 +224,47 @@ def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_p
     assert ended.value.code == 128 + signal.Signals[name]
     assert folders.load(tmp_path / "job").status == "interrupted"
     assert f"sweep.resume={tmp_path} goes on" in capsys.readouterr().out
+
+
+def test_jobs_whose_names_have_a_slash_are_named_and_resumed_from_the_folder_of_the_sweep(
+    command, tmp_path, monkeypatch
+):
+    """hydra.sweep.subdir='${hydra.job.override_dirname}' puts data.path=d/a.txt one level deeper."""
+    sent = iter([None, signal.SIGTERM])
+
+    def made(words, folder):
+        (folder / "summary.json").write_text(json.dumps({"interrupted": True, "overrides": ["lr=1"]}))
+        return 0, "", next(sent)
+
+    monkeypatch.setattr(sweep, "_run", made)
+    code, said = command("-m", "data=text", "data.path=d/a,d/b", "hydra.sweep.subdir='data.path=${data.path}'", base=())
+    assert code == 143 and f"; sweep.resume={tmp_path}/sweep goes on" in said, said
+    names = {str(run.folder) for run in folders.runs_below(tmp_path / "sweep")}
+    assert names == {f"{tmp_path}/sweep/data.path=d/{name}" for name in "ab"}
+
+
+def test_the_table_of_a_sweep_has_whole_names_of_its_jobs(tmp_path, capsys):
+    for name in ("d/a", "d/b"):
+        finished(tmp_path / name, ["lr=0.001"])
+    (tmp_path / "d/b" / folders.FAILED).write_text("killed")
+    hydra = {"job": {"name": "train"}, "sweep": {"dir": str(tmp_path)}}
+    sweep.Report().on_multirun_end(OmegaConf.create({"hydra": hydra}))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[-1] in ("done", "failed")] == ["d/a", "d/b"]
+    assert sweep.Report.failed[0].startswith("1 of 2 jobs failed: d/b. ")
+
+
+@pytest.mark.parametrize(
+    ("key", "flags", "says"),
+    [
+        ("hydra.sweep.subdir", ["-m"], "Type hydra.sweep.subdir=<a shorter name>."),
+        ("hydra.run.dir", [], "Type hydra.run.dir=<a folder that can>."),
+    ],
+)
+def test_a_folder_whose_name_is_too_long_is_told_with_the_key_that_names_it(command, tmp_path, key, flags, says):
+    place = "x" * 300 if flags else f"{tmp_path}/{'x' * 300}"
+    code, said = command(*flags, "seed=1", f"{key}={place}", base=())
+    assert code == 1 and "File name too long" in said and said.rstrip().endswith(says), said
 
 
 @pytest.mark.process

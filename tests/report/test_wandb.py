@@ -217,6 +217,10 @@ def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path)
     (sweep / "7" / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(long))
     assert len(reporting.of_sweep(sweep / "7")[1]) <= 128
     assert reporting.of_sweep(tmp_path) == (None, None)
+    deeper = sweep / "data.path=d" / "a.txt"
+    (deeper / ".hydra").mkdir(parents=True)
+    (deeper / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job))
+    assert reporting.of_sweep(deeper) == ("2026-01-31/12-00-00", "lr=0.00123 precision=32")
 
 
 def test_a_resume_goes_on_in_the_same_run(fit, tmp_path):

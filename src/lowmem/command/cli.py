@@ -4,6 +4,7 @@ This module imports nothing heavy at its top: `--help` answers in well under a s
 """
 
 import atexit
+import errno
 import gc
 import json
 import logging
@@ -90,7 +91,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     except OSError as error:  # Hydra makes the folder before the job starts
         if not error.filename and error.errno not in FULL:
             raise
-        _exit(f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>.")
+        _exit(_no_folder(error))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -99,6 +100,15 @@ def start(main: Callable[[], None], config: str = "config") -> None:
         _exit("\n".join(failures))
     if _unfit:
         sys.exit(NOTHING_FITS)
+
+
+def _no_folder(error: OSError) -> str:
+    """Returns a sentence about a folder that Hydra cannot make, in a sweep that of a job."""
+    if not {*sys.argv} & {*SWEEP}:
+        return f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."
+    if error.errno == errno.ENAMETOOLONG:
+        return f"The folder of a job cannot be made ({error}). Type hydra.sweep.subdir=<a shorter name>."
+    return f"The folder of a job cannot be written ({error}). Type hydra.sweep.dir=<a folder that can>."
 
 
 def _nobody_reads() -> None:
@@ -141,7 +151,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg also show a config with errors
-        spelling.check_lines(lines)
+        spelling.check_lines(lines, sweep)
         if sweep:
             rank_environment.check_sweep()
         else:

@@ -67,7 +67,8 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
     if failed and not (folder / folders.FAILED).exists():
         _write(folder / folders.FAILED, reason(code, stderr))
     if sent:
-        print(f"job {number} was interrupted; {in_shell('sweep.resume', folder.parent)} goes on", flush=True)
+        sweep = folders.sweep_of(folder) or folder.parent
+        print(f"job {number} was interrupted; {in_shell('sweep.resume', sweep)} goes on", flush=True)
         raise KeyboardInterrupt if sent == signal.SIGINT else Ended(sent)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
@@ -135,13 +136,15 @@ class Report(Callback):
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
             return
-        every = folders.runs_below(Path(config.hydra.sweep.dir))
-        print(folded(f"\n{folders.table(every, [run.folder.name for run in every])}\n"))
+        sweep = Path(config.hydra.sweep.dir)
+        every = folders.runs_below(sweep)
+        print(folded(f"\n{folders.table(every, [str(run.folder.relative_to(sweep)) for run in every])}\n"))
         print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws their curves")
         failed = [run.folder for run in every if run.status == "failed"]
         if failed:  # each reason was printed when its job ended
             Report.failed = (
-                f"{len(failed)} of {len(every)} jobs failed: {', '.join(folder.name for folder in failed)}. "
+                f"{len(failed)} of {len(every)} jobs failed: "
+                f"{', '.join(str(folder.relative_to(sweep)) for folder in failed)}. "
                 f"{failed[0] / folders.FAILED} says why, in full.",
             )
 

@@ -100,6 +100,12 @@ def runs_below(folder: Path) -> list[RunFolder]:
     return runs
 
 
+def sweep_of(folder: Path) -> Path | None:
+    """Returns the folder of the sweep that started the job in `folder`, which lies any number of levels below it: a
+    slash in hydra.sweep.subdir makes levels. None: the job is of no sweep."""
+    return next((above for above in folder.parents if (above / "multirun.yaml").is_file()), None)
+
+
 def differing(runs: Sequence[RunFolder]) -> list[str]:
     """Returns the keys whose values differ between the runs, in the order in which they were typed."""
     every = [as_mapping(run.overrides) for run in runs]

@@ -74,15 +74,13 @@ def logger(  # noqa: PLR0913
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
     """Returns the name of the sweep that a folder belongs to, and the job's differing overrides; None outside
     sweeps."""
-    file = folder.parent / "multirun.yaml"
-    if not file.is_file():
+    if (sweep := folders.sweep_of(folder)) is None:
         return None, None
-    typed = OverridesParser.create().parse_overrides(
-        yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]["task"]
-    )
+    content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))
+    typed = OverridesParser.create().parse_overrides(content["hydra"]["overrides"]["task"])
     same = {override.key_or_group for override in typed if not override.is_sweep_override()}
     own = [f"{key}={value}" for key, value in as_mapping(folders.load(folder).overrides).items() if key not in same]
-    return "/".join(folder.parent.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
+    return "/".join(sweep.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
 
 
 def _chosen(folder: Path) -> list[str]:

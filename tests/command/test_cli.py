@@ -32,6 +32,10 @@ from lowmem.system.errors import Refused
         ("precision=sort(choice(16,32),reverse=true)", "precision='32','16'"),
         ("precision=range(16,33,16)", "precision='16','32'"),
         ("precision=glob([16*,32],exclude=*true)", "precision='16',16-master,'32'"),
+        ("precision=glob(16*),glob(bf16-*r)", "precision='16',16-master,16-true,bf16-master,bf16-sr"),
+        ("precision=glob(16*),glob(*16)", "precision='16',16-master,16-true,bf16"),
+        ("precision=32,glob(16-*)", "precision='32',16-master,16-true"),
+        ("precision='32',glob(bf16-s*)", "precision='32',bf16-sr"),
         ("+precision=16", "+precision='16'"),
         ("~precision=16", "~precision='16'"),
         ("precision@x=16", "precision@x='16'"),
@@ -59,6 +63,7 @@ SWEEPS = {
     "precision=shuffle(16,32)": ["16", "32"],
     "precision=range(16,33,16)": ["16", "32"],
     "precision=glob(*6)": ["16", "bf16"],
+    "precision=glob(bf16),glob(32*)": ["bf16", "32"],
 }
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hydra.errors import HydraException
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -145,12 +146,11 @@ def test_it_is_one_sentence_with_what_to_type(line):
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-MISSPELT = {
-    **{"batchsize": "batch_size", "bach_size": "batch_size", "seqlen": "seq_len", "seq_length": "seq_len"},
-    **{"epoch": "epochs", "seeds": "seed", "sed": "seed", "lrr": "lr", "l_r": "lr", "clipp": "clip", "modle": "model"},
-    **{"devise": "device", "weigths": "weights", "tokeniser": "tokenizer", "cachedir": "cache_dir", "merg": "merge"},
-    **{"tile.token": "tile.tokens", "early_stop.patence": "early_stop.patience", "scheduller": "scheduler"},
-}
+MISSPELT = {"batchsize": "batch_size", "bach_size": "batch_size", "seqlen": "seq_len", "seq_length": "seq_len"}
+MISSPELT |= {"epoch": "epochs", "seeds": "seed", "sed": "seed", "lrr": "lr", "l_r": "lr", "clipp": "clip"}
+MISSPELT |= {"devise": "device", "weigths": "weights", "tokeniser": "tokenizer", "cachedir": "cache_dir"}
+MISSPELT |= {"modle": "model", "merg": "merge", "tile.token": "tile.tokens", "scheduller": "scheduler"}
+MISSPELT |= {"early_stop.patence": "early_stop.patience"}
 OTHER_WORDS = "banana foo workers shuffle port rank gpus stride lang output path dtype layers sweep mode_of lora_r"
 
 
@@ -212,6 +212,38 @@ def test_what_only_a_signature_tells():
     for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
         with pytest.raises(Refused, match=says):
             checked(settled(composed(cli.prepare([line, "loss=chunked"]))), {})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("lr=glob(*)", "lr=glob(*): glob() names choices of a group, and lr is no group"),
+        ("data.path=glob(*.txt)", "Type data.path=<value>,<value>."),
+        ("seed=1,glob(2*)", "and seed is no group, so no job would start."),
+        ("optim=glob(xyz*)", "optim=glob(xyz*): there is no such choice. Type optim=<one of adafactor, "),
+        ("optim=glob(xyz*),glob(no*)", "there is no such choice."),
+        ("optim=glob(adam*),sdg", "there is no optim/sdg. Type optim=sgd, or one of"),
+    ],
+)
+def test_a_glob_that_names_nothing_is_told_before_a_sweep_of_no_jobs(line, says):
+    with pytest.raises(Refused, match=re.escape(says)):
+        cli.prepare(["-m", "data=text", line])
+
+
+def test_the_advice_for_a_value_that_cannot_be_read_can_be_pasted_and_means_what_was_typed():
+    (advice,) = shlex.split(
+        spelling._unreadable("hydra.sweep.subdir=lr=${seed}").partition("so: ")[2].removesuffix(".")
+    )
+    assert composed([advice], whole=True).hydra.sweep.subdir == "lr=0"
+
+
+def test_a_key_that_one_job_of_a_sweep_lacks_is_told_as_of_a_single_run():
+    typed = ["optim=adamw,sgd", "optim.betas=[0.8,0.9]"]
+    with pytest.raises(Refused) as single:
+        cli.prepare(["optim=sgd", typed[1]])
+    assert spelling.explained(HydraException(), typed) == str(single.value)
+    assert str(single.value).startswith("optim.betas=[0.8,0.9]: only some choices have it. Type optim=adam8bit or ")
+    assert "this key exists already" in spelling.explained(HydraException(), ["optim=sgd,adamw", "+optim.betas=[0,0]"])
 
 
 def test_of_a_sweep_too():

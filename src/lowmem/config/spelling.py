@@ -18,6 +18,8 @@ from lowmem.config.typed_lines import (
     FLAGS,
     FOLDERS,
     FUNCTION,
+    GLOB,
+    UNSPLIT,
     VALUED,
     is_group,
     key,
@@ -47,12 +49,12 @@ OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "ada
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
-def check_lines(lines: Sequence[str]) -> None:
-    """Checks what can be checked line by line.
+def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
+    """Checks what can be checked line by line. Args: sweep: the lines are those of several jobs.
 
     Raises:
         Refused: a line takes a group out, names a choice that does not exist or a folder without a name, sets a key
-            twice, or changes what a technique declares.
+            twice, changes what a technique declares, or has a glob() that names nothing.
     """
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
@@ -69,13 +71,20 @@ def check_lines(lines: Sequence[str]) -> None:
             )
         if group in FOLDERS and unquoted(line).endswith("="):
             raise Refused(f"{line}: this is empty. Type {group}=<a folder>, and {group}=. for this one.")
+        if sweep and not is_group(group) and group not in UNSPLIT and GLOB.search(unquoted(line).partition("=")[2]):
+            raise Refused(
+                f"{line}: glob() names choices of a group, and {group} is no group, so no job would start. Type "
+                f"{group}=<value>,<value>."
+            )
         if not is_group(group):
             continue
+        if choices == [""]:
+            raise Refused(f"{line}: there is no such choice. Type {group}=<one of {', '.join(_choices(group))}>.")
         if group in _needed() and (line.startswith("~") or "null" in choices):
             raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
         if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
             if group in OF_A_PLACE and ("/" in wrong[0] or os.path.exists(wrong[0])):
-                raise Refused(f"{group}={wrong[0]}: this is a place and no choice of {group}. {_of_place(group, wrong[0])}")
+                raise Refused(_of_place(group, wrong[0]))
             like = _choice_like(wrong[0], group)
             raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
 
@@ -149,10 +158,11 @@ def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
 def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
     """Yields a sentence for every key that does not exist."""
     typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
-    known = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
+    jobs = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
+    known = set.intersection(*jobs)  # each job of a sweep gets every line
     for line in typed:
         is_there = key(line) in known or is_group(key(line))
-        if line[0] == "+" != line[1] and is_there:
+        if line[0] == "+" != line[1] and (is_there or key(line) in set.union(*jobs)):
             yield f"{line}: this key exists already. Type {_in_shell(line[1:])}."
         elif line[0] == "~" and not is_there:
             yield f"{line}: there is no {key(line)} to take out."
@@ -160,12 +170,12 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
             yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
 
 
-def _known(chosen: Mapping[str, Sequence[str]], name: str) -> set[str]:
-    """Returns the keys that exist with these choices; in a sweep, with any of them."""
-    known: set[str] = set()
+def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
+    """Returns the keys that exist with these choices; in a sweep several sets, which have all choices of each group."""
+    known = []
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
-        known |= {*keys_of(keys_known(lines, name))}
+        known.append({*keys_of(keys_known(lines, name))})
     return known
 
 
@@ -195,13 +205,14 @@ def _choice_like(choice: str, group: str) -> str:
 
 
 def _of_place(group: str, place: str) -> str:
-    """Returns what to type for a file, folder or hub id that was typed as the choice of a group."""
+    """Returns a sentence about a file, folder or hub id that was typed as the choice of a group."""
     choice, name = OF_A_PLACE[group]
     if group == "data":
         of_hub = not (os.path.exists(place) or place.startswith(("/", "~", ".")))
         ending = place.rpartition(".")[2]
         choice = ending if ending in ("jsonl", "csv", "parquet") else "hub" if of_hub else choice
-    return f"Type {group}={choice} {_in_shell(f'{name}={place}')}."
+    line = f"Type {group}={choice} {_in_shell(f'{name}={place}')}."
+    return f"{group}={place}: this is a place and no choice of {group}. {line}"
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
@@ -215,8 +226,8 @@ def _no_such_argument(line: str, known: Iterable[str]) -> str:
 
 def _unreadable(line: str) -> str:
     name, _, value = line.partition("=")
-    text = re.sub(r"['\"$`\\]", "", value)
-    return f"{line}: this cannot be read. Type text with special characters so: \"{name}='{text}'\"."
+    text = re.sub(r"['\"\\]", "", value)
+    return f"{line}: this cannot be read. Type text with special characters so: '{name}=\"{text}\"'."
 
 
 def _choices(group: str) -> list[str]:

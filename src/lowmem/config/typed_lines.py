@@ -14,7 +14,7 @@ from pathlib import Path
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -35,6 +35,7 @@ EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), with which a sweep chooses values
+GLOB = re.compile(r"(?:^|(?<=,))\s*glob\(.*?\)", re.DOTALL)
 
 FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
 FLAGS += ("--shell-completion",)
@@ -136,18 +137,27 @@ def _group(line: str) -> str:
 
 def _enumerated(line: str) -> str:
     """Returns the value of a group's line, with choice(), sort(), shuffle(), range() and glob() replaced by the choices
-    that they stand for: Hydra removes the quotes inside a function, and a job would get the integer 16."""
+    that they stand for: Hydra removes the quotes inside a function, and a job would get the integer 16. Commas may
+    separate several glob()."""
     value = line.partition("=")[2]
-    if not FUNCTION.fullmatch(value):
+    if "(" not in value:
         return value
     try:
         sweep = OverridesParser.create().parse_override(line)
-        if isinstance(glob := sweep.value(), Glob):
-            patterns = Glob([*map(str, glob.include)], [*map(str, glob.exclude)])  # [16,32*] has an integer
-            return ",".join(patterns.filter(sorted(file.stem for file in (CONF / _group(line)).glob("*.yaml"))))
+        items = sweep.value().list if isinstance(sweep.value(), ChoiceSweep) else [sweep.value()]
+        if any(isinstance(item, Glob) for item in items):
+            return ",".join(dict.fromkeys(chain.from_iterable(_named(item, CONF / _group(line)) for item in items)))
         return ",".join(sweep.sweep_string_iterator())
     except HydraException:  # the function is not a sweep, or cannot be read: Hydra says so
         return value
+
+
+def _named(item: object, group: Path) -> list[str]:
+    """Returns the choices that an item of a sweep over a group stands for."""
+    if not isinstance(item, Glob):
+        return [item.text if isinstance(item, QuotedString) else str(item)]
+    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # [16,32*] has an integer
+    return patterns.filter(sorted(file.stem for file in group.glob("*.yaml")))
 
 
 def _text(value: str) -> str:

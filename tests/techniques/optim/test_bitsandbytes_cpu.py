@@ -8,7 +8,7 @@ from test_adamw8bit import KINDS, gradients
 from torch import nn
 
 from lowmem.plan.tracing.stand_in import unseen
-from lowmem.techniques.optim import bitsandbytes_cpu, compiled
+from lowmem.techniques.optim import bitsandbytes_cpu, build, compiled
 from lowmem.techniques.optim.bitsandbytes_cpu import EXACTLY, SOURCE
 from lowmem.training.build import optimizer
 
@@ -21,7 +21,13 @@ needs_compiler = pytest.mark.skipif(compiled.library(SOURCE, EXACTLY) is None, r
 
 @pytest.fixture
 def as_bitsandbytes_does(monkeypatch):
-    """() -> from now on as where there is no compiler."""
+    """() -> optimizers that are made from now on step with bitsandbytes' own operators."""
+    return lambda: monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """() -> from now on there is no compiler."""
     return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
 
 
@@ -48,7 +54,7 @@ def widely_spread(dtype, steps=6, rows=73, columns=333):
         yield gradient.to(dtype).clamp(-6e4, 6e4)
 
 
-def written_out(name, p, state, g, step, config, floor=1):
+def written_out(name, p, state, g, step, config):
     """The same step, written down plainly: as bitsandbytes' operators, but for the codes. Returns: the new weights.
     Torch's own operators fuse a product and an addition only where the processor's kernels do."""
     (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
@@ -62,8 +68,8 @@ def written_out(name, p, state, g, step, config, floor=1):
         v = _fma((1 - beta2) * g, g, _decoded(state, 2) * beta2)
         root = v.double().sqrt().float()  # some of torch's own roots are one bit off
         p.addcdiv_(m, (root / (1 - beta2**step) ** 0.5).add_(config["eps"]), value=-lr / (1 - beta1**step))
-        _encode(v, state, 2, floor)
-    _encode(m, state, 1, 0)
+        _encode(v, state, 2)
+    _encode(m, state, 1)
     return p
 
 
@@ -77,7 +83,7 @@ def _decoded(state, i):
     return state[f"qmap{i}"][state[f"state{i}"].flatten().long()] * tops
 
 
-def _encode(x, state, i, floor):
+def _encode(x, state, i):
     scale = state[f"qmap{i}"]
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
@@ -85,12 +91,11 @@ def _encode(x, state, i, floor):
     above = torch.searchsorted(scale, y).clamp(max=255)
     below = (above - 1).clamp(min=0)
     codes = torch.where((y - scale[below]).abs() > (scale[above] - y).abs(), above, below)
-    codes = torch.where(x != 0, codes.clamp(min=floor), codes)
     state[f"state{i}"].copy_(codes.view_as(state[f"state{i}"]))
     state[f"absmax{i}"].copy_(top)
 
 
-def deviating(make, optim, dtype, decay, floor=1):
+def deviating(make, optim, dtype, decay):
     """Returns the differences between the pass and its step written out, after some steps: weights, codes, tops."""
     p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype), f"optim.weight_decay={decay}")
     (group,) = ours.param_groups
@@ -101,7 +106,7 @@ def deviating(make, optim, dtype, decay, floor=1):
             ours.init_state(group, p, 0, 0)
             state = deepcopy(ours.state[p])
         ours.step()
-        plain = written_out(ours.optimizer_name, plain, state, g, step, ours.get_config(0, 0, group), floor)
+        plain = written_out(ours.optimizer_name, plain, state, g, step, ours.get_config(0, 0, group))
         plain = plain.to(dtype).view_as(p)
     found = {"weights": p} | ours.state[p]
     expected = {"weights": plain} | {key: state[key] for key in state if key.startswith(("state", "absmax"))}
@@ -116,11 +121,25 @@ def test_the_pass_has_the_bits_of_its_step_written_out(make, optim, dtype, decay
     assert deviating(make, optim, dtype, decay) == set()
 
 
-@pytest.mark.wrong
 @needs_compiler
-def test_a_code_of_zero_is_caught(make):
-    """The deliberately wrong variant: the nearest code of a tiny second moment is zero's."""
-    assert {"weights", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0, floor=0)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_torch_operators_make_the_step_of_the_pass_without_a_compiler(make, without_compiler, optim, dtype):
+    def stepped():
+        torch.manual_seed(0)
+        p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype))
+        p.grad = next(widely_spread(dtype))
+        ours.step()
+        return p.detach().float(), ours.state[p]
+
+    one_pass, state = stepped()
+    without_compiler()
+    operators, same = stepped()
+    # fused multiply-adds round once where operators round twice, and a code that lies between two may become either
+    torch.testing.assert_close(operators, one_pass, rtol=2 * torch.finfo(dtype).eps, atol=1e-9)
+    for key in (key for key in state if key.startswith(("state", "absmax"))):
+        off = (state[key].float() - same[key].float()).abs()
+        assert off.max() <= (1 if key.startswith("state") else 1e-6 * state[key].max()), key
 
 
 @pytest.mark.wrong
@@ -174,6 +193,18 @@ def test_one_goes_on_with_the_others_state(make, as_bitsandbytes_does, optim):
     }
 
 
+def test_the_zero_of_an_older_runs_scale_of_second_moments_is_replaced_on_resume(make):
+    p, ours = make("adam8bit", torch.randn(64, 256))
+    p.grad = torch.randn(64, 256)
+    ours.step()
+    saved = deepcopy(ours.state_dict())
+    wrapped = [of_fsdp for of_fsdp in saved["state"][0].values() if isinstance(of_fsdp, dict)]
+    for state in wrapped or saved["state"].values():
+        state["qmap2"][0] = 0
+    ours.load_state_dict(saved)
+    assert ours.state[p]["qmap2"][0] > 0
+
+
 @needs_compiler
 def test_the_same_bits_for_one_and_two_threads(make):
     found = []
@@ -201,11 +232,11 @@ def test_it_takes_no_memory_beside_the_state(config, as_bitsandbytes_does):
     assert ours < 1 < unseen(with_adam8bit)
 
 
-def test_the_summary_says_which_one_ran(fit, as_bitsandbytes_does):
+def test_the_summary_says_which_one_ran(fit, without_compiler):
     name = "bitsandbytes.optim.adam.Adam8bit"
     ways = [f"{name} (one C++ pass)", f"{name} (torch operators)"]
     if compiled.library(SOURCE, EXACTLY) is not None:
         assert fit("optim=adam8bit", folder="first")[0]["optimizer"] == ways[0]
-    as_bitsandbytes_does()
+    without_compiler()
     assert fit("optim=adam8bit", folder="second")[0]["optimizer"] == ways[1]
     assert fit("optim=adamw", folder="third")[0]["optimizer"] == "torch.optim.adamw.AdamW"

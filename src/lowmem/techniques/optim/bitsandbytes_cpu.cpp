@@ -1,7 +1,7 @@
 // One step of bitsandbytes' block-wise 8-bit Adam or Lion, in one pass over memory: see bitsandbytes_cpu.py.
 //
 // The arithmetic and its order are those of the torch operators that bitsandbytes steps with: a fused multiply-add where
-// they have one and nowhere else (-ffp-contract=off). Every code is the nearest, but that of a second moment is never zero.
+// they have one and nowhere else (-ffp-contract=off). Every code is the nearest.
 #include <algorithm>
 #include <cmath>
 
@@ -59,10 +59,7 @@ struct Scale {
             const int code = lower[SIGNED && x < 0 ? cell + CELLS : cell];
             nearest[i] = nearer(code, x) ? code + 1 : code;
         }
-        for (int i = 0; i < n; i++) {
-            const int least = !SIGNED && from[i] != 0;
-            codes[i] = uint8_t(nearest[i] < least ? least : nearest[i]);
-        }
+        for (int i = 0; i < n; i++) codes[i] = uint8_t(nearest[i]);
         return top;
     }
 };

@@ -58,6 +58,7 @@ class MakeOptimizer:
         if hasattr(optimizer, "get_config"):
             _hold_state_in_the_groups_bits(optimizer)
             _decay_before_the_update(optimizer)
+            _hold_no_second_moment_of_zero(optimizer)
             in_one_pass(optimizer)
         if getattr(optimizer, "is_paged", False):
             _restore_paged(optimizer)
@@ -112,6 +113,27 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
         theirs(group | {"weight_decay": 0.0}, p, gindex, pindex)
 
     optimizer.update_step = update_step
+
+
+def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
+    """Gives the code of zero on bitsandbytes' scale of second moments a small number, on every device. Rounded to zero
+    beside a first moment that is not, a second moment makes a step of m / eps: thousands of times lr. (A second moment
+    of zero beside a larger one shortens steps a little; one in a block of zeros stays zero.)"""
+    optimizer.fill_qmap()
+    theirs = optimizer.load_state_dict
+
+    def load_state_dict(state_dict: dict, move_to_device: bool = True) -> None:
+        theirs(state_dict, move_to_device)
+        for state in optimizer.state.values():  # each has a scale of its own; a checkpoint may be of an older run
+            _replace_zero(state.get("qmap2"))
+
+    optimizer.load_state_dict = load_state_dict
+    _replace_zero(optimizer.name2qmap["udynamic"])
+
+
+def _replace_zero(scale: Tensor | None) -> None:
+    if scale is not None:
+        scale[0] = scale[1] / 2
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:

@@ -14,7 +14,6 @@ FACTORS = {
     "adam8bit": (0.5, 1, 2),
     "adamw8bit": (0.5, 1, 2),
     "paged_adamw8bit": (0.5, 1, 2),  # bitsandbytes' AdamW8bit
-    "adamw_fp8": (0.5, 1, 2),
     "adamw4bit": (0.5, 1, 2),
     "adafactor": (0.5, 1, 2, 4),
     "muon": (0.1, 0.25, 0.5, 1, 2, 4),

@@ -44,7 +44,7 @@ FOUR = ["batch_size=2", "accumulation.sizes={0: 4}"]
 TECHNIQUES = {
     **{f"precision={p}": USUAL for p in ("32", "tf32", "bf16", "bf16-true", "bf16-sr", "bf16-master")},
     **{f"precision={p}": FEW for p in ("16", "16-true", "16-master")},
-    **{f"optim={o}": USUAL for o in ("adam8bit", "adamw8bit", "adamw_fp8", "lion8bit", "muon", "adafactor", "sgd")},
+    **{f"optim={o}": USUAL for o in ("adam8bit", "adamw8bit", "lion8bit", "muon", "adafactor", "sgd")},
     **{f"optim={o}": FEW for o in ("adamw4bit", "paged_adamw8bit", "paged_adamw32bit")},
     "optim.in_backward=true": [*USUAL, "clip=null"],
     "accumulation=fixed": [*USUAL, "accumulation.batches=2", "batch_size=2"],

@@ -169,6 +169,15 @@ def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
         cli.prepare(lines)
 
 
+def test_a_run_of_an_optimizer_that_was_taken_out_is_evaluated_and_exported_but_not_resumed(earlier):
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["optim=adamw_fp8", "optim.eps=1e-7"]))
+    for work in ("evaluate", "export"):
+        assert cli.prepare([f"{work}={earlier}"]) == ["optim=adamw8bit", "optim.eps=1e-7", f"{work}={earlier}"]
+    for typed in ([], ["optim=adamw8bit"]):
+        with pytest.raises(Refused, match=r"no other optimizer can read its state\. Type optim=adamw8bit model=hf"):
+            cli.prepare([f"resume={earlier}", *typed])
+
+
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

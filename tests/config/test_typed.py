@@ -36,6 +36,8 @@ REFUSED = {
     "precison=16": "nothing reads precison. Type precision=16.",
     "+precison=16": "nothing reads precison. Type precision=16.",
     "precison=fp16": "Type precision=bf16, or one of 16, 16-master, ",
+    "optim=adamw_fp8": "optim=adamw_fp8 was taken out: float8 rounds small second moments to zero, and weights of rare "
+    "tokens grew without bound. Type optim=adamw8bit.",
     "precision=bf61": "there is no precision/bf61. Type precision=bf16, or one of 16, ",
     "optim=adam8bits": "Type optim=adam8bit, or one of ",
     "otpim=sgd": "Type optim=sgd.",

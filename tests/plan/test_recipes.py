@@ -240,7 +240,7 @@ def test_and_what_was_typed_for_it_is_refused():
         ([], "bf16-sr", "adafactor", 3, ["bf16-sr", "adafactor for adamw"]),
         (["precision=bf16-true"], "bf16-sr", "adamw", 3, ["bf16-sr"]),  # with may_change
         (["precision=bf16-sr"], "bf16-master", "adamw", 2, ["bf16-master"]),
-        (["optim=adamw_fp8"], "32", "adam8bit", 2, ["8-bit state"]),
+        (["optim=adamw8bit"], "32", "adam8bit", 2, ["8-bit state"]),
         (["precision=bf16"], "bf16", "adam8bit", 2, ["8-bit state"]),
         (["precision=bf16-true"], "bf16-true", "adamw", 1, []),
         (["optim=adafactor"], "bf16", "adafactor", 2, ["bf16"]),

@@ -197,7 +197,9 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in places for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            earlier = list(map(_renamed, without(of_a_run.union(GONE), folders.lines_of(file))))
+            earlier = without(of_a_run.union(GONE), folders.lines_of(file))
+            _refuse_taken_out(earlier, lines)
+            earlier = list(map(_renamed, earlier))
             _refuse_code(earlier, arguments, folder)
             return earlier
     return []
@@ -212,8 +214,22 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
         )
 
 
+def _refuse_taken_out(earlier: list[str], lines: list[str]) -> None:
+    """Refuses to resume a run whose optimizer no longer exists. Its model can be evaluated and exported."""
+    taken = [line for line in earlier if line in spelling.TAKEN_OUT]
+    resumed = [line for line in lines if key(line) == "resume"]
+    if taken and resumed:
+        instead, why = spelling.TAKEN_OUT[taken[0]]
+        raise Refused(
+            f"{resumed[0]}: {taken[0]} was taken out ({why}), and no other optimizer can read its state. Type "
+            f"{instead} model=hf model.name=<run folder>/model for a new run; export=<run folder> writes that folder."
+        )
+
+
 def _renamed(line: str) -> str:
     """Returns a line of an earlier lowmem with today's names."""
+    if line in spelling.TAKEN_OUT:
+        return spelling.TAKEN_OUT[line][0]
     return f"plan={line.partition('=')[2]}" if key(line) == "fit" else line
 
 

@@ -46,6 +46,13 @@ OTHER_NAMES = {
 }
 # group -> its choice for a file, folder or hub id, and the key that names it
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
+# Choices of an earlier lowmem -> (one to type instead that has the same keys, why they were taken out).
+TAKEN_OUT = {
+    "optim=adamw_fp8": (
+        "optim=adamw8bit",
+        "float8 rounds small second moments to zero, and weights of rare tokens grew without bound",
+    )
+}
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
@@ -82,6 +89,10 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
             raise Refused(f"{line}: there is no such choice. Type {group}=<one of {', '.join(_choices(group))}>.")
         if group in _needed() and (line.startswith("~") or "null" in choices):
             raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
+        if taken := TAKEN_OUT.keys() & {f"{group}={choice}" for choice in choices}:
+            typed = taken.pop()
+            instead, why = TAKEN_OUT[typed]
+            raise Refused(f"{typed} was taken out: {why}. Type {instead}.")
         if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
             if group in OF_A_PLACE and ("/" in wrong[0] or os.path.exists(wrong[0])):
                 raise Refused(_of_place(group, wrong[0]))

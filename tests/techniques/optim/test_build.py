@@ -128,7 +128,6 @@ STATE_BYTES = {
     "adam8bit": 2.03,
     "adamw8bit": 2.03,
     "paged_adamw8bit": 2.03,
-    "adamw_fp8": 2.03,
     "adamw4bit": 1.06,
     "lion8bit": 1.02,
     "muon": 4.0,

@@ -43,6 +43,12 @@ def test_every_token_that_follows_in_its_document_is_predicted_once(kind):
     assert sorted(pairs(every(made))) == following(texts())
 
 
+@pytest.mark.parametrize("kind", ["documents", "padded"])
+def test_real_marks_each_token_of_a_document_and_no_filler(kind):
+    batch = every(rows(split(*texts()), SEQ_LEN, kind, "cut", "train"))  # no document has the filler's id
+    assert not batch.real.all() and torch.equal(batch.real, batch.input_ids != packing.FILLER)
+
+
 def test_joined_rows_are_the_text_cut_anywhere():
     text = np.concatenate(texts())
     batch = every(rows(split(*texts()), SEQ_LEN, "joined", "cut", "train"))

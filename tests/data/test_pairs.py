@@ -119,7 +119,7 @@ def test_nothing_of_a_batch_has_its_shape_and_no_weight():
 def test_rows_of_a_pair_do_not_depend_on_the_batch(kind):
     made = KINDS[kind](drawn()[0], SEQ_LEN, "drop", "train")
     alone, beside = made.micro_batch(np.array([3])), made.micro_batch(np.array([1, 3]))
-    fill = {"input_ids": FILLER, "labels": IGNORED, "lengths": 0}
+    fill = {"input_ids": FILLER, "labels": IGNORED, "lengths": 0, "real": False}
     for name, one in alone.tensors.items():
         if name == "position_ids":
             assert torch.equal(beside.position_ids[1:], one)

@@ -2,9 +2,11 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import parity
 from lowmem.config.instantiate import instantiate
@@ -101,6 +103,77 @@ def test_it_does_not_matter_whether_blocks_are_computed_again(config):
     policies.every_layer(model)
     again = gradients(config, model, losses.full, window(0, 4))
     assert all(torch.equal(again[name], g) for name, g in kept.items())
+
+
+# Sizes by the names that configs give them.
+SMALL = {
+    **dict.fromkeys(("num_local_experts", "num_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": FACTOR,
+    "aux_loss_coef": FACTOR,  # of JetMoe
+}
+FAMILIES = [
+    "ernie4_5_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "jamba",
+    "jetmoe",
+    "laguna",
+    "mellum",
+    "minimax",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # about kernels that are not installed
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])
+def test_filler_does_not_count_and_attention_gets_no_mask(family):
+    """Oracle: transformers' own loss of the same rows with an attention mask."""
+    known = CONFIG_MAPPING[family]()
+    shape = {name: size for name, size in SMALL.items() if hasattr(known, name)}
+    model, bodies = network(family, output_router_logits=True, **shape).eval(), []
+    ids, real = torch.randint(2, VOCABULARY, (2, 12)), torch.ones(2, 12, dtype=torch.bool)
+    real[0, 4:] = False
+    ids[~real] = 0
+    other = ids.where(real, 7)
+    with torch.no_grad():
+        right = model(input_ids=ids, attention_mask=real.long(), use_cache=False).aux_loss.item()
+        auxiliary = AuxiliaryLoss(model)
+        model.base_model.register_forward_pre_hook(lambda *called: bodies.append(called[2]), with_kwargs=True)
+        found = []
+        for rows in (ids, other):
+            auxiliary.count(real)
+            model(input_ids=rows, use_cache=False)
+            found.append(auxiliary.take().item() / FACTOR)
+        model(input_ids=ids, use_cache=False)  # wrong: all tokens count
+        found.append(auxiliary.take().item() / FACTOR)
+    roundings = 1e-6  # of a loss near 2, computed in fp32
+    assert found[:2] == pytest.approx([right, right], rel=roundings) and abs(found[2] - right) > 100 * roundings
+    assert all(body.get("attention_mask") is None for body in bodies)
+
+
+@pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
+def test_filler_changes_no_gradient(config, loss):
+    """A row alone, and with filler behind it."""
+    short = window(0).micro_batches[0].each(lambda tensor: tensor[:1, :5])
+    filled = torch.nn.functional.pad(short.input_ids, (0, 7))
+    labels = torch.nn.functional.pad(short.labels, (0, 7), value=losses.IGNORED)
+    padded = MicroBatch(filled, labels, real=torch.arange(12)[None] < 5)
+    alone, right = (gradients(config, mixture(), loss, Window([b], 5, 5, START)) for b in (short, padded))
+    assert worst(right, alone) < 1e-5
+    wrong = gradients(config, mixture(), loss, Window([replace(padded, real=None)], 5, 5, START))
+    assert worst(wrong, alone) > 1e-3
 
 
 def test_a_model_that_is_not_asked_adds_nothing(config):

@@ -35,6 +35,7 @@ class MicroBatch:
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
     position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: each row is one document
+    real: Tensor | None = None  # (B, T) bool: False for filler behind a row's last document; None: there is no filler
 
     @property
     def weight(self) -> int:
@@ -125,6 +126,7 @@ class Rows:
     report: Mapping = MappingProxyType({})
     without_gaps = False
     positions = False  # micro-batches have `position_ids`
+    filler = False  # micro-batches have `real`
     numbered = True  # rows can be counted, and read by their numbers; those of a stream cannot
 
     def __len__(self) -> int:
@@ -137,7 +139,8 @@ class Rows:
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
         """Returns full rows of zeros, in as many tensors and as much memory as real ones, for a trace by shape."""
         tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
-        return MicroBatch(*tensors)
+        real = torch.ones(batch_size, seq_len, dtype=torch.bool) if cls.filler else None
+        return MicroBatch(*tensors, real=real)
 
     def loader(self, *how: object) -> "WindowLoader":
         """Returns the loader of these rows. Args: how: the arguments of `WindowLoader` after the rows."""

@@ -109,6 +109,7 @@ class Mixed(Rows):
         self.names, self.parts = list(parts), list(parts.values())
         self.seq_len = self.parts[0].seq_len
         self.positions = any(rows.positions for rows in self.parts)
+        self.filler = any(rows.filler for rows in self.parts)
         self.per_row = [_per_row(rows) for rows in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
@@ -152,6 +153,7 @@ class Mixed(Rows):
         shape = len(indices), self.seq_len
         ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         positions = torch.arange(self.seq_len).repeat(len(indices), 1) if self.positions else None
+        real = torch.ones(shape, dtype=torch.bool) if self.filler else None
         numbers = np.searchsorted(self.ends, indices, side="right")  # of sources
         for number in np.unique(numbers):
             here = np.flatnonzero(numbers == number)
@@ -159,7 +161,9 @@ class Mixed(Rows):
             ids[here], labels[here] = batch.input_ids, batch.labels
             if batch.position_ids is not None:
                 positions[here] = batch.position_ids
-        return MicroBatch(ids, labels, positions)
+            if batch.real is not None:
+                real[here] = batch.real
+        return MicroBatch(ids, labels, positions, real)
 
     def starts(self, row: int) -> list[int]:
         number = int(np.searchsorted(self.ends, row, side="right"))

@@ -116,6 +116,8 @@ class Pieces(NamedTuple):
 class _Apart(Rows):
     """The base class of `documents` and `padded`: it has the pieces, and counts the documents without one."""
 
+    filler = True
+
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         self.split, self.seq_len, self.too_long = split, seq_len, too_long
         self.pieces, self.report = self._chosen(name)
@@ -187,6 +189,7 @@ class Documents(_Apart):
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         shape = len(indices), self.seq_len
         ids, labels, positions = np.full(shape, FILLER), np.full(shape, IGNORED), np.empty(shape, np.int64)
+        real = np.ones(shape, bool)
         for row, index in enumerate(indices):
             at = 0
             for piece in self.documents(int(index)):
@@ -194,8 +197,8 @@ class Documents(_Apart):
                 self._fill(piece, ids[row, here], labels[row, here])
                 positions[row, here] = np.arange(here.stop - at)
                 at = here.stop
-            positions[row, at:] = np.arange(self.seq_len - at)
-        return MicroBatch(*map(torch.from_numpy, (ids, labels, positions)))
+            positions[row, at:], real[row, at:] = np.arange(self.seq_len - at), False
+        return MicroBatch(*map(torch.from_numpy, (ids, labels, positions, real)))
 
 
 class Padded(_Apart):
@@ -230,7 +233,8 @@ class Padded(_Apart):
         ids, labels = np.full(shape, FILLER), np.full(shape, IGNORED)
         for row, (piece, length) in enumerate(zip(indices, lengths.tolist(), strict=True)):
             self._fill(piece, ids[row, :length], labels[row, :length])
-        return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
+        real = np.arange(shape[1]) < lengths[:, None]
+        return MicroBatch(*map(torch.from_numpy, (ids, labels)), real=torch.from_numpy(real))
 
 
 PACKINGS = {"joined": Joined, "documents": Documents, "padded": Padded}
@@ -265,7 +269,7 @@ def describe_split(report: Mapping, name: str, packing: str, units: str = "docum
 def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
     """Returns an example of the data's micro-batches. Args: data: arguments of a source; a mixture copies rows."""
     if "parts" in data:
-        return (Documents if with_positions(data) else Padded).example(batch_size, seq_len)
+        return (Documents if with_positions(data) else Rows).example(batch_size, seq_len)
     return PACKINGS[data.get("packing", "joined")].example(batch_size, seq_len)
 
 

@@ -125,6 +125,7 @@ class CausalLM(LightningModule):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Returns the summed loss."""
+        self.auxiliary_loss.count(micro_batch.real)
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
@@ -197,7 +198,7 @@ class CausalLM(LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
             sums.loss += loss.detach()
-            if (auxiliary := self.auxiliary_loss.take()) is not None:  # a mean over tokens
+            if (auxiliary := self.auxiliary_loss.take()) is not None:
                 auxiliary = auxiliary * micro_batch.weight
                 sums.auxiliary = auxiliary.detach() + (0.0 if sums.auxiliary is None else sums.auxiliary)
                 loss = loss + auxiliary

@@ -6,6 +6,7 @@ Of the matrix of models, policies, losses, slots and masters any two choices are
 
 import threading
 from _thread import interrupt_main
+from dataclasses import replace
 from itertools import count, product
 
 import pytest
@@ -291,6 +292,19 @@ def test_gradients_are_added_in_the_order_of_the_window(config, monkeypatch):
     assert trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
     gradients_added_in_another_order(monkeypatch)
     assert not trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
+
+
+def counting_some(module):
+    """Let the auxiliary loss count other tokens in each micro-batch."""
+    forward = module.forward
+    module.forward = lambda batch: forward(replace(batch, real=batch.input_ids % 3 > 0))
+
+
+def test_micro_batches_under_way_at_once_count_their_own_tokens(config):
+    arguments = lines("qwen3_moe", "loss=full", "max_steps=2")
+    right = trained(config, RESIDENT, "qwen3_moe", arguments, prepare=counting_some)
+    assert trained(config, BY_LAYER, "qwen3_moe", arguments, prepare=counting_some).same(right)
+    assert not trained(config, BY_LAYER, "qwen3_moe", arguments).same(right)
 
 
 def auxiliary_loss_counted_once(monkeypatch):

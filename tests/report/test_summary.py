@@ -32,6 +32,10 @@ def test_the_table(fit):
     assert 0.2 < resident < 8
     assert "skipped" not in summary.table(whole)
     assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})
+    assert "highest learning rate" not in summary.table(whole)
+    low = whole | {"highest_lr": 4e-4, "lr": 1e-3}  # of a run that ended in its warm-up
+    assert "highest learning rate     0.0004 (lr=0.001)" in summary.table(low)
+    assert "highest learning rate" not in summary.table(low | {"resumed_from": "step-00000040.ckpt"})
 
 
 def test_a_library_that_is_not_installed_has_no_version_and_a_run_still_its_summary(fit, monkeypatch):

@@ -65,6 +65,7 @@ class Metrics(Callback):
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
         self._seconds, self._tokens = 0.0, 0  # of the same windows
         self.val_loss = float("nan")
+        self._lr, self.highest_lr = 0.0, 0.0  # of the window's step, and of all steps of this process
         self.auxiliary_loss: float | None = None  # what a model adds to the loss of its tokens
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
@@ -84,12 +85,16 @@ class Metrics(Callback):
         self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, bar_format=BAR, **SHOWN)
         self._since = time.perf_counter()
 
+    def on_train_batch_start(self, trainer: Trainer, *_) -> None:
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])  # before the schedule moves on; torchao: a tensor
+
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
             self._loss_sum += outputs["loss"] * outputs["weight"]
             self._loss_weight += outputs["weight"]
             if outputs["auxiliary_loss"] is not None:
                 self._auxiliary_sum += outputs["auxiliary_loss"] * outputs["weight"]
+            self.highest_lr = max(self.highest_lr, self._lr)
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds_since_start()
         self._count_time(outputs["tokens"])
@@ -115,7 +120,7 @@ class Metrics(Callback):
         self._loss_sum, self._auxiliary_sum, self._loss_weight = 0.0, 0.0, 0
         metrics = {
             "train_loss": self.train_loss,
-            "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),  # torchao keeps a tensor
+            "lr": self._lr,
             "tokens_per_second": self.tokens_per_second(),
             "skipped_steps": module.skipped_steps,
         }

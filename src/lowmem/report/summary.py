@@ -48,6 +48,7 @@ def table(summary: Mapping) -> str:
         *([("  trained", f"{own:,}")] if (own := summary["trained_parameters"]) < summary["parameters"] else []),
         ("optimizer", summary["optimizer"] or "-"),
         ("optimizer steps", _steps(summary)),
+        *_lr_rows(summary),
         ("tokens", f"{summary['tokens']:,}"),
         ("train loss", _number(summary["train_loss"], ".4f")),
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
@@ -75,6 +76,13 @@ def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
         else:
             yield f"  {data_set['name']}", ", ".join(f"{name} {value}" for name, value in figures)
     yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
+
+
+def _lr_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
+    """Yields a row if no step had the learning rate that was asked for. A resumed run may have had it earlier."""
+    highest, asked = summary["highest_lr"], summary["lr"]
+    if 0 < highest < asked and not summary["resumed_from"]:
+        yield "highest learning rate", f"{highest:.3g} (lr={asked:g})"
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:

@@ -34,6 +34,8 @@ def _numbers(training: Training, run: Run) -> dict:
         "seconds_per_step": metrics.seconds_per_step(),
         "first_step_seconds": metrics.first_step_seconds,
         "train_loss": metrics.train_loss,
+        "lr": run.lr,
+        "highest_lr": metrics.highest_lr,  # of the steps since the run started or was resumed
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0].get("bits_per_byte") if metrics.evaluated else None,

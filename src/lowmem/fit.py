@@ -94,6 +94,8 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
+        saved = task.saved
+        hints.tell_schedule(command.run, saved and (saved.asked, saved.steps, saved.lr))
     run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)

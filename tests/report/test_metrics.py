@@ -132,3 +132,22 @@ def test_metrics_have_the_gradient_norm_without_clipping(fit, precision, how):
 def test_metrics_have_no_gradient_norm_if_gradients_are_stepped_before_all_are_known(fit):
     _, folder = fit("precision=bf16-master", "clip=null", "max_steps=2")
     assert gradient_norms(folder) == ["", ""]
+
+
+def test_each_row_has_the_lr_with_which_its_step_was_made_also_after_a_resume(fit, caplog):
+    """A run of two steps goes on until its fourth; the linear schedule follows."""
+
+    def rates(run):
+        with (run / "metrics.csv").open() as file:
+            return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
+
+    lines = ("lr=1e-2", "scheduler=linear", "log_every=1", "save_every=1", "sample_tokens=0")
+    whole, first = fit(*lines, "max_steps=2", folder="first")
+    assert rates(first) == [1e-2, 0.5e-2] and whole["highest_lr"] == whole["lr"] == 1e-2
+    caplog.set_level("INFO")
+    _, longer = fit(*lines, "max_steps=4", f"resume={first}", folder="longer")
+    assert rates(longer) == [0.5e-2, 0.25e-2] and "lr is 0.005 from step 3 on, and was 0 there" in caplog.text
+    caplog.clear()
+    (saved,) = (first / "checkpoints").glob("step-00000001.ckpt")
+    _, again = fit(*lines, "max_steps=2", f"resume={saved}", folder="again")
+    assert rates(again) == [0.5e-2] and " and was " not in caplog.text

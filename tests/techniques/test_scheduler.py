@@ -42,3 +42,28 @@ def test_a_share_of_all_steps_warms_up_as_so_many_steps_do(make):
     assert by_share == rates(make, 40, warmup_steps=10, total_steps=40)
     assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share is the one that counts
     assert rates(make, 40, warmup_steps=7, warmup=0.0, total_steps=40)[0] == 2.0
+
+
+@pytest.mark.parametrize("lr", [2.0, torch.tensor(2.0)], ids=["a number", "a tensor"])
+def test_a_resumed_schedule_has_its_own_lr_and_length_from_its_first_step_on(lr):
+    """torch restores lr, which would be the old one for good, or for a step; a tensor of torchao is kept."""
+
+    def made(lr, total):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+        return optimizer, scheduler.linear(optimizer, warmup_steps=0, total_steps=total)
+
+    optimizer, schedule = made(1.0, 4)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    longer, resumed = made(lr, 8)
+    longer.load_state_dict(optimizer.state_dict())
+    if isinstance(lr, torch.Tensor):
+        longer.param_groups[0]["lr"] = held = torch.tensor(0.0)
+    resumed.load_state_dict(schedule.state_dict())
+    assert float(longer.param_groups[0]["lr"]) == 1.0 == float(resumed.get_last_lr()[0])
+    assert not isinstance(lr, torch.Tensor) or longer.param_groups[0]["lr"] is held
+    longer.step()
+    resumed.step()
+    assert float(longer.param_groups[0]["lr"]) == 0.75 == resumed.at(5)

@@ -1,11 +1,14 @@
 """Prints in which folder a run goes on, where its files are, and the commands that use them."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
+from lowmem.techniques.scheduler import preview
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,31 @@ def tell_lr(run: Run) -> None:
         log.info(
             f"lr={run.lr} suits a training of all weights. An adapter wants ten times as much or more: with AdamW "
             "lr=2e-4."
+        )
+
+
+def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
+    """Logs if the run ends in its warm-up, or if it resumes another one whose schedule differs. Args: resumed: the
+    setting that named the other run, its steps, and the learning rate that its next step would have had."""
+    schedule, last = preview(instantiate(run.scheduler), run.optim.arguments.get("lr", run.lr)), run.max_steps - 1
+    if schedule is None:
+        return
+    if schedule.warm_up > max(last, 1):
+        longer = schedule.warm_up > run.max_steps
+        log.info(
+            f"The warm-up of {schedule.warm_up} steps is {'longer than' if longer else 'as long as'} this run of "
+            f"{run.max_steps}: lr {'ends at' if longer else 'reaches'} {schedule.at(last):.3g}"
+            f"{f', below lr={run.lr:g}' if longer else ' at its last step'}. Type scheduler.warmup=0.03."
+        )
+    if resumed is None:
+        return
+    asked, steps, before = resumed
+    now = schedule.at(steps)
+    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # else it stays as it was typed
+        log.info(
+            f"{asked}: lr is {now:.3g} from step {steps + 1} on, and was {before:.3g} there, since another max_steps=, "
+            f"epochs=, lr= or scheduler= changes the schedule. Type scheduler=constant scheduler.warmup=0 "
+            f"lr={before or now / 10:.2g} for one rate until the end."
         )
 
 

@@ -312,6 +312,7 @@ class Saved:
             self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
+            self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # of the next step
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: written without
             self.template = ours.get("template")  # of conversations; None: there were none
             self.start = ours.get("start")  # digest of the weights at the beginning, with which a loss compares

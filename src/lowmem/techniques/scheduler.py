@@ -2,25 +2,54 @@
 
 A step that the loss scaler skips does not count. The optimizer is the only argument that a yaml leaves open. `warmup`
 is a share of `total_steps`, and replaces `warmup_steps` if it is set.
+
+A resumed run takes its place from the checkpoint, and `lr` and all else from its own settings.
 """
 
 import math
 from collections.abc import Callable
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
-def constant(optimizer: Optimizer, warmup_steps: int, total_steps: int = 0, warmup: float | None = None) -> LambdaLR:
+class Schedule(LambdaLR):
+    """Multiplies `lr` by a factor. Args: factor: a function of the number of steps done; warm_up: steps in which it
+    rises."""
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], warm_up: int) -> None:
+        self.warm_up = warm_up
+        super().__init__(optimizer, factor)
+
+    def at(self, step: int) -> float:
+        """Returns the learning rate of a step. Args: step: counted from 0."""
+        return float(self.base_lrs[0]) * self.lr_lambdas[0](step)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continues at the saved step. torch would also restore the saved `lr`, and keep it for one more step."""
+        step = state_dict["last_epoch"]
+        rates = [lr * factor(step) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        own = {"base_lrs": self.base_lrs, "warm_up": self.warm_up}
+        super().load_state_dict(state_dict | own | {"_last_lr": rates})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # of torchao
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def constant(optimizer: Optimizer, warmup_steps: int, total_steps: int = 0, warmup: float | None = None) -> Schedule:
     return _schedule(optimizer, _rising(warmup_steps, total_steps, warmup), lambda step: 1.0)
 
 
-def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> LambdaLR:
+def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> Schedule:
     rising = _rising(warmup_steps, total_steps, warmup)
     return _schedule(optimizer, rising, lambda step: 1.0 - _progress(step, rising, total_steps))
 
 
-def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> LambdaLR:
+def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, warmup: float | None = None) -> Schedule:
     rising = _rising(warmup_steps, total_steps, warmup)
 
     def factor(step: int) -> float:
@@ -34,14 +63,20 @@ def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
     return warmup_steps if warmup is None else round(warmup * total_steps)
 
 
-def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> LambdaLR:
+def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> Schedule:
     # The first step already moves (1 / warmup_steps): a step at lr 0 would be computed for nothing.
     def factor(step: int) -> float:
         return (step + 1) / warmup_steps if step < warmup_steps else after(step)
 
-    return LambdaLR(optimizer, factor)
+    return Schedule(optimizer, factor, warmup_steps)
 
 
 def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
     """Returns the progress of the decay: 0 at the end of the warm-up, 1 from `total_steps` on."""
     return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+
+
+def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
+    """Returns the schedule of a run before there is an optimizer; None if its class is not ours."""
+    made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
+    return made if isinstance(made, Schedule) else None

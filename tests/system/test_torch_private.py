@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 
+import networks
 from conftest import ROOT
 from lowmem.system import torch_private
 
@@ -43,6 +44,18 @@ def test_a_dispatch_mode_sees_each_operator_also_in_backward():
     message = breaks("the memory meter, plans and gradient_checkpointing=selective")
     assert seen.functions.count(torch.ops.aten.mm.default) == 3, message
     assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
+
+
+def test_names_without_a_place_are_all_found_also_those_that_a_class_ignores():
+    model = networks.network("gpt2")
+    tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors |= {name: torch.empty(1, device="meta") for name in ("transformer.h.0.attn.bias", "mtp.fc.weight")}
+    how = {"config": model.config, "state_dict": tensors, "device_map": "meta", "output_loading_info": True}
+    with torch_private.all_unexpected() as found:
+        _, info = type(model).from_pretrained(None, **how)
+    message = breaks("telling which weights of a model's files are not used")
+    assert found == {"transformer.h.0.attn.bias", "mtp.fc.weight"}, message
+    assert set(info["unexpected_keys"]) == {"mtp.fc.weight"}, message
 
 
 def test_the_modes_of_a_thread_are_on_in_another_one():

@@ -34,7 +34,8 @@ from lowmem.config import schema
 from lowmem.config.check import POSITIONS, check_hub_id, check_positions
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
-from lowmem.model import vocabulary
+from lowmem.model import published_files, vocabulary
+from lowmem.model.published_files import Compared
 from lowmem.system.errors import Refused, refuse_gated
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def describe(run: Run, plans: bool = False) -> Described:
     the yaml lacks are looked up."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
-    config = architecture(spec.model_copy(update={"pretrained": False}) if plans and says_all else spec)
+    elsewhere = plans and says_all and not _is_folder(spec.name)
+    config = architecture(spec.model_copy(update={"pretrained": False}) if elsewhere else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
     grows = wanted and tokens is not None  # a tokenizer that is trained here has room for them
     return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
@@ -76,8 +78,8 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     """Returns the model's configuration: the yaml's keys, on top of the published ones if weights are loaded.
 
     Raises:
-        Refused: an unreachable model, a folder without weights or with damaged ones, a key that the architecture does
-            not have, an architecture that no causal model has.
+        Refused: an unreachable model, a folder without weights or with damaged, quantised or other ones, a key that the
+            architecture does not have, an architecture that no causal model has.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
@@ -89,8 +91,70 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
             "trains what predicts the next token from those before it. Type model=gpt2, or model.name=<a causal one>."
         )
     if pretrained:
+        _refuse_quantised(spec, config)
         _check_weights_files(name)
+        _agree_with_files(spec, config)
+    elif hasattr(config, "quantization_config"):  # of published weights, which are not read
+        del config.quantization_config
     return config
+
+
+def _refuse_quantised(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
+    """Refuses weights of fewer than 16 bits. Args: dtype: that of the files' headers, if they have such ones."""
+    parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
+    says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if not says and dtype is None:
+        return
+    how = published_files.named(says) if says else dtype
+    raise Refused(
+        f"model.name={spec.name}: its files are quantised ({how}), and such weights can neither be trained nor adapted "
+        "here. Give the 16-bit original, with adapter=qlora if memory is short."
+    )
+
+
+def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared | None:
+    """Changes the configuration's tie to what the files hold, if they are on this machine, and returns how they differ
+    from the model class.
+
+    Raises:
+        Refused: the files hold quantised weights, or layers that the configuration does not have.
+    """
+    folder = _folder_here(spec.name)
+    if folder is None:
+        return None
+    if kind := published_files.quantised_as(published_files.headers(folder)):
+        _refuse_quantised(spec, config, kind)
+    found = published_files.compare(folder, config)
+    if found and found.beyond:
+        depth = config.get_text_config(decoder=True).num_hidden_layers
+        raise Refused(
+            f"model.name={spec.name}: its files hold {found.beyond}, and its configuration has {depth} layers: it "
+            "is probably not that of these weights. Give the config.json that belongs to them, or type "
+            f"model.architecture={{num_hidden_layers:{found.layers}}}."
+        )
+    if found and found.own_head:
+        _untie(config)
+    return found
+
+
+def _untie(config: PretrainedConfig) -> None:
+    config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
+
+
+def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
+    """Logs what of the files is not used, and a head that the configuration ties."""
+    if found and found.unused:
+        first, *more = found.unused
+        which = f"{1 + len(more)} tensors of its files are" if more else "a tensor of its files is"
+        log.info(
+            f"model.name={spec.name}: {which} not used, {first}{' among them' if more else ''}: the model class has no "
+            "place for that. model/ will not have it."
+        )
+    if found and found.own_head:
+        log.info(
+            f"model.name={spec.name}: its configuration ties the head to the embedding, and its files hold different "
+            "ones. They are trained as two, and the configuration in model/ will say tie_word_embeddings=false."
+        )
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
@@ -231,16 +295,25 @@ def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: b
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
 
-def _dtypes_here(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of the weights in a folder, or of a hub id's that are in the cache; empty: there are none."""
+def _is_folder(name: str) -> bool:
+    return os.path.isdir(os.path.expanduser(name))
+
+
+def _folder_here(name: str) -> Path | None:
+    """Returns a model's folder, or that of a hub id in the cache; None: it has not been downloaded."""
     place = _place(name)
     if not Path(place).is_dir():
         try:
             place = snapshot_download(place, local_files_only=True)
         except OSError:
-            return set()
-    kinds = set()
-    for file in Path(place).glob("*.safetensors"):
+            return None
+    return Path(place)
+
+
+def _dtypes_here(name: str) -> set[torch.dtype | None]:
+    """Returns the dtypes of the weights in a folder, or of a hub id's that are in the cache; empty: there are none."""
+    kinds, folder = set(), _folder_here(name)
+    for file in folder.glob("*.safetensors") if folder else ():
         with safe_open(file, "pt") as weights:
             kinds |= {_DTYPES.get(weights.get_slice(key).get_dtype()) for key in weights.keys()}  # noqa: SIM118
     return kinds
@@ -265,7 +338,7 @@ def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
 
     def load_with(attention: str) -> PreTrainedModel:
         if spec.pretrained:
-            return _load(spec.name, described.config, how | {"attn_implementation": attention})
+            return _load(spec, described.config, how | {"attn_implementation": attention})
         with drawn_in_fp32():
             return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
 
@@ -365,7 +438,8 @@ def drawn_in_fp32() -> Iterator[None]:
         yield
 
 
-def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
+def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrainedModel:
+    name, here = spec.name, _folder_here(spec.name)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             _place(name), config=config, use_safetensors=True, output_loading_info=True, **how
@@ -382,6 +456,8 @@ def _load(name: str, config: PretrainedConfig, how: dict) -> PreTrainedModel:
             f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
             "would start at random. Is model.architecture that of these weights?"
         )
+    if here is None:  # they have been downloaded now
+        _tell_differences(spec, _agree_with_files(spec, model.config))
     return model
 
 
@@ -400,8 +476,11 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Raises Refused if seq_len exceeds the positions of the architecture, published keys included."""
+    """Tells what a folder's files hold besides the model. Raises Refused if seq_len exceeds the positions of the
+    architecture, published keys included."""
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
+    if run.model.pretrained and _is_folder(run.model.name):
+        _tell_differences(run.model, _agree_with_files(run.model, _configuration(run.model)))
 
 
 def positions(config: PretrainedConfig) -> int | None:

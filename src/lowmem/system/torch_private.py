@@ -54,6 +54,7 @@ __all__ = (
     "LeanFakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "all_unexpected",
     "allow_graphs",
     "attention_taken",
     "boundaries_count_as_real",
@@ -259,6 +260,23 @@ def cpu_multiplies_in(name: str) -> bool:
 def attention_taken(model: nn.Module) -> str:
     """Returns the name of the attention that transformers uses for a model. Instead: nothing public shows it."""
     return model.config._attn_implementation
+
+
+@contextmanager
+def all_unexpected() -> Iterator[set[str]]:
+    """Yields a set that gets the names of all tensors that transformers finds no place for inside the `with`, also of
+    those that a class declares to be ignored. Instead: an entry of its loading info."""
+    from transformers import PreTrainedModel  # takes seconds, and torch alone is enough for others of this file
+
+    found: set[str] = set()
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+
+    def adjusted(model: nn.Module, info: object) -> None:
+        found.update(info.unexpected_keys)
+        adjust(model, info)
+
+    with patch.object(PreTrainedModel, "_adjust_missing_and_unexpected_keys", adjusted):
+        yield found
 
 
 def boundaries_count_as_real() -> AbstractContextManager:

@@ -1,0 +1,222 @@
+"""Files of weights that hold something else than the configuration says: told or refused before a weight is loaded."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3NextForCausalLM
+
+from lowmem.model import loading, published_files
+from lowmem.saving.export import ModelFolder, export
+from lowmem.system.errors import Refused
+from networks import Nothing, network
+
+
+def folder(path, **changes):
+    """A published model with a tokenizer. Args: changes: keys of its configuration."""
+    network("llama", **changes).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), eos_token="a").save_pretrained(path)
+    return path
+
+
+def add(path, **tensors):
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
+
+
+def say(path, **keys):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+@pytest.fixture
+def run(config):
+    def made(path, *lines):
+        return config("model=hf", f"model.name={path}", "seq_len=16", "lr=1e-3", *lines)
+
+    return made
+
+
+def loaded(run):
+    return loading.load(loading.describe(run), torch.float32)
+
+
+def told(caplog, run):
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "lowmem"):
+        loading.check_architecture(run)
+    return caplog.text
+
+
+# --- a tie that is none -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_head(tmp_path):
+    path = folder(tmp_path / "own head", tie_word_embeddings=True)
+    add(path, lm_head__weight=torch.randn(500, 32))
+    return path
+
+
+def test_a_head_of_its_own_is_trained_and_exported_as_two_though_the_configuration_ties_it(run, own_head, tmp_path):
+    model = loaded(run(own_head))
+    stored = load_file(own_head / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
+    export(model, ModelFolder(tmp_path / "out", Nothing()))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], stored["lm_head.weight"])
+
+
+def test_a_head_of_its_own_is_told_once_and_a_plan_counts_it(run, own_head, caplog):
+    line = "its configuration ties the head to the embedding, and its files hold different ones"
+    assert told(caplog, run(own_head)).count(line) == 1
+    config = loading.describe(run(own_head), plans=True).config
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config)
+    assert planned.num_parameters() == loaded(run(own_head)).num_parameters()
+
+
+def test_a_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
+    path = folder(tmp_path / "tied", tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    add(path, lm_head__weight=embedding.clone())
+    assert "ties the head" not in told(caplog, run(path))
+    model = loaded(run(path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+
+
+def test_a_difference_in_the_last_row_is_found(run, own_head, monkeypatch, caplog):
+    monkeypatch.setattr(published_files, "ROWS", 64)
+    head = load_file(own_head / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    add(own_head, lm_head__weight=head)
+    assert "ties the head" in told(caplog, run(own_head))
+
+
+# --- weights without a place ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mtp__fc__weight", "model__vision_tower__layers__7__proj__weight"])
+def test_weights_without_a_place_are_told_before_a_weight_is_loaded(run, tmp_path, caplog, monkeypatch, name):
+    path = folder(tmp_path / "more")
+    assert not told(caplog, run(path))
+    add(path, **{name: torch.zeros(3)})
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded"))
+    said = told(caplog, run(path))
+    assert (
+        f"a tensor of its files is not used, {name.replace('__', '.')}: the model class" in said
+        and "model/ will not have it" in said
+    )
+
+
+def test_weights_that_a_class_declares_to_be_ignored_are_told_too(run, tmp_path, caplog):
+    path = tmp_path / "qwen"
+    folder(path)
+    assert any("mtp" in pattern for pattern in Qwen3NextForCausalLM._keys_to_ignore_on_load_unexpected)
+    keys = {"vocab_size": 500, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    keys |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    keys |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    keys |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_value_head_dim": 8}
+    Qwen3NextForCausalLM(AutoConfig.for_model("qwen3_next", **keys)).save_pretrained(path)
+    add(path, mtp__fc__weight=torch.zeros(3), mtp__norm__weight=torch.zeros(3))
+    assert "2 tensors of its files are not used, mtp.fc.weight among them" in told(caplog, run(path))
+
+
+def test_buffers_that_earlier_versions_wrote_are_not_weights(run, tmp_path, caplog):
+    path = folder(tmp_path / "old")
+    network("gpt2").save_pretrained(path)
+    add(path, transformer__h__0__attn__bias=torch.ones(1, 1, 32, 32))
+    assert not told(caplog, run(path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_layers_beyond_the_configurations_are_refused(run, tmp_path, kind):
+    path = folder(tmp_path / "deeper")
+    network(kind).save_pretrained(path)
+    name = "transformer__h__4__ln_1__weight" if kind == "gpt2" else "model__layers__4__self_attn__q_proj__weight"
+    add(path, **{name: torch.zeros(32, 32)})
+    with pytest.raises(Refused, match=r"has 2 layers.*type model\.architecture=\{num_hidden_layers:5\}"):
+        loading.describe(run(path))
+    with pytest.raises(Refused, match="its files hold"):
+        loading.describe(run(path), plans=True)
+
+
+def test_layers_that_predict_several_tokens_are_told_and_not_promised(run, tmp_path, caplog):
+    path = folder(tmp_path / "predicts")
+    say(path, num_nextn_predict_layers=1)
+    add(path, model__layers__2__self_attn__q_proj__weight=torch.zeros(32, 32))
+    assert "not used, model.layers.2.self_attn.q_proj.weight:" in told(caplog, run(path))
+    export(loaded(run(path)), ModelFolder(tmp_path / "out", Nothing()))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    add(path, model__layers__3__self_attn__q_proj__weight=torch.zeros(32, 32))
+    with pytest.raises(Refused, match="num_hidden_layers:4"):
+        loading.describe(run(path))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gemma2"])
+def test_files_whose_tensors_are_joined_or_renamed_hold_nothing_more(run, tmp_path, caplog, kind):
+    path = folder(tmp_path / "joined")
+    network(kind, **({"num_local_experts": 4} if kind == "mixtral" else {})).save_pretrained(
+        path, max_shard_size="20KB"
+    )
+    (path / "model.safetensors").unlink()
+    assert len(published_files.headers(path)) > 10 and not told(caplog, run(path))
+
+
+def test_a_comparison_is_made_once_of_files_that_do_not_change(run, tmp_path, monkeypatch):
+    path = folder(tmp_path / "once")
+    loading.describe(run(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(published_files, "_compare", lambda *_: pytest.fail("again"))
+        loading.describe(run(path), plans=True)
+    add(path, mtp__fc__weight=torch.zeros(3))
+    assert published_files.compare(path, loading.describe(run(path)).config).unused == ["mtp.fc.weight"]
+
+
+def test_a_comparison_draws_no_number(run, tmp_path):
+    path = folder(tmp_path / "x")
+    before = torch.get_rng_state()
+    loading.describe(run(path))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- quantised files --------------------------------------------------------------------------------------------------
+
+QUANTISED = {
+    "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "gptq, 3 bits": {"quant_method": "gptq", "bits": 3},
+    "awq, 4 bits": {"quant_method": "awq", "bits": 4},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+@pytest.mark.parametrize("lines", [(), ("precision=32",), ("adapter=qlora",)])
+def test_quantised_files_are_refused_from_the_configuration_alone(run, tmp_path, monkeypatch, how, lines):
+    path = folder(tmp_path / "quantised")
+    say(path, quantization_config=QUANTISED[how])
+    monkeypatch.setattr(loading, "_check_weights_files", lambda _: pytest.fail("opened a file"))
+    said = rf"its files are quantised \({how}\).*Give the 16-bit original, with adapter=qlora if memory is short\."
+    with pytest.raises(Refused, match=said):
+        loading.describe(run(path, *lines))
+    with pytest.raises(Refused, match=said):
+        loading.check_architecture(run(path, *lines))  # plan, show, training and evaluation
+
+
+def test_quantised_files_without_a_word_in_the_configuration_are_refused(run, tmp_path):
+    path = folder(tmp_path / "fp8")
+    add(path, model__layers__0__mlp__up_proj__weight=torch.zeros(64, 32).to(torch.float8_e4m3fn))
+    with pytest.raises(Refused, match=r"quantised \(F8_E4M3\)"):
+        loading.describe(run(path))
+
+
+def test_a_random_start_of_a_quantised_models_architecture_is_not_quantised(run, tmp_path):
+    path = folder(tmp_path / "quantised")
+    say(path, quantization_config=QUANTISED["fp8"])
+    config = loading.describe(run(path, "model.pretrained=false")).config
+    assert not hasattr(config, "quantization_config")

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.data.loader import MicroBatch
+from lowmem.data.sources import jsonl
 from lowmem.report import sample
 from lowmem.system.errors import Refused
 from same import last, same
@@ -132,6 +133,29 @@ def test_prompts_are_a_list_or_lines(tmp_path):
     for given in ([1], [""], [[]], [[{"role": "user"}]], []):
         with pytest.raises(Refused, match=r"sample_prompts"):
             sample.prompts(given)
+
+
+SEPARATORS = "\u2028\u2029\u0085\x0b\x0c\x1c\r"  # where str.splitlines ends a line
+
+
+def test_lines_of_prompts_end_where_those_of_data_do(tmp_path):
+    said = [{"role": "user", "content": f"a{SEPARATORS[:3]}b"}]
+    records = [{"prompt": f"one{SEPARATORS[:3]}two"}, {"messages": said}]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    texts = [f"one{SEPARATORS}two", " three "]
+    for name, content in (("prompts.jsonl", lines), ("prompts.txt", texts)):
+        for mark, end in (("", "\n"), ("\ufeff", "\r\n")):
+            (tmp_path / name).write_bytes((mark + end.join([*content, ""])).encode())
+            expected = texts if name == "prompts.txt" else [records[0]["prompt"], said]
+            assert sample.prompts(str(tmp_path / name)) == expected
+    read = [record.fields for record in jsonl.lines(tmp_path / "prompts.jsonl")]
+    assert read == records
+
+
+def test_a_line_of_prompts_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(Refused, match=r"sample_prompts: prompts.jsonl, line 3: it is no JSON .*\. Mend it\."):
+        sample.prompts(str(tmp_path / "prompts.jsonl"))
 
 
 def test_without_any_they_begin_as_validation_does():

@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from lowmem.data.loader import IGNORED, MicroBatch
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.jsonl import numbered, value_of
 from lowmem.data.sources.text_files import RECORDS
 from lowmem.model.generation import Prompt, TextGenerator, printable
 from lowmem.report.end_of_evaluation import EndOfEvaluation
@@ -113,21 +115,21 @@ def _is_messages(prompt: object) -> bool:
 
 
 def _read(file: Path) -> list:
+    """Returns the prompts of a file, whose lines are those that data= would read."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if file.suffix.lower() in RECORDS:
+            return [_of_json(line, number, file) for number, line in numbered(file)]
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text in utf-8"
         raise Refused(f"sample_prompts={file}: it cannot be read ({why}). Give a file, or a list: [a,b].") from None
-    if file.suffix not in RECORDS:
-        return lines
-    return [_of_json(line, number, file) for number, line in enumerate(lines, start=1)]
+    return [line.removesuffix("\r") for line in lines if line.strip()]
 
 
-def _of_json(line: str, number: int, file: Path) -> object:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise Refused(f"sample_prompts: {file.name}, line {number} is no JSON ({error}).") from None
+def _of_json(line: bytes, number: int, file: Path) -> object:
+    record = value_of(line)
+    if isinstance(record, BadRecord):
+        raise Refused(f"sample_prompts: {file.name}, line {number}: {record}. Mend it.")
     return record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
 
 

@@ -33,8 +33,16 @@ def jsonl(
 
 
 def lines(file: Path) -> Iterator[Record]:
-    """Yields the record of every line that is not blank. Of a line that is too long only the beginning is read."""
-    with readable(file), file.open("rb") as stream:
+    """Yields the record of every line that is not blank."""
+    with readable(file):
+        for number, line in numbered(file):
+            yield Record(f"line {number:,}", fields_of(line), line)
+
+
+def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, line) of every line that is not blank. Lines end at a line feed alone, since JSON may hold every
+    other separator. Of a line that is too long only the beginning is read."""
+    with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST + 1):
             number += 1
@@ -42,15 +50,22 @@ def lines(file: Path) -> Iterator[Record]:
             while len(rest) > LONGEST and not rest.endswith(b"\n"):
                 rest = stream.readline(LONGEST + 1)
             if stripped := line.removeprefix(BOM if number == 1 else b"").strip():
-                yield Record(f"line {number:,}", fields_of(stripped), stripped)
+                yield number, stripped
 
 
 def fields_of(line: bytes) -> dict | BadRecord:
-    """Returns the fields of a line. As `json` does, it takes NaN, and the last of several fields of one name."""
+    """Returns the fields of a line."""
+    value = value_of(line)
+    return value if isinstance(value, dict | BadRecord) else BadRecord(f"it is {kind(value)} and no object with fields")
+
+
+def value_of(line: bytes) -> object:
+    """Returns the value of a line, or a BadRecord. As `json` does, it takes NaN, and the last of several fields of one
+    name."""
     if len(line) > LONGEST:
         return BadRecord(f"it is longer than {LONGEST:,} bytes")
     try:
-        value = json.loads(line.decode())
+        return json.loads(line.decode())
     except UnicodeDecodeError as error:
         return BadRecord(
             f"it is no UTF-8 (see byte {error.start:,} of the line): type iconv -f latin1 -t utf-8 FILE > NEW"
@@ -61,4 +76,3 @@ def fields_of(line: bytes) -> dict | BadRecord:
         return BadRecord(f'it is no JSON ({reason} at character {error.pos:,}, near "{near}")')
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
         return BadRecord(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
-    return value if isinstance(value, dict) else BadRecord(f"it is {kind(value)} and no object with fields")

@@ -59,8 +59,8 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
     if cause is not None:
         raise Refused(
             f"{key}={name}: access is gated, and this machine has no token of an account that has it. Accept the "
-            f"licence on https://huggingface.co/{page}, type `hf auth login` or set HF_TOKEN, and type the same command "
-            "again."
+            f"licence on https://huggingface.co/{page}, type `hf auth login` or set HF_TOKEN, and type the same "
+            "command again."
         ) from None
 
 

@@ -20,6 +20,7 @@ EVERY = {
     "learning_rates": "which lr each optimizer wants",
     "claims": "claims of guides, compared with measurements",
     "preference": "training on pairs beside fine-tuning, and beside TRL where it is installed",
+    "chat_templates": "learnt tokens of conversations beside TRL's, where it is installed",
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "streamed": "weights that stream: memory, time and copied bytes, and 8B parameters trained here",

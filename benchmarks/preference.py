@@ -1,6 +1,6 @@
 """Compares the bytes of training on pairs with those of fine-tuning on the same rows, and with TRL's DPOTrainer.
 
-python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install trl
+python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
 All rows train the same transformer of random weights on the same pairs in fp32 with AdamW: the peak of live tensors is
 counted, weights included, and the models beside the trained one. TRL computes the reference in each step, as by

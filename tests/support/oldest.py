@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def pins() -> list[str]:
-    """`torch>=2.11,<2.16` as `torch==2.11`, of what lowmem needs and of every extra."""
+    """`torch>=2.11,<2.16` as `torch==2.11`, of what lowmem needs and of every extra but TRL, which is compared with."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    needed = chain(project["dependencies"], *project["optional-dependencies"].values())
+    extras = project["optional-dependencies"]
+    needed = chain(project["dependencies"], *(extras[extra] for extra in extras if extra != "trl"))
     return [re.sub(r">=([\w.]+).*", r"==\1", requirement) for requirement in needed]
 
 

@@ -34,7 +34,7 @@ from lowmem.techniques.loss.preference import KTO
 from lowmem.training.build import causal_lm
 from parity import MODEL, trainer
 
-pytest.importorskip("trl", reason="needs pip install trl")
+pytest.importorskip("trl", reason="needs pip install -e '.[trl]'")
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,0 +1,551 @@
+"""Compares the learnt tokens of conversations with TRL's SFTTrainer: ten chat templates, twenty conversations.
+
+python -m benchmarks.chat_templates          # half a minute; needs pip install -e '.[trl]'
+python -m benchmarks.chat_templates Qwen3    # only these templates, printed and not saved
+
+The templates are those that TRL ships, and ChatML is lowmem's. `CHAT_TEMPLATES=<folder>` names a folder with other
+files, such as `qwen3.jinja`, which come first. Each template gets a small BPE that is trained here and has all of its
+special tokens, so no file of a model is needed. The conversations are those of `tests/support/conversations.py`.
+
+A learnt token is compared together with all the tokens before it in its row, so that it does not matter how many rows
+a conversation becomes. TRL prepares each conversation in two ways:
+
+- conversation: all of it with `assistant_only_loss=True`, for which TRL replaces most templates by a version of its own
+  with generation tags;
+- answers: each answer as the completion of the messages before it, with the model's own template.
+
+What the template loses is found without either library's training code: a part of a message is replaced by another
+one, and every answer's rendering stays as it was.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from functools import cache, reduce
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from benchmarks.runner import ROOT, write
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.chat import Chat
+from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY
+from lowmem.system.errors import Refused
+
+sys.path.append(str(ROOT / "tests" / "support"))
+
+from conversations import CONVERSATIONS
+
+
+class Template(NamedTuple):
+    """A chat template, and the added tokens of the tokenizers that have it."""
+
+    file: str | None  # None: lowmem's ChatML
+    special: str
+    ordinary: str = ""  # added tokens that decoding does not leave out
+    bos: str | None = None
+    eos: str = "<|im_end|>"
+    strips: bool = False  # the special tokens take the white space after them
+
+
+QWEN = (
+    "<|endoftext|> <|im_start|> <|im_end|>",
+    "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>",
+)
+LFM2 = (
+    "<|startoftext|> <|endoftext|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> <|tool_call_start|> "
+    "<|tool_call_end|> <|tool_response_start|> <|tool_response_end|>"
+)
+TEMPLATES = {
+    "Qwen3": Template("qwen3", *QWEN),
+    "Qwen3.5-think": Template("qwen3_5_think", *QWEN),
+    "Phi-3": Template(
+        "phi3",
+        "<s> <|endoftext|> <|system|> <|user|> <|assistant|> <|end|>",
+        bos="<s>",
+        eos="<|endoftext|>",
+        strips=True,
+    ),
+    "DeepSeek-V3": Template(
+        "deepseekv3",
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        "<｜User｜> <｜Assistant｜> <think> </think> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
+        "<｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> "
+        "<｜tool▁output▁end｜>",
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+    ),
+    "GLM-4.5": Template(
+        "glm4moe",
+        "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+        "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> "
+        "</arg_value> /nothink",
+        eos="<|endoftext|>",
+    ),
+    "gpt-oss": Template(
+        "gptoss",
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>",
+        bos="<|startoftext|>",
+        eos="<|return|>",
+    ),
+    "Llama-3": Template(
+        "llama3",
+        "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+    ),
+    "Gemma": Template("gemma", "<pad> <eos> <bos> <start_of_turn> <end_of_turn>", bos="<bos>", eos="<end_of_turn>"),
+    "ChatML": Template(None, " ".join(CHATML_TOKENS)),
+    "LFM2": Template("lfm2_v2", LFM2, bos="<|startoftext|>"),
+}
+
+
+OTHER = '{"other": "words"}'  # JSON, since it also replaces arguments
+
+
+class Row(NamedTuple):
+    """The tokens of a row, and which of them are learnt."""
+
+    ids: list[int]
+    learnt: list[bool]
+
+    def predictions(self) -> Iterator[tuple[bytes, int]]:
+        """Yields each learnt token with the tokens before it."""
+        ids = np.array(self.ids, np.uint32)
+        return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learnt[i])
+
+
+def source(template: Template) -> str:
+    """Returns a template's text."""
+    if template.file is None:
+        return CHATML
+    import trl
+
+    folders = [os.environ.get("CHAT_TEMPLATES"), Path(trl.__file__).parent / "chat_templates"]
+    files = [Path(folder) / f"{template.file}.jinja" for folder in folders if folder]
+    return next(file for file in files if file.exists()).read_text(encoding="utf-8")
+
+
+@cache
+def tokenizer(template: Template) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE of the conversations and of the template, with the template's tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, show_progress=False, initial_alphabet=alphabet)
+    texts = [json.dumps(one, ensure_ascii=False) for one in CONVERSATIONS.values()]
+    bpe.train_from_iterator([*texts, source(template)], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=template.bos, eos_token=template.eos)
+    special = [
+        AddedToken(token, special=True, rstrip=template.strips, normalized=False) for token in template.special.split()
+    ]
+    made.add_tokens(special, special_tokens=True)
+    made.add_tokens([AddedToken(token, normalized=False) for token in template.ordinary.split()])
+    made.chat_template = source(template)
+    return made
+
+
+def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
+    """Returns lowmem's rows of a conversation, or the sentence that refuses it."""
+    try:
+        (made,) = Chat().encode(tokenizer(template), [conversation])
+    except Refused as error:
+        return str(error)
+    if isinstance(made, BadRecord):
+        return str(made)
+    return [Row([*map(int, one.ids)], [*map(bool, one.learnt)]) for one in (made if isinstance(made, list) else [made])]
+
+
+def conversation_rows(template: Template, conversation: dict) -> list[Row] | str:
+    """Returns TRL's row of a whole conversation, of which the assistant's part is learnt, or the error."""
+    return _prepared(template, [conversation], assistant_only_loss=True)
+
+
+def answer_rows(template: Template, conversation: dict) -> list[Row] | str:
+    """Returns TRL's rows of a conversation's answers, each the completion of the messages before, or an error."""
+    messages = conversation["messages"]
+    places = _places(conversation)
+    rest = {key: value for key, value in conversation.items() if key != "messages"}
+    records = [{"prompt": messages[:i], "completion": messages[i : i + 1], **rest} for i in places]
+    return _prepared(template, records)
+
+
+WAYS = {"conversation": conversation_rows, "answers": answer_rows}
+
+
+def _prepared(template: Template, records: list[dict], **settings: object) -> list[Row] | str:
+    """Returns rows of SFTTrainer's data set. Records are given one by one: a table would add keys to arguments."""
+    from datasets import IterableDataset
+    from trl import SFTConfig, SFTTrainer
+
+    made = tokenizer(template)
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=len(made), **shape))
+    try:
+        with tempfile.TemporaryDirectory() as folder, patch.object(chat_template_utils, "datetime", _Today):
+            how = {"max_length": None, "report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1}
+            data = IterableDataset.from_generator(lambda: iter(records))
+            trainer = SFTTrainer(
+                network, SFTConfig(folder, **how, **settings), train_dataset=data, processing_class=made
+            )
+            return [Row(row["input_ids"], [label >= 0 for label in row["labels"]]) for row in trainer.train_dataset]
+    except Exception as error:  # templates and TRL raise anything
+        return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+class _Today(datetime):
+    """The day that lowmem's templates print."""
+
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:
+        return datetime(TODAY.year, TODAY.month, TODAY.day)
+
+
+REASONS = {
+    "=": "the same tokens are learnt behind the same tokens",
+    "n": "TRL also learns the white space that a template writes after the token that ends an answer. Generation stops "
+    "at that token, so lowmem leaves the white space out",
+    "h": "TRL also learns the end of the prompt: the header of the answer, or the `<think>` that the template writes "
+    "when it asks for an answer",
+    "e": "the sides learn other end tokens behind an answer that is not the last. Generation stops at lowmem's",
+    "o": "TRL also learns an empty turn of the assistant, which lowmem reads and does not learn",
+    "c": "TRL writes an answer or the tokens before it otherwise: its own version of the template keeps thinking "
+    "blocks that the model's own drops, or leaves out reasoning, or TRL learns from where prompt and row part. "
+    "lowmem's tokens before each answer are the prompt that the model gets, and the template writes this answer",
+    "j": "TRL leaves the arguments of calls as the record spells them, a text of JSON or an object, and fails or "
+    "encodes a text twice where the template wants the other one. lowmem learns what TRL learns from that other one",
+    "l": "lowmem refuses, because the template leaves out a part of the conversation. TRL trains without that part",
+    "s": "lowmem refuses, because the template writes no token that ends an answer. TRL learns no end, or has its own "
+    "version of the template",
+    "w": "lowmem refuses, because the tokenizer joins the beginning of an answer to the header before it. TRL learns "
+    "the answer without that beginning",
+    "-": "both refuse",
+    "t": "TRL fails, and lowmem trains",
+    "x": "lowmem refuses for another reason, and TRL trains",
+    "!": "lowmem trains without a part that the template leaves out",
+    "?": "the sides learn different tokens, for another reason",
+}
+UNEXPLAINED = "tx!?"
+
+
+class Difference(NamedTuple):
+    """Neighbouring tokens that one side learns and the other does not.
+
+    kind: a letter of REASONS; text: the tokens; before: the tokens before them.
+    """
+
+    kind: str
+    text: str
+    before: str
+
+
+class Piece(NamedTuple):
+    """Neighbouring learnt tokens, places [start, stop), of a learnt span, places [begin, end), of a row.
+
+    number: of the span among all spans of the rows.
+    """
+
+    row: Row
+    start: int
+    stop: int
+    begin: int
+    end: int
+    number: int
+
+
+def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
+    """Returns every learnt span with its row."""
+    found = []
+    for row in rows:
+        edges = np.flatnonzero(np.diff([False, *row.learnt, False]))
+        found += [(row, int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+    return found
+
+
+def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
+    """Yields what `rows` teach and `others` do not teach behind the same tokens."""
+    left = Counter(prediction for row in others for prediction in row.predictions())
+    alone = set()
+    for r, row in enumerate(rows):
+        places = (i for i, learnt in enumerate(row.learnt) if learnt)
+        for i, prediction in zip(places, row.predictions(), strict=True):
+            alone |= set() if left[prediction] > 0 else {(r, i)}
+            left[prediction] -= 1
+    places = {id(row): r for r, row in enumerate(rows)}
+    for number, (row, begin, end) in enumerate(spans(rows)):
+        missing = [(places[id(row)], i) in alone for i in range(begin, end)]
+        for start, stop in np.flatnonzero(np.diff([False, *missing, False])).reshape(-1, 2):
+            yield Piece(row, begin + int(start), begin + int(stop), begin, end, number)
+
+
+class Answer(NamedTuple):
+    """The tokens of an answer: what the model gets when it is asked for it, and the rendering that ends with it."""
+
+    prompt: list[int]
+    rendering: list[int]
+
+
+def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
+    """Returns the reason of a piece that TRL alone learns. Args: rows: lowmem's."""
+    ids, start = piece.row.ids, piece.start
+    known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
+    only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
+    if any(row.learnt[start] and row.ids[start] != ids[start] for row in known):  # which of_lowmem looks at
+        return "e" if only_ends else "c"
+    if not known or piece[1:3] == piece[3:5]:
+        return "c"
+    if start == piece.begin:
+        return "h" if any(answer.prompt[: piece.stop] == ids[: piece.stop] for answer in answers) else "?"
+    if piece.stop < piece.end or ids[start - 1] not in made.added_tokens_decoder:
+        return "?"
+    return "e" if only_ends else "?" if made.decode(ids[start : piece.stop]).strip() else "n"
+
+
+def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
+    """Returns the reason of a piece that lowmem alone learns."""
+    ids = piece.row.ids
+    answer = ",".join(map(str, ids[piece.begin : piece.end]))
+    right = any(a.prompt == ids[: piece.begin] and answer in ",".join(map(str, a.rendering)) for a in answers)
+    if not right or piece.stop < piece.end:
+        return "?"
+    return "e" if piece.stop == piece.start + 1 and ids[piece.start] in made.added_tokens_decoder else "c"
+
+
+class Marked(NamedTuple):
+    """A conversation under one template, on both sides.
+
+    marks: letters of REASONS; told: the refusals and the differences in words.
+    """
+
+    marks: str
+    told: list[str]
+
+
+class Case(NamedTuple):
+    """A conversation, a template, and what both sides' rows are held against.
+
+    rows: lowmem's; lost: the parts that the template leaves out; answers: in every spelling of their calls.
+    """
+
+    template: Template
+    conversation: dict
+    rows: list[Row] | str
+    lost: list[str]
+    answers: list[Answer]
+
+    def compared(self, theirs: list[Row] | str) -> Marked:
+        """Compares lowmem's rows with TRL's."""
+        lost = [f"left out: {part}" for part in self.lost]
+        if isinstance(self.rows, str):
+            told = [f"lowmem: {self.rows}", *lost]
+            return Marked("-", [*told, f"TRL: {theirs}"]) if isinstance(theirs, str) else Marked(self._refusal(), told)
+        marks = "!" if lost else ""
+        if isinstance(theirs, str):
+            return Marked(marks + "t", [*lost, f"TRL: {theirs}"])
+        made, said, found = tokenizer(self.template), _assistants(self.conversation), {}
+        spoken = [bool(message["content"] or message.get("tool_calls")) for message in said]
+        if len(spans(self.rows)) != sum(spoken):
+            found["lowmem does not learn each answer once"] = "?"
+        for piece in unmatched(theirs, self.rows):
+            empty = len(spans(theirs)) == len(said) and not spoken[piece.number]
+            kind = "o" if empty else of_trl(piece, self.rows, self.answers, made)
+            found[f"TRL alone ({kind}): {_text(piece, made)}"] = kind
+        for piece in unmatched(self.rows, theirs):
+            kind = of_lowmem(piece, self.answers, made)
+            found[f"lowmem alone ({kind}): {_text(piece, made)}"] = kind
+        return Marked(marks + "".join(sorted(set(found.values()))) or "=", [*lost, *found])
+
+    def _refusal(self) -> str:
+        if self.lost:
+            return "l"
+        ends = tuple(self.template.special.split())
+        texts = _renderings(self.template, self.conversation)
+        if not all(text.rstrip().endswith(ends) for text in texts):
+            return "s"
+        backend = tokenizer(self.template).backend_tokenizer
+        for text, prompt in zip(texts, _prompts(self.template, self.conversation), strict=True):
+            begin, encoded = len(prompt), backend.encode(text, add_special_tokens=False)
+            if text.startswith(prompt) and any(start < begin < end for start, end in encoded.offsets):
+                return "w"
+        return "x"
+
+
+def _text(piece: Piece, made: PreTrainedTokenizerFast) -> str:
+    ids, start = piece.row.ids, piece.start
+    return f"{made.decode(ids[start : piece.stop])!r} after {made.decode(ids[max(0, start - 6) : start])!r}"
+
+
+def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yields the path to each part of a conversation that a row has to show, with another text for it."""
+    for i, message in enumerate(conversation["messages"]):
+        for key in ("content", "reasoning_content", "thinking"):
+            if message.get(key, "").strip():
+                yield ("messages", i, key), OTHER
+        _, tag, after = message["content"].partition("</think>")
+        if tag:
+            yield ("messages", i, "content"), f"<think>\n{OTHER}\n{tag}{after}"
+        for n, call in enumerate(message.get("tool_calls", ())):
+            function = ("messages", i, "tool_calls", n, "function")
+            yield (*function, "name"), OTHER
+            arguments = call["function"]["arguments"]
+            keys = [(key,) for key in arguments] if isinstance(arguments, dict) else [()]
+            yield from (((*function, "arguments", *key), OTHER) for key in keys)
+    yield from ((("tools", n, "function", "name"), OTHER) for n in range(len(conversation.get("tools", ()))))
+
+
+def replaced(conversation: dict, path: tuple[str | int, ...], text: str) -> dict:
+    """Returns a copy of a conversation with another text in one place."""
+    copy = deepcopy(conversation)
+    node = reduce(lambda node, key: node[key], path[:-1], copy)
+    node[path[-1]] = text
+    return copy
+
+
+def spellings(conversation: dict) -> list[dict]:
+    """Returns the conversation, and copies with the arguments of its calls as objects and as texts of JSON."""
+    copies = [deepcopy(conversation) for _ in range(2)]
+    for copy, spell in zip(copies, (_as_object, _as_text), strict=True):
+        for call in (call for message in copy["messages"] for call in message.get("tool_calls", ())):
+            call["function"]["arguments"] = spell(call["function"]["arguments"])
+    return [conversation, *(copy for copy in copies if copy != conversation)]
+
+
+def _as_object(arguments: str | dict) -> dict:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: str | dict) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def left_out(template: Template, conversation: dict) -> list[str]:
+    """Returns the parts of a conversation that are in no answer's rendering. A template that fails loses nothing."""
+    for one in spellings(conversation):
+        before = _renderings(template, one)
+        if all(before):
+            lost = (path for path, other in parts(one) if _renderings(template, replaced(one, path, other)) == before)
+            return [".".join(map(str, path)) for path in lost]
+    return []
+
+
+def _renderings(template: Template, conversation: dict) -> list[str]:
+    """Returns the rendering of each answer with the messages before it; "": the template fails."""
+    return [_rendered(template, conversation, i + 1) for i in _places(conversation)]
+
+
+def _prompts(template: Template, conversation: dict) -> list[str]:
+    """Returns what the model gets when it is asked for each answer; "": the template fails."""
+    return [_rendered(template, conversation, i, add_generation_prompt=True) for i in _places(conversation)]
+
+
+def _places(conversation: dict) -> list[int]:
+    return [i for i, message in enumerate(conversation["messages"]) if message["role"] == "assistant"]
+
+
+def _assistants(conversation: dict) -> list[dict]:
+    return [conversation["messages"][i] for i in _places(conversation)]
+
+
+def _rendered(template: Template, conversation: dict, count: int, **how: bool) -> str:
+    messages, tools = conversation["messages"][:count], conversation.get("tools")
+    try:
+        with patch.object(chat_template_utils, "datetime", _Today):
+            return tokenizer(template).apply_chat_template(messages, tools, tokenize=False, **how)
+    except Exception:  # templates raise anything
+        return ""
+
+
+def case_of(template: Template, conversation: dict) -> Case:
+    """Encodes a conversation with lowmem, and renders its answers with transformers."""
+    made, answers = tokenizer(template), []
+    for one in spellings(conversation):
+        for texts in zip(_prompts(template, one), _renderings(template, one), strict=True):
+            answers.append(Answer(*(made(text, add_special_tokens=False).input_ids for text in texts)))
+    rows = lowmem_rows(template, conversation)
+    return Case(template, conversation, rows, left_out(template, conversation), answers)
+
+
+def measured(template: Template) -> dict[str, dict[str, Marked]]:
+    """Returns {conversation: {way: how both sides compare}}."""
+    results = {}
+    for title, conversation in CONVERSATIONS.items():
+        case, results[title] = case_of(template, conversation), {}
+        for way, prepare in WAYS.items():
+            recorded, *others = (case.compared(prepare(template, one)) for one in spellings(conversation))
+            spelled = next((one for one in others if not set(one.marks) & set("-tc?")), recorded)
+            is_better = spelled is not recorded and set(recorded.marks) & set("tc?")
+            results[title][way] = spelled._replace(marks="j" + spelled.marks) if is_better else recorded
+    return results
+
+
+def table(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> str:
+    """Returns the marks of every template and conversation, what the marks mean, and every refusal."""
+    titles = next(iter(results.values()))
+    lines = [
+        "Each cell has two marks: TRL with `assistant_only_loss=True`, and TRL with each answer as a completion.",
+        "",
+        "| conversation | " + " | ".join(results) + " |",
+        "|---" * (1 + len(results)) + "|",
+    ]
+    for title in titles:
+        cells = (" ".join(one.marks for one in of_one[title].values()) for of_one in results.values())
+        lines.append(f"| {title} | " + " | ".join(f"`{cell}`" for cell in cells) + " |")
+    cells = [one for of_one in results.values() for ways in of_one.values() for one in ways.values()]
+    counts = Counter(mark for one in cells for mark in one.marks)
+    lines += ["", f"Marks in these {len(cells)} comparisons; a comparison may have several:", ""]
+    lines += ["| mark | comparisons | meaning |", "|---|---|---|"]
+    lines += [f"| `{mark}` | {counts[mark]} | {meaning} |" for mark, meaning in REASONS.items() if counts[mark]]
+    return "\n".join([*lines, "", *_refusals(results)])
+
+
+def _refusals(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> Iterator[str]:
+    """Yields a line for each sentence that refuses conversations, with the number of them by template."""
+    refused: dict[str, Counter] = defaultdict(Counter)
+    for name, of_one in results.items():
+        for ways in of_one.values():
+            told = [line for one in ways.values() for line in one.told]
+            for line in dict.fromkeys(line for line in told if line.startswith(("lowmem: ", "TRL: "))):
+                refused[line][name] += 1
+    yield "The refusals, with the conversations by template:"
+    yield ""
+    for line, names in sorted(refused.items()):
+        yield f"- {line} ({', '.join(f'{name} {count}' for name, count in names.items())})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("templates", nargs="*", metavar="template", help=", ".join(TEMPLATES))
+    names = parser.parse_args().templates
+    if find_spec("trl") is None:
+        print("TRL is not installed: pip install -e '.[trl]'")
+        return
+    results = {}
+    for name in names or TEMPLATES:
+        results[name] = measured(TEMPLATES[name])
+        print(name, " ".join(one.marks for ways in results[name].values() for one in ways.values()), flush=True)
+    if names:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
+        print(table(results))
+        return
+    rows = {
+        name: {title: {way: one._asdict() for way, one in ways.items()} for title, ways in of_one.items()}
+        for name, of_one in results.items()
+    }
+    write("chat_templates", {"trl": version("trl"), "templates": rows}, f"TRL {version('trl')}.\n\n{table(results)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Learnt tokens of twenty conversations under ten chat templates are those of TRL's SFTTrainer, or differ for a reason.
+
+benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name.
+"""
+
+import pytest
+from benchmarks.chat_templates import TEMPLATES, UNEXPLAINED, Case, Row, case_of, left_out, tokenizer
+
+from conversations import CONVERSATIONS
+
+TWO = CONVERSATIONS["system prompt, two answers"]
+CHATML = TEMPLATES["ChatML"]
+
+
+def unexplained(marks: str) -> set[str]:
+    return {*marks} & {*UNEXPLAINED}
+
+
+@pytest.fixture(scope="module")
+def right() -> Case:
+    return case_of(CHATML, TWO)
+
+
+def test_the_same_rows_are_the_same(right):
+    assert right.compared(right.rows).marks == "="
+
+
+def test_one_row_per_answer_is_the_same_as_one_row_of_all_answers(right):
+    (row,) = right.rows
+    first = row.learnt.index(True)
+    begins = [i for i in range(first, len(row.ids)) if row.learnt[i] and not row.learnt[i - 1]]
+    rows = [Row(row.ids, [one and (i < begins[1]) for i, one in enumerate(row.learnt)])]
+    rows.append(Row(row.ids, [one and (i >= begins[1]) for i, one in enumerate(row.learnt)]))
+    assert right.compared(rows).marks == "="
+
+
+def learns_a_header(ids, learnt, begin, end):
+    return ids, [one or i == begin - 1 for i, one in enumerate(learnt)]
+
+
+def leaves_out_the_first_token(ids, learnt, begin, end):
+    return ids, [one and i != begin for i, one in enumerate(learnt)]
+
+
+def leaves_out_a_token_in_the_middle(ids, learnt, begin, end):
+    return ids, [one and i != begin + 1 for i, one in enumerate(learnt)]
+
+
+def leaves_out_the_end(ids, learnt, begin, end):
+    return ids, [one and i != end - 1 for i, one in enumerate(learnt)]
+
+
+def leaves_out_an_answer(ids, learnt, begin, end):
+    return ids, [one and not begin <= i < end for i, one in enumerate(learnt)]
+
+
+def has_another_prompt(ids, learnt, begin, end):
+    return [ids[0] + (i == 3) if i == 3 else one for i, one in enumerate(ids)], learnt
+
+
+def writes_another_answer(ids, learnt, begin, end):
+    return [ids[begin] if i == begin + 1 else one for i, one in enumerate(ids)], learnt
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        learns_a_header,
+        leaves_out_the_first_token,
+        leaves_out_a_token_in_the_middle,
+        leaves_out_the_end,
+        leaves_out_an_answer,
+        has_another_prompt,
+        writes_another_answer,
+    ],
+)
+def test_a_wrong_row_has_no_reason(right, wrong):
+    (row,) = right.rows
+    end = max(i for i, one in enumerate(row.learnt) if one) + 1
+    begin = max(i for i in range(end) if not row.learnt[i]) + 1
+    case = right._replace(rows=[Row(*wrong([*row.ids], [*row.learnt], begin, end))])
+    assert unexplained(case.compared(right.rows).marks)
+
+
+@pytest.mark.wrong
+def test_an_answer_that_is_learnt_twice_has_no_reason(right):
+    assert unexplained(right._replace(rows=right.rows * 2).compared(right.rows).marks)
+
+
+def test_what_a_template_leaves_out_is_found_part_by_part():
+    assert left_out(CHATML, TWO) == []
+    lost = left_out(CHATML, CONVERSATIONS["reasoning before a call and after"])
+    assert {
+        "messages.1.reasoning_content",
+        "messages.1.tool_calls.0.function.arguments.city",
+        "tools.0.function.name",
+    } < {*lost}
+    assert "messages.3.content" not in lost
+
+
+def test_a_tokenizer_has_each_token_of_its_template_whole():
+    made = tokenizer(CHATML)
+    assert all(len(made(token, add_special_tokens=False).input_ids) == 1 for token in CHATML.special.split())

@@ -109,7 +109,15 @@ def encoded(made, fields: dict, **how):
 
 
 def marked(made, fields: dict, **how) -> str:
-    one = encoded(made, fields, **how)
+    return written(made, encoded(made, fields, **how))
+
+
+def rows(made, fields: dict, **how) -> list[str]:
+    """Returns the rows of a conversation that has several."""
+    return [written(made, one) for one in encoded(made, fields, **how)]
+
+
+def written(made, one) -> str:
     tokens = made.convert_ids_to_tokens(one.ids.tolist())
     line = "·".join("*" * bool(learnt) + token for token, learnt in zip(tokens, one.learnt, strict=True))
     return line.translate(str.maketrans("ĠĊ▁", " \n "))
@@ -174,17 +182,18 @@ def test_a_gemma_like_template():
         encoded(made, TWO)
 
 
-def test_a_template_that_writes_earlier_answers_otherwise_is_refused_by_name():
+def test_an_answer_that_is_written_otherwise_once_more_follows_has_a_row_of_its_own():
     made = tokenizer(QWEN)
-    made.name_or_path = "some/qwen3"
-    with pytest.raises(
-        BadRecord, match=r"chat template of some/qwen3 writes the first 3 messages otherwise.*assistant=last"
-    ):
-        encoded(made, TWO)
-    last = marked(made, TWO, assistant="last").partition("the· cat")[2]
-    assert last == (
-        "·<|im_end|>·\n·<|im_start|>·assistant·\n·*<·*think·*>·*<·*/·*think·*>·*sat·* on·* the·* mat·*<|im_end|>·\n"
+    both = (
+        "<|im_start|>·system·\n·cat·<|im_end|>·\n·<|im_start|>·user·\n·hello·<|im_end|>·\n·"
+        "<|im_start|>·assistant·\n·*<·*think·*>·*<·*/·*think·*>·*I·* am·* fine·*<|im_end|>·\n"
     )
+    last = "·<|im_end|>·\n·<|im_start|>·assistant·\n·*<·*think·*>·*<·*/·*think·*>·*sat·* on·* the·* mat·*<|im_end|>·\n"
+    first, second = rows(made, TWO)
+    assert first == both
+    assert second.partition("the· cat")[2] == last and "think" not in second.partition("the· cat")[0]
+    assert second.count("*") == last.count("*")
+    assert marked(made, TWO, assistant="last") == second
 
 
 def test_a_mistral_like_template_with_the_spaces_of_sentencepiece():
@@ -217,7 +226,7 @@ def test_transformers_own_mask_learns_the_half_that_is_the_templates(chatml):
     learnt = [i for i, one in zip(oracle["input_ids"], oracle["assistant_masks"], strict=True) if one]
     assert chatml.decode(learnt) == "\n\n\nI am fine<|im_end|>"  # three line ends, of which the answer has two
     chat = ChatTemplate(chatml)
-    rendered = chat.render(STRADDLING["messages"])
+    (rendered,) = chat.render(STRADDLING["messages"])
     assert rendered.text[slice(*rendered.spans[0])] == "\n\nI am fine<|im_end|>"
 
 
@@ -229,27 +238,30 @@ def test_a_space_before_the_first_word_is_seen_where_the_tokenizer_takes_it_off_
         encoded(made, conversation("hello", "I am fine"))
 
 
-def everything(self, messages, tools, i, whole):
-    return 0, len(whole)
+def everything(text, start, end):
+    return 0, len(text)
 
 
-def with_header(self, messages, tools, i, whole):
-    start, end = ANSWER(self, messages, tools, i, whole)
+def with_header(text, start, end):
     return start - len("<|im_start|>assistant\n"), end
 
 
-def without_stop(self, messages, tools, i, whole):
-    start, end = ANSWER(self, messages, tools, i, whole)
+def without_stop(text, start, end):
     return start, end - len("<|im_end|>\n")
 
 
-ANSWER = ChatTemplate._answer
+OWN_ROW = ChatTemplate._own_row
 
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [everything, with_header, without_stop])
 def test_a_mask_that_learns_too_much_or_no_end_is_seen(wrong, plain_chatml, monkeypatch):
-    monkeypatch.setattr(ChatTemplate, "_answer", wrong)
+    def own_row(self, messages, tools, i, full):
+        row = OWN_ROW(self, messages, tools, i, full)
+        row.spans[i] = wrong(row.text, *row.spans[i])
+        return row
+
+    monkeypatch.setattr(ChatTemplate, "_own_row", own_row)
     if wrong is without_stop:
         with pytest.raises(Refused, match="never learn to stop"):
             encoded(plain_chatml, TWO)
@@ -289,7 +301,8 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
         ([{"role": "human", "content": "hi"}], "message 1 has the role 'human': roles are system"),
         ([{"role": {"a": 1}, "content": "hi"}], "message 1 has the role"),
         ([USER, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
-        ([USER, {"role": "assistant", "content": None}], r"message 2 \(assistant\) has no content"),
+        ([USER, {"role": "assistant", "content": None}], "message 2 is a blank answer"),
+        ([USER, ANSWER_, {"role": "user", "content": None}], r"message 3 \(user\) has no content"),
         ([USER, {"role": "assistant", "content": 5}], r"the content of message 2 \(assistant\) is the number 5"),
         (
             [USER, {"role": "assistant", "content": [{"type": "image"}]}],
@@ -306,12 +319,12 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
         ([{"role": "user", "content": "\ud800"}, ANSWER_], r"message 1 \(user\) holds half a character"),
         (
             [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
-            "message 2 has tool_calls, which the",
+            r"the name of call 1 of message 2 \(assistant\) is not in what the",
         ),
         ([USER, ANSWER_ | {"weight": 0}], "message 2 has the weight 0, and every answer is learnt alike"),
         (
             [USER, ANSWER_ | {"reasoning_content": "I"}],
-            "message 2 has reasoning_content, which the chat template does not",
+            r"the reasoning_content of message 2 \(assistant\) is not in what the",
         ),
     ],
 )
@@ -330,7 +343,7 @@ def test_another_field_and_parts_of_text_and_a_column_of_json(chatml):
 
 def test_tools_are_written_by_templates_that_know_them(chatml):
     asked = TWO | {"tools": [{"name": "cat"}]}
-    with pytest.raises(BadRecord, match="it has tools, which"):
+    with pytest.raises(BadRecord, match="tool 1 is not in what the chat template writes"):
         encoded(chatml, asked)
     knows = tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML)
     assert marked(knows, asked) == "cat·" + CHATML_TWO
@@ -400,7 +413,8 @@ def tokens_or_a_sentence(made, record, how):
         return
     start, end = made.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     said = record["messages"]
-    answers = sum(m["role"] == "assistant" for m in said) if how["assistant"] == "all" else 1
+    answers = sum(m["role"] == "assistant" and bool(m["content"].strip()) for m in said)
+    answers = answers if how["assistant"] == "all" else 1
     assert (one.ids == start).sum() == (one.ids == end).sum() == len(said)  # nobody's text begins or ends a message
     assert one.learnt[one.ids == end].sum() == answers and not one.learnt[one.ids == start].any()
     learnt = made.decode(one.ids[one.learnt]).split("<|im_end|>")

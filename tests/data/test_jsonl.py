@@ -359,13 +359,18 @@ def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
 
 
 def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
-    """Unless lines were left out. A line without anything counts, too."""
+    """Unless records were left out: a line without anything counts, and one that holds no record does not."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]
     whole = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
     damaged = write(tmp_path / "bad.jsonl", [b"{", *lines])
+    left_out = write(tmp_path / "left_out.jsonl", [b'{"text": 5}', *lines])
     write(tmp_path / "val" / "short.jsonl", [{"text": "short"}])
-    for path, named in ((whole, " The first of them is long.jsonl, line 5."), (damaged, "")):
+    named_by_file = {
+        whole: " The first of them is long.jsonl, line 5.",
+        damaged: " The first of them is bad.jsonl, line 5.",
+    }
+    for path, named in (named_by_file | {left_out: ""}).items():
         source = opened(path, val_path=str(tmp_path / "val"), packing="padded", too_long="refuse", skip_bad=True)
         made = token_store.tokenize(source, tmp_path / "cache", 400)
         with pytest.raises(Refused, match="2 of 52 documents of the train split") as refused:

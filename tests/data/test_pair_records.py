@@ -141,7 +141,7 @@ def test_tools_are_those_of_both_answers(tmp_path):
     assert documents(token_store.tokenize(source, tmp_path / "cache", 0, with_tools)) == [
         f"add\n{one}" for one in CHATS
     ]
-    with pytest.raises(Refused, match=r"line 1: in field \"chosen\" it has tools, which"):
+    with pytest.raises(Refused, match=r"line 1: in field \"chosen\" tool 1 is not in what"):
         tokens_of(tmp_path, source)
 
 

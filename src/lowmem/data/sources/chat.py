@@ -7,7 +7,9 @@ message without a role, a blank answer, control tokens in a text.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.config.values import shown
 from lowmem.data.sources.bad_record import BadRecord, checked, control, kind, names_of, no_field
-from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Messages, Rendered
+from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank
+from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Rendered
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
+VERSION = 2  # raise it when the same conversations make other rows
 ROLES = ("system", "developer", "user", "assistant", "tool")
-WRITTEN = ("tool_calls", "reasoning_content")  # what an assistant writes besides a message's content
+BLANK = "answers of the assistant are empty: they are context, and not learnt"
 SYSTEM = ("system", "developer")  # roles of instructions, which come once, before everything else
 
 
@@ -48,12 +52,14 @@ class Chat(Encoder):
         self.chat = self
         # for a tokenizer that is trained on the conversations: it has no template
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
+        self.counts: Counter[str] = Counter()
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # that was given the template
         self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
 
     def key(self) -> list:
         """Returns the key; the tokenizer's own template is in the tokenizer's part of it."""
         how = [self.messages, self.assistant, REFUSE, REFUSE]
-        return ["chat", *how, self.source, str(TODAY), transformers.__version__]
+        return ["chat", VERSION, *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
         """Returns the contents alone: a BPE that saw the markup would learn it as words."""
@@ -62,6 +68,7 @@ class Chat(Encoder):
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Gives a tokenizer the template that is used, to be saved with it: the typed one; or ChatML, if the tokenizer
         has none but has ChatML's two tokens, as one that was trained on conversations."""
+        self.tokenizer = tokenizer
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
             source = CHATML
@@ -70,43 +77,81 @@ class Chat(Encoder):
         if source == CHATML:
             tokenizer.eos_token = CHATML_TOKENS[1]  # generation stops at this token
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
+    def encode(
+        self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
+    ) -> list[Encoded | list[Encoded] | BadRecord]:
         template = self._template(tokenizer)
         rendered = [self._rendered(template, fields) for fields in batch]
-        texts = [result.text for result in rendered if not isinstance(result, BadRecord)]
-        encodings = iter(template.encode(texts))
+        rows = [row for rows in rendered if not isinstance(rows, BadRecord) for row in rows]
+        encodings = iter(template.encode(rows))
         return [
-            result if isinstance(result, BadRecord) else self._encoded(template, result, next(encodings))
-            for result in rendered
+            rows if isinstance(rows, BadRecord) else self._encoded(template, rows, list(islice(encodings, len(rows))))
+            for rows in rendered
         ]
+
+    def remarks(self) -> Counter[str]:
+        remarks = self.counts + (self.opened[1].remarks if self.opened else Counter())
+        self.counts.clear()
+        if self.opened:
+            self.opened[1].remarks.clear()
+        return remarks
+
+    def count(self, fields: dict) -> int:
+        template = self.tokenizer and self._template(self.tokenizer)
+        rows = self._rendered(template, fields) if template else [fields]
+        return 0 if isinstance(rows, BadRecord) else len(rows)
 
     def _template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         if self.opened is None or self.opened[0] is not tokenizer:
             self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
         return self.opened[1]
 
-    def _rendered(self, template: ChatTemplate, fields: dict) -> Rendered | BadRecord:
+    def _rendered(self, template: ChatTemplate, fields: dict) -> list[Rendered] | BadRecord:
         try:
             messages, tools = messages_of(fields, self.messages), _tools(fields)
-            _check_calls(template, messages, tools)
+            answers = _answers(messages, self.assistant == "last")
+            _check_weights(messages)
             _check_texts(template, messages, tools)
-            return template.render(messages, tools, self.assistant == "last")
+            rows = template.render(messages, tools, answers)
         except BadRecord as error:
             return error
+        except RecursionError:
+            return BadRecord("its values are nested too deeply")
+        self._count(template, messages)
+        return rows
 
-    def _encoded(self, template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded | BadRecord:
-        ids = encoding.ids
+    def _count(self, template: ChatTemplate, messages: Messages) -> None:
+        """Counts what the log says of the messages."""
+        for message in messages:
+            if message["role"] == "assistant" and is_blank(message):
+                self.counts[BLANK] += 1
+            for name in message.keys() - KNOWN:
+                if name not in template.source:
+                    self.counts[f'messages have a field "{shown(name)}", which {template.name} does not write'] += 1
+
+    def _encoded(
+        self, template: ChatTemplate, rows: list[Rendered], encodings: list[Encoding]
+    ) -> Encoded | list[Encoded] | BadRecord:
         try:
-            spans = template.learnt(rendered, encoding, ids)
+            encoded = [_row(template, *each) for each in zip(rows, encodings, strict=True)]
         except BadRecord as error:
             return error
-        ids = np.array(ids, np.uint32)
-        learnt = np.zeros(len(ids), bool)
-        for start, stop in spans:
-            learnt[start:stop] = True
-        if not learnt.any():
-            return BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
-        return Encoded(ids, learnt, template.text_bytes(rendered))
+        if len(encoded) == 1:
+            return encoded[0]
+        sizes = [len(row.ids) for row in encoded]
+        self.counts[template.further_rows] += sum(sizes) - max(sizes)
+        return encoded
+
+
+def _row(template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded:
+    """Returns the document of a row. Raises: BadRecord: nothing of it is learnt."""
+    ids = np.array(encoding.ids, np.uint32)
+    learnt = np.zeros(len(ids), bool)
+    for start, stop in template.learnt(rendered, encoding, encoding.ids):
+        learnt[start:stop] = True
+    if not learnt.any():
+        raise BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
+    return Encoded(ids, learnt, template.text_bytes(rendered))
 
 
 def messages_of(fields: dict, name: str) -> Messages:
@@ -138,12 +183,20 @@ def _message(number: int, value: object) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
         raise BadRecord(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
-    if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
+    is_answer = role == "assistant" and ("content" in value or any(message.get(name) for name in CALLS))
+    if "content" not in message and not is_answer:
         raise BadRecord(f"{where} ({role}) has no content; its fields are {names_of(message)}")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
-    if role == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-        raise BadRecord(f"{where} is a blank answer of the assistant")
     return message
+
+
+def _answers(messages: Messages, last: bool) -> list[int]:
+    """Returns the indices of the answers that are learnt. Raises: BadRecord: there is none that says anything."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
+    learnt = [i for i in answers if not is_blank(messages[i])]
+    if not learnt:
+        raise BadRecord(f"message {answers[-1] + 1} is a blank answer of the assistant, so there is nothing to learn")
+    return learnt
 
 
 def _content(where: str, content: object) -> str:
@@ -171,19 +224,14 @@ def _check_order(messages: Messages) -> None:
         raise BadRecord("there is no answer of the assistant, so nothing to learn")
 
 
-def _check_calls(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """Refuses tool calls, reasoning or tools that the template would silently leave out."""
+def _check_weights(messages: Messages) -> None:
+    """Refuses an answer that is to be learnt otherwise than the others."""
     for number, message in enumerate(messages, 1):
-        for name in WRITTEN:
-            if message.get(name) and name not in template.source:
-                raise BadRecord(f"message {number} has {name}, which {template.name} does not write")
         if message["role"] == "assistant" and message.get("weight", 1) != 1:
             raise BadRecord(
                 f"message {number} has the weight {message['weight']!r:.20}, and every answer is learnt alike. Take "
                 "such weights out; data.assistant=last learns the last answer alone"
             )
-    if tools and "tools" not in template.source:
-        raise BadRecord(f"it has tools, which {template.name} does not write")
 
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:

@@ -6,10 +6,16 @@ conversation with it. This holds only if each is a prefix of the full text, whic
 people's code: transformers runs them in jinja's sandbox.
 """
 
+import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import pairwise
+from posixpath import commonprefix
+from typing import NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Encoding, Tokenizer
@@ -17,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.chat_parts import REASONING, MessagePart, Messages, Replaced, functions, with_arguments
 from lowmem.system.errors import Refused
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -28,23 +35,43 @@ CHATML = (
 )
 # Templates that print today's date print this one: tokens of a corpus are the same on every day.
 TODAY = date(2024, 7, 26)
+_THOUGHT = re.compile(r"</?think(?:ing)?>")
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
 
 class Rendered(NamedTuple):
-    """A conversation as the template writes it, and the spans of its characters that are learnt.
+    """A row of a conversation as the template writes it, and the spans of its characters that are learnt.
 
     answers: the number of answers in them; exact: they contain nothing else, not even a line end after an answer.
+    written: the positions behind the header of an answer at which the template itself, and no message, goes on.
     """
 
     text: str
     spans: list[Span]
     answers: int
     exact: bool
+    written: tuple[int, ...] = ()
+
+
+@dataclass
+class Row:
+    """A text that some answers are learnt from.
+
+    Args:
+        text: what the template writes of the first `count` messages.
+        tags: the spans that the template itself marks.
+        asked: the text begins as the prompt of its last answer, which the template writes otherwise with that answer.
+        spans: of the answers that are learnt, by their indices.
+    """
+
+    text: str
+    tags: list[Span]
+    count: int
+    asked: bool = False
+    spans: dict[int, Span] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -74,7 +101,11 @@ class ChatTemplate:
         special = {text for text, (_, token) in added.items() if token.special}
         written = {text for text in added if text in self.source and not text.isspace()}
         self.controls = frozenset(added[text][0] for text in special | written)
+        self.specials = frozenset(added[text][0] for text in special)
         self.special, self.control = _any_of(special), _any_of(special | written)
+        self.ends = re.compile(f"(?:{self.control.pattern})+")
+        self.roles: set[str] = set()  # those that are known to make a difference
+        self.remarks: Counter[str] = Counter()  # what the log says, and how often
         self.backend = _exact(tokenizer.backend_tokenizer)
         if "strftime_now(" in self.source:
             raise Refused(
@@ -82,52 +113,216 @@ class ChatTemplate:
                 "change from day to day. Type data.template=<a file> with a copy of it that names a date."
             )
 
+    @property
+    def further_rows(self) -> str:
+        """Returns what the log says of the tokens that several rows of a conversation have beyond its longest row."""
+        return (
+            f"tokens are in further rows of a conversation, since {self.name} writes an answer, or what is before it, "
+            "otherwise once more follows"
+        )
+
     def in_text(self, text: str, by_assistant: bool) -> str | None:
         """Returns the first control token in a text. An assistant may write those that are not special, such as
         <think>."""
         match = (self.special if by_assistant else self.control).search(text)
         return match and match[0]
 
-    def render(self, messages: Messages, tools: list | None = None, last: bool = False) -> Rendered:
-        """Renders a conversation. Args: last: only the last answer is learnt.
+    def render(
+        self, messages: Messages, tools: list | None = None, answers: Sequence[int] | None = None
+    ) -> list[Rendered]:
+        """Renders a conversation to one row, or to several where the template writes an answer, or what is before it,
+        otherwise once more follows. Each row is what the model reads and writes when it gives the row's answers.
+
+        Args:
+            answers: the indices of those that are learnt; None: all.
 
         Raises:
-            BadRecord: the template refuses the conversation, or writes the beginning of it in another way than in the
-                full one.
+            BadRecord: the template refuses the conversation, or leaves a part of it out.
         """
-        text, spans = self._render(messages, tools)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
-        if not self.tagged:
-            spans = [self._answer(messages, tools, i, text) for i in answers]
-        elif last:
-            beginning = self._beginning(messages, tools, answers[0], text)
-            spans = [(max(start, beginning), stop) for start, stop in spans]
-        return Rendered(text, [span for span in spans if span[0] < span[1]], len(answers), self.tagged)
+        everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = everyone if answers is None else answers
+        messages, text, tags = self._spelled(messages, tools)
+        full = Row(text, tags, len(messages))
+        if self.tagged and answers == everyone and not self._missing(messages, tools, full, answers):
+            self._check_said(messages, answers, [text[start:stop] for start, stop in tags])
+            self._check_roles(messages, tools, text)
+            return [Rendered(text, [span for span in tags if span[0] < span[1]], len(answers), True)]
+        rows = self._rows(messages, tools, answers, full)
+        for row in rows:
+            for part in self._missing(messages, tools, row, row.spans):
+                if part.message in row.spans or not part.is_reasoning:
+                    raise BadRecord(f"{part.named(messages)} is not in what {self.name} writes")
+        self._check_roles(messages, tools, text)
+        return [self._rendered(messages, row) for row in reversed(rows)]
 
-    def _answer(self, messages: Messages, tools: list | None, i: int, conversation: str) -> Span:
-        """Returns the span of answer `i`. Args: conversation: the rendered messages, all of them."""
-        start = self._beginning(messages, tools, i, conversation)
-        if i + 1 == len(messages):
-            return start, len(conversation)
-        with_answer = self._render(messages[: i + 1], tools)[0]
-        if not conversation.startswith(with_answer) or len(with_answer) < start:
-            raise BadRecord(self._otherwise(i + 1))
-        return start, len(with_answer)
+    def _rows(self, messages: Messages, tools: list | None, answers: Sequence[int], full: Row) -> list[Row]:
+        """Returns the rows of a conversation, the longest first. Args: full: all of it, taken if the last answer is in
+        there as the model gives it."""
+        rows = [full]
+        for i in reversed(answers):
+            own = self._own_row(messages, tools, i, full)
+            start, stop = own.spans[i]
+            row = next((row for row in rows if row.text.startswith(own.text)), None)
+            if row is None:  # the template may write something behind the last message, such as the end of the text
+                begins = any(row.text.startswith(own.text[: start + 1]) for row in rows)
+                end = self._end(messages, tools, i, own.text) if begins else len(own.text)
+                row = next((row for row in rows if row.text.startswith(own.text[:end])), own)
+                stop = stop if row is own else end
+            row.spans[i] = start, stop
+            rows = [row for row in [*rows, *([own] if row is own else [])] if row.spans]
+        return rows
 
-    def _beginning(self, messages: Messages, tools: list | None, i: int, conversation: str) -> int:
-        """Returns the position where answer `i` begins: after the text that the model gets when it is asked for the
-        answer."""
+    def _rendered(self, messages: Messages, row: Row) -> Rendered:
+        spans = [row.spans[i] for i in sorted(row.spans)]
+        written = [
+            start
+            for i, (start, _) in row.spans.items()
+            if not any(row.text.startswith((said, said.strip()), start) for said in _statements(messages[i]))
+        ]
+        if self.tagged:
+            spans = [(max(a, start), min(b, stop)) for start, stop in spans for a, b in row.tags]
+        spans = [span for span in spans if span[0] < span[1]]
+        self._check_said(messages, [*row.spans], [row.text[start:stop] for start, stop in spans])
+        return Rendered(row.text, spans, len(row.spans), self.tagged, tuple(sorted(written)))
+
+    def _own_row(self, messages: Messages, tools: list | None, i: int, full: Row) -> Row:
+        """Returns the row that ends with answer `i`."""
+        if i + 1 == full.count:
+            text, tags = full.text, full.tags
+        else:
+            text, tags = self._render(messages[: i + 1], tools)
         prompt = self._render(messages[:i], tools, True)[0]
-        if not conversation.startswith(prompt):
-            raise BadRecord(self._otherwise(i))
-        return len(prompt)
+        row = Row(text, tags, i + 1)
+        if text.startswith(prompt):
+            row.spans[i] = len(prompt), len(text)
+            return row
+        return self._asked_otherwise(messages, tools, i, prompt, row)
 
-    def _otherwise(self, count: int) -> str:
-        return (
-            f"{self.name} writes the first {count} messages otherwise where more follow, as templates do that drop "
-            "earlier thinking, so what the model is asked is not what it would learn from. data.assistant=last learns "
-            "the last answer alone, and data.template=<chatml or a file> takes another template"
-        )
+    def _asked_otherwise(self, messages: Messages, tools: list | None, i: int, prompt: str, row: Row) -> Row:
+        """Returns the row of an answer that does not begin as the prompt does. Either the header, behind all parts of
+        the prompt, goes on otherwise, as one that opens a thought, and the answer begins where both differ; or the
+        template writes what is before otherwise, and the answer is put behind the prompt, as the model writes it."""
+        text, other = row.text, self._render(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
+        others = Replaced(messages[:i], tools)
+        header = len(prompt) - _alike_at_end(prompt, self._render(others.messages, others.tools, True)[0])
+        same = self._before(text, len(commonprefix([prompt, text, other])))
+        if same >= header:
+            row.spans[i] = same, len(text)
+            self.remarks[
+                f"answers begin otherwise than {self.name} asks for them: its prompt goes on with {prompt[same:]!r}, "
+                "which it does not write before answers that are given"
+            ] += 1
+            return row
+        asks, begin = prompt[header:], len(commonprefix([text, other]))
+        at = text.rfind(asks, 0, begin) if asks else -1
+        if at < 0:
+            raise BadRecord(
+                f"{self.name} writes what is before message {i + 1} (assistant) otherwise when it asks for this "
+                "answer, so what the model is asked is not what it would learn from. data.template=<chatml or a file> "
+                "takes another template"
+            )
+        moved = len(prompt) - (at + len(asks))
+        row.text, row.asked = prompt + text[at + len(asks) :], True
+        row.tags = [(start + moved, stop + moved) for start, stop in row.tags]
+        row.spans[i] = len(prompt), len(row.text)
+        return row
+
+    def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
+        """Returns where answer `i`, the last of a text, ends: with the first control tokens behind its parts."""
+        other = self._render(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
+        end = self.ends.search(text, len(text) - _alike_at_end(text, other))
+        return end.end() if end else len(text)
+
+    def _before(self, text: str, at: int) -> int:
+        """Returns the position, or the beginning of the control token that it is inside of."""
+        return next((token.start() for token in self.control.finditer(text) if token.start() < at < token.end()), at)
+
+    def _spelled(self, messages: Messages, tools: list | None) -> tuple[Messages, str, list[Span]]:
+        """Returns the conversation with the arguments of calls as the template needs them, and its rendering: objects;
+        or texts of JSON, if it raises an error or writes an object as Python does."""
+        if not any(True for message in messages for _ in functions(message)):
+            return messages, *self._render(messages, tools)
+        objects, texts = (with_arguments(messages, as_text) for as_text in (False, True))
+        try:
+            text, spans = self._render(objects, tools)
+        except BadRecord as error:
+            try:
+                text, spans = self._render(texts, tools)
+            except BadRecord:
+                raise error from None
+            objects = texts
+        if any(_is_python(function.get("arguments"), text) for message in objects for function in functions(message)):
+            text, spans = self._render(texts, tools)
+            objects = texts
+        _check_spelling(self.name, text, objects)
+        return objects, text, spans
+
+    def _missing(self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]) -> list[MessagePart]:
+        """Returns the parts of the conversation that are not in a row: a rendering with another value in place of all
+        has each of these, or else one with another value in place of this part alone is the same.
+
+        Raises:
+            BadRecord: a part of one of the answers is in the text, but outside of what the template marks.
+        """
+        messages = messages[: row.count]
+        other = Replaced(messages, tools)
+        try:
+            text, tags = self._shown(other, row)
+        except BadRecord:  # it wants one of certain values
+            text, tags = "", []
+        found = {number: text.find(part.mark) for number, part in enumerate(other.parts)}
+        for number, part in enumerate(other.parts):
+            at = found[number]
+            is_marked = part.message not in answers or any(start <= at < stop for start, stop in tags)
+            if self.tagged and not row.asked and at >= 0 and not is_marked:
+                raise BadRecord(
+                    f"{part.named(messages)} is outside of what {self.name} marks as the assistant's, so it would not "
+                    "be learnt"
+                )
+        return [
+            part
+            for number, part in enumerate(other.parts)
+            if found[number] < 0 and self._is_same(Replaced(messages, tools, only=number), messages, tools, row)
+        ]
+
+    def _shown(self, other: Replaced, row: Row) -> tuple[str, list[Span]]:
+        """Renders another conversation as that of a row."""
+        text, tags = self._render(other.messages, other.tools)
+        if row.asked:
+            text += self._render(other.messages[:-1], other.tools, True)[0]
+        return text, tags
+
+    def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: Row) -> bool:
+        """Returns whether another conversation is rendered to the same text."""
+        try:
+            return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)
+        except BadRecord:
+            return False
+
+    def _check_roles(self, messages: Messages, tools: list | None, text: str) -> None:
+        """Refuses a role that makes no difference to the text. Each role is looked at once."""
+        for i, message in enumerate(messages):
+            role = message["role"]
+            if role in self.roles or not message["content"].strip():
+                continue
+            swapped = message | {"role": "assistant" if role == "user" else "user"}
+            try:
+                other = self._render([*messages[:i], swapped, *messages[i + 1 :]], tools)[0]
+            except BadRecord:  # so it does make a difference
+                other = ""
+            if other == text:
+                raise BadRecord(f"the role of message {i + 1} ({role}) makes no difference to what {self.name} writes")
+            self.roles.add(role)
+
+    def _check_said(self, messages: Messages, answers: Iterable[int], learnt: list[str]) -> None:
+        """Refuses an answer of which a line is not in what is learnt: templates cut thoughts out of a content."""
+        for i in sorted(answers):
+            for said in _statements(messages[i]):
+                if any(said.strip() in text for text in learnt):
+                    continue
+                lines = (line.strip() for line in _THOUGHT.sub("\n", said).splitlines())
+                if missing := next((line for line in lines if not any(line in text for text in learnt)), None):
+                    raise BadRecord(f"{missing!r:.40} of message {i + 1} (assistant) is not in what {self.name} writes")
 
     def _render(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
         """Returns the text and the template's own spans. Args: asks: append the header of an answer."""
@@ -148,8 +343,24 @@ class ChatTemplate:
             ) from None
         return texts[0], spans[0] if spans else []
 
-    def encode(self, texts: list[str]) -> list[Encoding]:
+    def encode(self, rows: list[Rendered]) -> list[Encoding]:
+        encodings = self._encode([row.text for row in rows])
+        return [self._divided(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
+
+    def _encode(self, texts: list[str]) -> list[Encoding]:
         return self.backend.encode_batch(texts, add_special_tokens=False)
+
+    def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
+        """Returns the tokens of a row, where a header is encoded by itself, as at generation, if one of them joined its
+        end to what the template writes behind it, such as an empty thought."""
+        cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
+        if not cuts:
+            return encoding
+        parts = self._encode([row.text[a:b] for a, b in pairwise([0, *cuts, len(row.text)])])
+        divided = Encoding.merge(parts, growing_offsets=True)
+        texts = [self.backend.decode(each.ids, skip_special_tokens=False) for each in (encoding, divided)]
+        is_right = texts[0] == texts[1] and encoding.offsets[-1] == divided.offsets[-1]
+        return divided if is_right else encoding
 
     def learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
         """Returns the tokens of the learnt spans: those that are completely inside, and the control token that ends an
@@ -160,13 +371,29 @@ class ChatTemplate:
             Refused: a template with which the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
-        if sum(start < stop and ids[stop - 1] in self.controls for start, stop in spans) < rendered.answers:
+        if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
+            how = (
+                "has the token that ends an answer outside of its generation tag"
+                if self.tagged
+                else "has no token that ends an answer: as in GLM-4.5, the header of the next message does that, and "
+                "nothing is behind the last one"
+            )
             raise Refused(
-                f"data=chat: {self.name} ends an answer with no token of its own, leaves that to the next message or "
-                "has it outside of its generation tag: the model would never learn to stop. Type data.template=chatml, "
-                "or data.template=<a file> with a template that does."
+                f"data=chat: {self.name} {how}: the model would never learn to stop. Type data.template=chatml, or "
+                "data.template=<a file> with a copy of it that ends every answer with its token."
             )
         return spans
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """Returns the control tokens that may end an answer: those that are special, and of the others, such as
+        </tool_call>, the one that ends an answer without calls."""
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            ids = self._encode([self._render(plain)[0].rstrip()])[0].ids
+        except BadRecord:
+            ids = []
+        return self.specials | (self.controls & {*ids[-1:]})
 
     def text_bytes(self, rendered: Rendered) -> int:
         """Returns the bytes of the text without its control tokens."""
@@ -176,10 +403,10 @@ class ChatTemplate:
         """Returns the tokens of a span of characters."""
         text = rendered.text
         begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
-        if begin < len(ids) and encoding.token_to_chars(begin)[0] < start:
+        if _joins(encoding, start, len(text)):
             instead = (
                 "Take the white space off the beginning of the answer"
-                if text[start].isspace()
+                if text[start].isspace() and start not in rendered.written
                 else "Type data.template=<a file> with a copy of it whose header ends in no white space"
             )
             raise BadRecord(
@@ -192,6 +419,36 @@ class ChatTemplate:
             last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.controls), stop - 1)
             stop = stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
         return begin, stop
+
+
+def _alike_at_end(text: str, other: str) -> int:
+    """Returns the number of characters at their ends that are the same."""
+    return len(commonprefix([text[::-1], other[::-1]]))
+
+
+def _statements(message: dict) -> list[str]:
+    """Returns what a message says and thinks."""
+    return [text for name in ("content", *REASONING) if isinstance(text := message.get(name), str) and text.strip()]
+
+
+def _is_python(arguments: object, text: str) -> bool:
+    """Returns whether a text has an object as Python writes it, with other quotation marks than JSON has."""
+    return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
+
+
+def _check_spelling(name: str, text: str, messages: Messages) -> None:
+    """Refuses arguments that a template writes as a text inside quotation marks. Args: name: of the template; text: its
+    rendering."""
+    for number, message in enumerate(messages, 1):
+        for function in functions(message):
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and any(
+                json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)
+            ):
+                raise BadRecord(
+                    f"message {number} ({message['role']}) has arguments that are a text and no object in JSON, and "
+                    f"{name} would write them inside quotation marks"
+                )
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -217,6 +474,12 @@ def _exact(backend: Tokenizer) -> Tokenizer:
     copy.no_padding()
     copy.no_truncation()
     return copy
+
+
+def _joins(encoding: Encoding, at: int, length: int) -> bool:
+    """Returns whether a token has characters before a position and behind it."""
+    token = _token_from(encoding, at, length)
+    return token < len(encoding) and encoding.token_to_chars(token)[0] < at
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:

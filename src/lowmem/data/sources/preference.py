@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 from lowmem.config.values import no_such, shown
 from lowmem.data import pairs, rated
 from lowmem.data.sources.bad_record import BadRecord, kind, no_field
+from lowmem.data.sources.chat_parts import is_blank
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
 from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, identity
@@ -195,8 +197,6 @@ class Answers(Encoder):
     better answer's first. Args: names: of its fields; first: returns the first record; the others are those of
     `Preference`."""
 
-    documents_per_record = 2
-
     def __init__(
         self,
         names: Fields,
@@ -239,15 +239,26 @@ class Answers(Encoder):
             for fields, sides in zip(batch, found, strict=True)
         ]
 
+    def count(self, fields: dict) -> int:
+        return 2
+
+    def remarks(self) -> Counter[str]:
+        return sum((encoder.remarks() for encoder in self._encoders.values()), Counter())
+
     @property
     def _encoders(self) -> Mapping[str, Encoder]:
         return self.chats or {
             name: Completion(self.prompt or "prompt", name) for name in (*self.names, self.fields.completion)
         }
 
-    def _pair(self, fields: dict, answers: dict[str, Encoded | BadRecord]) -> list[Encoded] | BadRecord:
+    def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:
         """Returns both documents of a record. Args: answers: by the names of their fields."""
         for name, answer in answers.items():
+            if isinstance(answer, list):
+                return BadRecord(
+                    f'"{name}" would take {len(answer)} rows, since the template writes its answers otherwise once '
+                    "more follows, and each side of a pair has one: data.assistant=last learns the last answer alone"
+                )
             if isinstance(answer, BadRecord):
                 is_named = not self.chats or f'"{name}"' in str(answer)
                 return answer if is_named else BadRecord(f'in field "{name}" {answer}')
@@ -320,6 +331,8 @@ class Answers(Encoder):
                 raise BadRecord(f'"{name}" begins with its answer, and there is no "{self.prompt}" before it')
             if roles and roles[-1] not in ("assistant", None):
                 raise BadRecord(f'"{name}" does not end with an answer of the assistant')
+            if self.assistant == "all" and roles[-1:] == ["assistant"] and is_blank(messages[-1]):
+                raise BadRecord(f'"{name}" ends with a blank answer of the assistant')
 
 
 def _continued(prompt: object, answer: object) -> object:

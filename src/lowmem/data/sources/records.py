@@ -7,6 +7,7 @@ data.skip_bad=true the record is left out, and counted.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,7 @@ class Records(StoredSource):
     def __post_init__(self) -> None:
         self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
+        self._told: dict[str, Counter[str]] = {}  # split -> what the encoder says, and how often
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -170,11 +172,12 @@ class Records(StoredSource):
         try:
             return self.make_rows(split, seq_len, name)
         except TooLong as error:
-            number, each = 0, self.encoder.documents_per_record
-            for number, record in enumerate(self.reader.records(name), 1):
-                if number == error.document // each + 1:
-                    found = record.where
-            if number * each != len(split.ends):
+            documents, found = 0, ""
+            for record in self.reader.records(name):
+                count = 0 if isinstance(record.fields, BadRecord) else self.encoder.count(record.fields)
+                found = record.where if documents <= error.document < documents + count else found
+                documents += count
+            if documents != len(split.ends):
                 raise
             raise Refused(f"{error} The first of them is {shown(found)}.") from None
 
@@ -183,7 +186,7 @@ class Records(StoredSource):
 
     def forget(self, split: SplitName) -> None:
         """Forgets which records of a split were left out."""
-        self._bad[split], self._counts[split] = [], [0, 0]
+        self._bad[split], self._counts[split], self._told[split] = [], [0, 0], Counter()
 
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
@@ -193,6 +196,7 @@ class Records(StoredSource):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
             encoded = iter(self.encoder.encode(tokenizer, usable))
+            self._told[split] += self.encoder.remarks()
             for record in batch:
                 document = record.fields if isinstance(record.fields, BadRecord) else next(encoded)
                 if isinstance(document, BadRecord):
@@ -201,7 +205,8 @@ class Records(StoredSource):
                     yield from document if isinstance(document, list) else [document]
 
     def notes(self) -> list[str]:
-        return [
+        told = [f"{split}: {n:,} {what}." for split, counts in self._told.items() for what, n in counts.items()]
+        return told + [
             f"data.skip_bad=true: {bad:,} of {count:,} {split} records are left out ({'; '.join(self._bad[split])}"
             f"{'; and others' * (bad > NAMED)})."
             for split, (bad, count) in self._counts.items()

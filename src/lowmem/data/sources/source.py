@@ -6,6 +6,7 @@ and the checks at the start need no more. Text files are one kind (`text_files.p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -43,7 +44,6 @@ class Encoder:
     """Makes documents of records; `records.py` and `chat.py` have the kinds."""
 
     chat: ChatFormat | None = None
-    documents_per_record = 1
 
     def key(self) -> list:
         """Returns settings that change the tokens: texts and numbers."""
@@ -58,6 +58,14 @@ class Encoder:
     ) -> list[Encoded | list[Encoded] | BadRecord]:
         """Returns for each record its document or documents, or the reason why there is none."""
         raise NotImplementedError
+
+    def count(self, fields: dict) -> int:
+        """Returns how many documents a record becomes. Args: fields: of a record; it may be one that cannot be used."""
+        return 1
+
+    def remarks(self) -> Counter[str]:
+        """Returns what the log says of the records encoded since the last call, and how often it was so."""
+        return Counter()
 
 
 class Source:

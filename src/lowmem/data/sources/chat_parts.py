@@ -1,0 +1,187 @@
+"""Names the parts of a conversation, and puts other values in their place.
+
+A template may pass over a message, or over one of two calls, and what is left looks right. Rendered once more with
+another value in place of a part, the text is another one if the part is in it, and the same if it is not.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Messages = list[dict[str, Any]]
+
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates have for it
+CALLS = ("tool_calls", "function_call")
+KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # fields of messages
+DESCRIBED = ("name", "description")  # of a tool
+
+
+class MessagePart(NamedTuple):
+    """A value of a conversation that has to be in the text.
+
+    Args:
+        message: the index of its message; None: it is of the record's tools.
+        title: "the name of call 1"; empty for the content of a message.
+        mark: the other value, as a template writes it.
+    """
+
+    message: int | None
+    title: str
+    mark: str
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self.title in REASONING
+
+    def named(self, messages: Messages) -> str:
+        """Returns words for an error."""
+        if self.message is None:
+            return self.title
+        where = f"message {self.message + 1} ({messages[self.message]['role']})"
+        title = f"the {self.title}" if self.is_reasoning else self.title
+        return f"{title} of {where}" if title else where
+
+
+class Replaced:
+    """A conversation with another value of the same type in place of every part, or of one.
+
+    Args:
+        only: the number of the part that is replaced; None: all.
+        of: the index of the message whose parts are replaced; None: those of all messages and of the tools.
+
+    Attributes:
+        messages, tools: the conversation; the given one is not changed.
+        parts: all of them, also those that are not replaced.
+    """
+
+    def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
+        self.parts: list[MessagePart] = []
+        self._only, self._of, self._place = only, of, (None, "")
+        called: set[str] = set()  # the functions that the last answer calls
+        self.messages = []
+        for i, message in enumerate(messages):
+            self.messages.append(self._message(i, message, called))
+            if message["role"] == "assistant":
+                called = {function.get("name") for function in functions(message) if _is_text(function.get("name"))}
+        self.tools = tools and [self._tool(f"tool {number}", tool) for number, tool in enumerate(tools, 1)]
+
+    def _message(self, i: int, message: dict, called: set[str]) -> dict:
+        other = dict(message)
+        other["content"] = self._other(i, "", message["content"])
+        if "name" in message and not (message["role"] == "tool" and str(message["name"]) in called):
+            other["name"] = self._other(i, "the name", message["name"])
+        written = [(name, message[name]) for name in REASONING if name in message]
+        for name, value in written:  # the same text under two names is one part
+            same = next((other[first] for first, text in written if text == value), value)
+            other[name] = self._other(i, name, value) if same == value else same
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            numbered = isinstance(calls, list) and calls
+            other["tool_calls"] = (
+                [self._call(i, f"call {number}", call) for number, call in enumerate(calls, 1)]
+                if numbered
+                else self._other(i, "tool_calls", calls)
+            )
+        if "function_call" in message:
+            other["function_call"] = self._call(i, "function_call", message["function_call"])
+        return other
+
+    def _call(self, i: int, title: str, call: object) -> object:
+        if not isinstance(call, dict):
+            return self._other(i, title, call)
+        if isinstance(call.get("function"), dict):
+            return call | {"function": self._call(i, title, call["function"])}
+        other = dict(call)
+        if "name" in call:
+            other["name"] = self._other(i, f"the name of {title}", call["name"])
+        if "arguments" in call:
+            arguments, title = call["arguments"], f"the arguments of {title}"
+            read = object_of(arguments)
+            is_text = isinstance(arguments, str) and isinstance(read, dict)
+            new = self._other(i, title, read)
+            other["arguments"] = (arguments if new == read else json.dumps(new)) if is_text else new
+        return other
+
+    def _tool(self, title: str, tool: dict) -> dict:
+        if isinstance(tool.get("function"), dict):
+            return tool | {"function": self._tool(title, tool["function"])}
+        if not any(name in tool for name in DESCRIBED):
+            return self._other(None, title, tool)
+        other = tool | {name: self._other(None, title, tool[name]) for name in DESCRIBED if name in tool}
+        parameters = tool.get("parameters")
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            properties = {self._other(None, title, key): value for key, value in parameters["properties"].items()}
+            other["parameters"] = parameters | {"properties": properties}
+        return other
+
+    def _other(self, message: int | None, title: str, value: Any) -> Any:
+        """Returns another value of the same type; names of fields are parts, too. True, false, null and texts without
+        a visible character stay."""
+        if isinstance(value, dict):
+            return {self._other(message, title, key): self._other(message, title, of) for key, of in value.items()}
+        if isinstance(value, list):
+            return [self._other(message, title, item) for item in value]
+        number = len(self.parts)
+        if _is_text(value):
+            other = f"Qz{number}zQ"
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            other = type(value)(860_400_000 + number)
+        else:
+            return value
+        self.parts.append(MessagePart(message, title, str(other)))
+        return other if self._only in (None, number) and self._of in (None, message) else value
+
+
+def functions(message: dict) -> Iterator[dict]:
+    """Yields the functions that a message calls, each with a name and arguments."""
+    calls = message.get("tool_calls")
+    for call in [*(calls if isinstance(calls, list) else []), message.get("function_call")]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield function
+
+
+def is_blank(message: dict) -> bool:
+    """Returns whether a message says nothing, thinks nothing and calls nothing."""
+    said = [message.get(name) for name in ("content", *REASONING, *CALLS)]
+    return not any(part.strip() if isinstance(part, str) else part for part in said)
+
+
+def with_arguments(messages: Messages, as_text: bool) -> Messages:
+    """Returns the messages with the arguments of every call as objects, or as texts of JSON."""
+    return [_spelled(message, as_text) if any(name in message for name in CALLS) else message for message in messages]
+
+
+def _spelled(message: dict, as_text: bool) -> dict:
+    def spelled(call: object) -> object:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return call | {"function": spelled(call["function"])}
+        if "arguments" not in call:
+            return call
+        arguments = call["arguments"] if as_text else object_of(call["arguments"])
+        is_object = as_text and isinstance(arguments, dict)
+        return call | {"arguments": json.dumps(arguments, ensure_ascii=False) if is_object else arguments}
+
+    calls = message.get("tool_calls")
+    return (
+        message
+        | ({"tool_calls": [spelled(call) for call in calls]} if isinstance(calls, list) else {})
+        | ({"function_call": spelled(message["function_call"])} if "function_call" in message else {})
+    )
+
+
+def object_of(arguments: Any) -> Any:
+    """Returns the object that a text writes as JSON, or the value as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

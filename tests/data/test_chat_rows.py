@@ -1,0 +1,437 @@
+"""Nothing of a conversation vanishes: parts that a template leaves out, spellings of arguments, and rows of answers.
+
+The templates are small, and each has a trait of those that models come with. Expectations are written by hand as in
+`test_chat.py`: `rows` and `marked` come from there.
+"""
+
+import json
+import re
+
+import pytest
+from test_chat import QWEN, BadRecord, conversation, encoded, marked, tokenizer
+from tokenizers import AddedToken
+
+from lowmem.data import token_store
+from lowmem.data.sources.chat import Chat
+from lowmem.data.sources.chat_template import CHATML
+from lowmem.data.sources.jsonl import jsonl
+from lowmem.data.sources.preference import Preference
+from lowmem.system.errors import Refused
+
+START, END = "<|im_start|>", "<|im_end|>"
+ASKS = "{% if add_generation_prompt %}<|im_start|>A:{% endif %}"
+LETTERS = {"system": "S", "user": "U", "assistant": "A", "tool": "T"}
+
+
+def turns(answer: str, others: str = "", end: str = END) -> str:
+    """Returns a template. Args: answer: what it writes of the assistant's message `m`; others: of other roles."""
+    return (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>U:{{ m.content }}<|im_end|>"
+        "{% elif m.role == 'system' %}<|im_start|>S:{{ m.content }}<|im_end|>"
+        f"{others}{{% elif m.role == 'assistant' %}}<|im_start|>A:{answer}{end}{{% endif %}}{{% endfor %}}{ASKS}"
+    )
+
+
+CALLS = "{% for c in m.tool_calls %} call {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+TOOL = "{% elif m.role == 'tool' %}<|im_start|>T:{{ m.content }}<|im_end|>"
+THREE = turns("{{ m.content }}")
+BOTH = turns("{{ m.content }}" + CALLS, TOOL)
+
+
+def message(role: str, content: str = "", **others) -> dict:
+    return {"role": role, "content": content, **others}
+
+
+def call(name: str = "weather", **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+USER, ANSWER = message("user", "hello"), message("assistant", "fine")
+PARIS = call(city="Paris")
+LOOKS = message("assistant", "I am", tool_calls=[PARIS])
+
+
+def learnt(template: str, *messages: dict, **how) -> list[str]:
+    """Returns each row as text, with brackets around what is learnt."""
+    made, written = tokenizer(template, (START, END, "</s>")), []
+    one = encoded(made, {"messages": [*messages]}, **how)
+    for row in one if isinstance(one, list) else [one]:
+        text = ""
+        for token, is_learnt in zip(row.ids.tolist(), row.learnt, strict=True):
+            said = made.convert_ids_to_tokens(token).translate(str.maketrans("ĠĊ", " \n"))
+            text += f"[{said}]" if is_learnt else said
+        written.append(text.replace("][", ""))
+    return written
+
+
+# ---- what a template leaves out
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "missing"),
+    [
+        (THREE, [message("developer", "the cat"), USER, ANSWER], "message 1 (developer)"),
+        (THREE, [USER, ANSWER, message("tool", "26"), ANSWER], "message 3 (tool)"),
+        (BOTH, [USER, ANSWER, message("tool", "26", name="weather"), ANSWER], "the name of message 3 (tool)"),
+        (BOTH, [message("user", "hello", name="cat"), ANSWER], "the name of message 1 (user)"),
+        (THREE, [USER, LOOKS], "the name of call 1 of message 2 (assistant)"),
+        (
+            turns("{% if m.content %}{{ m.content }}{% elif m.tool_calls %}" + CALLS + "{% endif %}"),
+            [USER, LOOKS],
+            "the name of call 1 of message 2 (assistant)",
+        ),
+        (
+            turns("{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"),
+            [USER, LOOKS],
+            "message 2 (assistant)",
+        ),
+        (
+            turns("{{ m.content }}" + CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]")),
+            [USER, message("assistant", tool_calls=[PARIS, call(city="Rome")])],
+            "the name of call 2 of message 2 (assistant)",
+        ),
+        (
+            turns("{{ m.content }}" + CALLS.replace("arguments |", "arguments.values() | list |")),
+            [USER, LOOKS],
+            "the arguments of call 1 of message 2 (assistant)",
+        ),
+        (
+            turns("{{ m.content }}" + CALLS.replace("arguments |", "arguments.keys() | list |")),
+            [USER, message("assistant", tool_calls=[call(a=1, b=[2.5, {"c": "cat"}])])],
+            "the arguments of call 1 of message 2 (assistant)",
+        ),
+        (BOTH, [USER, message("assistant", "fine", function_call={"name": "f", "arguments": "{}"})], "the name of fun"),
+        (THREE, [USER, message("assistant", "fine", thinking="I am")], "the thinking of message 2 (assistant)"),
+        (THREE, [USER, message("assistant", "fine", reasoning="I am")], "the reasoning of message 2 (assistant)"),
+        (turns("{{ messages[0].content }}"), [USER, ANSWER], "message 2 (assistant)"),
+    ],
+)
+def test_a_part_that_the_template_leaves_out_is_refused_by_message_and_role(template, messages, missing):
+    with pytest.raises(BadRecord, match=re.escape(f"{missing}") + r".* is not in what the chat template writes"):
+        encoded(tokenizer(template), {"messages": messages})
+
+
+@pytest.mark.parametrize("value", [7, 2.5, "cat", ["cat", 7], {"deep": {"cat": 7}}])
+def test_arguments_of_every_type_are_found_where_the_template_writes_them(value):
+    (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
+    assert f"A:[ call weather {json.dumps({'value': value})}{END}]" in row
+
+
+@pytest.mark.parametrize("value", [True, False, None, "", {}, []])
+def test_arguments_without_another_value_to_put_in_their_place_are_learnt(value):
+    (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
+    assert json.dumps({"value": value}) in row
+
+
+def test_a_tools_name_that_the_call_before_it_says_is_in_the_row():
+    named = message("tool", "26", name="weather")
+    assert learnt(BOTH, USER, LOOKS, named, ANSWER) == learnt(BOTH, USER, LOOKS, message("tool", "26"), ANSWER)
+    with pytest.raises(BadRecord, match="the name of message 3"):
+        learnt(BOTH, USER, LOOKS, named | {"name": "other"}, ANSWER)
+
+
+def test_every_tool_of_the_record_is_in_the_row():
+    asked = {"messages": [USER, ANSWER], "tools": [{"name": "cat", "description": "the mat"}, {"name": "sat"}]}
+    both = "{% for t in tools %}{{ t.name }} {{ t.description }}{% endfor %}" + THREE
+    assert "cat· the· mat·sat" in marked(tokenizer(both), asked)
+    for template, missing in ((both.replace("t in tools", "t in tools[:1]"), 2), (both.replace("t.desc", "t.no"), 1)):
+        with pytest.raises(BadRecord, match=f"tool {missing} is not in what"):
+            encoded(tokenizer(template), asked)
+
+
+def test_a_role_that_makes_no_difference_is_refused():
+    anyone = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(BadRecord, match=r"role of message 1 \(user\) makes no difference to what the chat template"):
+        learnt(anyone, USER, ANSWER)
+
+
+def test_a_template_that_wants_certain_values_is_asked_part_by_part():
+    """It raises an error for the values that all parts are replaced by."""
+    choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    assert learnt(choosy + THREE, USER, ANSWER) == learnt(THREE, USER, ANSWER)
+    with pytest.raises(BadRecord, match="the name of call 1"):
+        learnt(choosy + THREE, USER, LOOKS)
+
+
+def test_white_space_that_a_template_takes_off_and_blank_messages_are_no_loss():
+    trims = turns("{{ m.content | trim }}").replace("U:{{ m.content }}", "U:{{ m.content | trim }}")
+    assert learnt(trims, message("system", ""), message("user", " hello\n"), message("assistant", "fine \n\n")) == [
+        f"{START}S:{END}{START}U:hello{END}{START}A:[fine{END}]"
+    ]
+
+
+def test_a_thought_that_is_cut_out_of_an_answer_is_refused():
+    cuts = turns("{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(BadRecord, match=r"'I am' of message 2 \(assistant\) is not in what the chat template writes"):
+        learnt(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
+
+
+def test_fields_that_a_template_does_not_know_are_told():
+    chat = Chat()
+    chat.encode(tokenizer(THREE), [{"messages": [USER | {"mood": "good"}, ANSWER | {"id": "1"}]}] * 3)
+    assert dict(chat.remarks()) == {'messages have a field "mood", which the chat template does not write': 3}
+    assert not chat.remarks()
+
+
+# ---- arguments as a text of JSON
+
+
+SPELLINGS = {
+    "tojson": "{{ c.arguments | tojson }}",
+    "guarded": "{{ c.arguments if c.arguments is string else c.arguments | tojson }}",
+    "items": "{% for k, v in c.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "text": "{{ '' + c.arguments }}",
+    "as it is": "{{ c.arguments }}",
+}
+ARGUMENTS = {"city": "Paris", "days": [1, {"unit": "m"}]}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_arguments_as_an_object_and_as_a_text_of_json_are_the_same_tokens(name):
+    one_call = "{% for t in m.tool_calls %}{% set c = t.function %} {{ c.name }} " + SPELLINGS[name] + "{% endfor %}"
+    template, written = turns("{{ m.content }}" + one_call), json.dumps(ARGUMENTS, ensure_ascii=False)
+    found = [
+        learnt(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
+        for spelled in ({"arguments": ARGUMENTS}, {"arguments": written})
+    ]
+    assert found[0] == found[1]
+    said = written if name != "items" else "city=Paris;days=[1, {'unit': 'm'}];"
+    assert f"[fine f {said}{END}]" in found[0][0]
+
+
+def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_writes_an_object():
+    broken = message("assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"city": "Par'}}])
+    with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has arguments that are a text and no object in JSON"):
+        learnt(BOTH, USER, broken)
+    items = turns("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}{% endfor %}")
+    with pytest.raises(BadRecord, match="does not take it"):
+        learnt(items, USER, broken)
+
+
+def test_no_arguments_are_an_empty_object():
+    blank = {"function": {"name": "f", "arguments": ""}}
+    assert learnt(BOTH, USER, message("assistant", tool_calls=[blank]))[0].endswith(f"call f {{}}{END}]")
+
+
+# ---- rows of answers
+
+
+PAIR = [message("user", "hello"), message("assistant", "fine"), message("user", "the cat"), message("assistant", "sat")]
+
+
+def test_what_a_template_writes_behind_the_last_message_does_not_hinder_earlier_answers():
+    ends = f"{THREE}{{% if not add_generation_prompt %}}{{{{ '\\n</s>' }}}}{{% endif %}}"
+    assert learnt(ends, *PAIR) == [
+        f"{START}U:hello{END}{START}A:[fine{END}]{START}U:the cat{END}{START}A:[sat{END}\n</s>]"
+    ]
+
+
+OPENS = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>{% endif %}").replace("A:{{", "A:{{")
+
+
+@pytest.mark.parametrize("how", ["all", "last"])
+def test_a_header_that_opens_a_thought_which_answers_lack_is_told(how):
+    chat = Chat(assistant=how)
+    made = tokenizer(OPENS)
+    (one,) = chat.encode(made, [{"messages": PAIR}])
+    assert made.decode(one.ids[one.learnt]) == (f"fine{END}sat{END}" if how == "all" else f"sat{END}")
+    ((told, count),) = chat.remarks().items()
+    assert "its prompt goes on with '<think>'" in told and count == (2 if how == "all" else 1)
+
+
+THINKS = turns(  # writes thoughts behind the last question alone
+    "{% if loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}" + CALLS, TOOL
+)
+THINKS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}" + THINKS
+)
+
+
+def thought(text: str, content: str, **others) -> dict:
+    return message("assistant", content, reasoning_content=text, **others)
+
+
+def test_each_thought_is_in_the_row_that_learns_it():
+    first, second = [USER, thought("I am", "fine")], [message("user", "the cat"), thought("on", "sat")]
+    one = f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]"
+    two = f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[<think>on</think>sat{END}]"
+    assert learnt(THINKS, *first, *second) == [one, two]
+    assert learnt(THINKS, *first, *second, assistant="last") == [two]
+    assert learnt(THINKS, *first, USER) == [one]  # a question without an answer teaches nothing
+
+
+def test_answers_that_agree_share_a_row_and_others_have_one_of_their_own():
+    asks, looks = message("user", "the cat"), thought("I", "am", tool_calls=[PARIS])
+    one = f"{START}U:hello{END}{START}A:[<think>I</think>am call weather" + ' {"city": "Paris"}' + f"{END}]"
+    one += f"{START}T:26{END}{START}A:[<think>on</think>sat{END}]"
+    (row,) = learnt(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"))
+    assert row == one
+    found = learnt(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"), asks, thought("I", "am"))
+    assert found[0] == one and len(found) == 2
+    assert found[1].endswith(f"U:the cat{END}{START}A:[<think>I</think>am{END}]") and found[1].count("[") == 1
+
+
+DROPS = turns(  # drops the thought before a call once an answer follows, and ends the last answer otherwise
+    "{% if m.tool_calls %}{% if loop.last or messages[-1].role != 'assistant' %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
+    TOOL,
+)
+
+
+def test_an_answer_stands_behind_the_text_that_asked_for_it():
+    """Only that text has the thought: the template drops it once the answer is there."""
+    looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
+    assert learnt(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
+        f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
+        + ' {"city": "Paris"}'
+        + f"{END}]{START}T:26{END}{START}A:[fine{END}]"
+    ]
+
+
+def test_a_template_that_asks_in_another_way_than_it_writes_is_refused():
+    other = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>other:{% endif %}").replace(
+        "{% for m", "{% if add_generation_prompt %}the cat{% endif %}{% for m"
+    )
+    with pytest.raises(BadRecord, match=r"what is before message 2 \(assistant\) otherwise when it asks for this answ"):
+        learnt(other, USER, ANSWER)
+
+
+def test_a_tag_around_answers_does_not_hide_a_thought_that_is_dropped():
+    tagged = THINKS.replace("A:{% if", "A:{% generation %}{% if").replace(
+        f"{END}{{% endif %}}{{% endfor %}}", f"{END}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
+    )
+    assert "endgeneration" in tagged
+    several = [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]
+    assert learnt(tagged, *several) == learnt(THINKS, *several)
+    assert learnt(tagged, *several, assistant="last") == learnt(THINKS, *several, assistant="last")
+
+
+def test_a_part_outside_of_the_generation_tag_is_refused():
+    outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+    with pytest.raises(BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of what .* marks"):
+        learnt(outside, USER, LOOKS)
+
+
+def test_a_thought_that_the_template_opens_for_every_answer_begins_at_its_own_token():
+    """The header ends in a line end, and the template writes another one behind it: two would be one token."""
+    opens = turns("<think>\n{{ m.reasoning_content or '' }}\n</think>{{ m.content }}").replace(
+        ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
+    )
+    made = tokenizer(opens)
+    made.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
+    asked = made.encode(f"{START}U:hello{END}{START}A:<think>\n", add_special_tokens=False)
+    one = encoded(made, {"messages": [USER, ANSWER]})
+    assert one.ids[: len(asked)].tolist() == asked and one.learnt.argmax() == len(asked)
+    assert made.decode(one.ids[one.learnt]) == f"\n</think>fine{END}"
+
+
+def test_the_end_of_a_call_is_no_end_of_an_answer():
+    """As in GLM-4.5, whose answers the next header ends: with </tool_call> the model would not learn to stop."""
+    glm = BOTH.replace(END, "").replace("tojson }}", "tojson }}</call>")
+    made = tokenizer(glm)
+    made.add_tokens([AddedToken("</call>", normalized=False)])
+    for answer in (LOOKS, ANSWER):
+        with pytest.raises(Refused, match=r"the header of the next message does that.*never learn to stop"):
+            encoded(made, {"messages": [USER, answer]})
+    made.chat_template = BOTH.replace("tojson }}", "tojson }}</call>")
+    assert made.decode(encoded(made, {"messages": [USER, LOOKS]}).ids).endswith(f"</call>{END}")
+
+
+# ---- empty turns, records that are left out, counts
+
+
+def test_an_empty_turn_is_context_and_is_not_learnt():
+    said, empty = (
+        conversation("hello", "", "the cat", "sat"),
+        "answers of the assistant are empty: they are context, and",
+    )
+    for template in (CHATML, THREE, QWEN):
+        chat, made = Chat(), tokenizer(template)
+        (one,) = chat.encode(made, [said])
+        assert made.decode(one.ids[one.learnt]).removeprefix("<think></think>") == f"sat{END}"
+        assert made.decode(one.ids).count(START) == 4
+        assert dict(chat.remarks()) == {f"{empty} not learnt": 1}
+
+
+@pytest.mark.parametrize("how", ["all", "last"])
+def test_a_conversation_in_which_nothing_is_learnt_cannot_be_used(how):
+    for answers in (["", " \n"], ["I am", ""]):
+        said = conversation("hello", answers[0], "the cat", answers[1])
+        if how == "last" or not any(map(str.strip, answers)):
+            with pytest.raises(BadRecord, match="message 4 is a blank answer of the assistant, so there is nothing to"):
+                encoded(tokenizer(CHATML), said, assistant=how)
+
+
+def test_values_that_are_nested_too_deeply_cannot_be_used():
+    value: list = []
+    for _ in range(3000):
+        value = [value]
+    with pytest.raises(BadRecord, match="nested too deeply"):
+        encoded(tokenizer(BOTH), {"messages": [USER, message("assistant", "fine", tool_calls=value)]})
+
+
+def write(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def source(folder, records, **typed):
+    """Returns the source of these conversations, with a template that drops earlier thoughts; an empty thought is the
+    text of an answer that has none."""
+    (folder / "own.jinja").write_text(THINKS)
+    typed = {"messages": "messages", "template": str(folder / "own.jinja"), "assistant": "all"} | typed
+    val = write(folder / "v.jsonl", [VALIDATION])
+    return jsonl(write(folder / "a.jsonl", records), "*.jsonl", 0.1, val_path=val, **typed)
+
+
+VALIDATION = conversation("on", "mat")
+SEVERAL = {"messages": [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]}
+
+
+def test_the_log_says_what_rows_of_several_answers_and_empty_turns_cost(tmp_path):
+    made = source(
+        tmp_path, [SEVERAL, SEVERAL, conversation("hello", "", "the cat", "sat"), {"messages": []}], skip_bad=True
+    )
+    tokens = token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
+    one, two = token_store.tokenize(source(tmp_path, [SEVERAL]), tmp_path / "other", 400, tokenizer(None)).train.ends
+    assert len(tokens.train.ends) == 5
+    notes = made.notes()
+    assert notes[0] == "train: 1 answers of the assistant are empty: they are context, and not learnt."
+    assert notes[1].startswith(f"train: {2 * one} tokens are in further rows of a conversation, since data.template=")
+    assert notes[2].startswith("data.skip_bad=true: 1 of 4 train records are left out") and len(notes) == 3
+    assert two - one > one  # the longest row is not counted
+
+
+def test_of_a_row_that_is_too_long_the_line_of_its_conversation_is_named(tmp_path):
+    """The records before it are two rows, one row and none."""
+    long = conversation("hello", "I am fine " * 60)
+    made = source(
+        tmp_path, [SEVERAL, conversation("sat", "on"), {"messages": 5}, long, SEVERAL], too_long="refuse", skip_bad=True
+    )
+    tokens = token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
+    with pytest.raises(Refused, match=r"too_long=refuse: 1 of 6 .*The first of them is a\.jsonl, line 4\.$"):
+        made.rows(tokens.train, 100, "train")
+
+
+def test_a_side_of_a_pair_is_one_row(tmp_path):
+    (tmp_path / "own.jinja").write_text(THINKS)
+    before, last = SEVERAL["messages"][:-1], SEVERAL["messages"][-1]
+    pairs = [{"prompt": before, "chosen": [last], "rejected": [thought("on", "am")]}]
+    said = {"val_path": write(tmp_path / "v.jsonl", pairs), "template": str(tmp_path / "own.jinja")}
+    path = write(tmp_path / "a.jsonl", [{**pairs[0], "prompt": [message("system", "cat"), *before]}])
+    with pytest.raises(
+        Refused, match=r'"chosen" would take 2 rows, since .* data\.assistant=last learns the last answer'
+    ):
+        token_store.tokenize(Preference(path, assistant="all", **said), tmp_path / "cache", 400, tokenizer(None))
+    made = token_store.tokenize(Preference(path, **said), tmp_path / "cache", 400, tokenizer(None))
+    assert len(made.train.ends) == 2
+
+
+def test_a_pair_whose_last_answer_is_blank_is_refused_where_all_answers_are_learnt(tmp_path):
+    pair = {"prompt": SEVERAL["messages"][:-1], "chosen": [ANSWER], "rejected": [message("assistant", " ")]}
+    path = write(tmp_path / "a.jsonl", [pair])
+    val = write(tmp_path / "v.jsonl", [pair])
+    made = Preference(path, val_path=val, assistant="all", template="chatml")
+    with pytest.raises(Refused, match='"rejected" ends with a blank answer of the assistant'):
+        token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))

@@ -145,6 +145,20 @@ def test_a_role_that_makes_no_difference_is_refused():
         learnt(anyone, USER, ANSWER)
 
 
+def test_a_role_that_a_template_knows_where_there_are_tools_is_no_loss():
+    """As in Llama 3.1, which then writes the first message as the user's."""
+    first = "<|im_start|>U:{{ messages[0].content }}{{ tools[0].name }}<|im_end|>"
+    knows = "{% if tools %}" + first + "{% set messages = messages[1:] %}{% endif %}" + THREE
+    assert "U·:·hello·cat" in marked(tokenizer(knows), {"messages": [USER, ANSWER], "tools": [{"name": "cat"}]})
+
+
+def test_white_space_inside_of_a_tag_is_not_learnt_behind_the_end_of_an_answer():
+    inside = THREE.replace(
+        "A:{{ m.content }}<|im_end|>", "A:{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    )
+    assert learnt(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
+
+
 def test_a_template_that_wants_certain_values_is_asked_part_by_part():
     """It raises an error for the values that all parts are replaced by."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
@@ -206,6 +220,19 @@ def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_
     items = turns("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}{% endfor %}")
     with pytest.raises(BadRecord, match="does not take it"):
         learnt(items, USER, broken)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("f()", r"the tool_calls of message 2 \(assistant\) are a text and no list of calls"),
+        ([None], r"call 1 of message 2 \(assistant\) is no object with the name of a function"),
+        ([PARIS, {"function": {"arguments": {}}}], r"call 2 of message 2 \(assistant\) is no object with the name"),
+    ],
+)
+def test_calls_that_are_none_are_refused(calls, said):
+    with pytest.raises(BadRecord, match=said):
+        learnt(BOTH, USER, message("assistant", "fine", tool_calls=calls))
 
 
 def test_no_arguments_are_an_empty_object():
@@ -368,7 +395,7 @@ def test_values_that_are_nested_too_deeply_cannot_be_used():
     for _ in range(3000):
         value = [value]
     with pytest.raises(BadRecord, match="nested too deeply"):
-        encoded(tokenizer(BOTH), {"messages": [USER, message("assistant", "fine", tool_calls=value)]})
+        encoded(tokenizer(BOTH), {"messages": [USER, message("assistant", "fine", tool_calls=[call(value=value)])]})
 
 
 def write(path, records):

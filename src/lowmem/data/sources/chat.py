@@ -187,7 +187,23 @@ def _message(number: int, value: object) -> dict[str, Any]:
     if "content" not in message and not is_answer:
         raise BadRecord(f"{where} ({role}) has no content; its fields are {names_of(message)}")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
+    _check_calls(f"{where} ({role})", message)
     return message
+
+
+def _check_calls(where: str, message: dict) -> None:
+    """Refuses calls that are no list of functions with names."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadRecord(f"the tool_calls of {where} are {kind(calls)} and no list of calls")
+    titled = {f"call {number}": call for number, call in enumerate(calls, 1)}
+    if "function_call" in message:
+        titled["function_call"] = message["function_call"]
+    for title, call in titled.items():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not (isinstance(name, str) and name.strip()):
+            raise BadRecord(f"{title} of {where} is no object with the name of a function")
 
 
 def _answers(messages: Messages, last: bool) -> list[int]:

@@ -45,14 +45,13 @@ Span = tuple[int, int]
 class Rendered(NamedTuple):
     """A row of a conversation as the template writes it, and the spans of its characters that are learnt.
 
-    answers: the number of answers in them; exact: they contain nothing else, not even a line end after an answer.
+    answers: the number of answers in them.
     written: the positions behind the header of an answer at which the template itself, and no message, goes on.
     """
 
     text: str
     spans: list[Span]
     answers: int
-    exact: bool
     written: tuple[int, ...] = ()
 
 
@@ -146,7 +145,7 @@ class ChatTemplate:
         if self.tagged and answers == everyone and not self._missing(messages, tools, full, answers):
             self._check_said(messages, answers, [text[start:stop] for start, stop in tags])
             self._check_roles(messages, tools, text)
-            return [Rendered(text, [span for span in tags if span[0] < span[1]], len(answers), True)]
+            return [Rendered(text, [span for span in tags if span[0] < span[1]], len(answers))]
         rows = self._rows(messages, tools, answers, full)
         for row in rows:
             for part in self._missing(messages, tools, row, row.spans):
@@ -183,7 +182,7 @@ class ChatTemplate:
             spans = [(max(a, start), min(b, stop)) for start, stop in spans for a, b in row.tags]
         spans = [span for span in spans if span[0] < span[1]]
         self._check_said(messages, [*row.spans], [row.text[start:stop] for start, stop in spans])
-        return Rendered(row.text, spans, len(row.spans), self.tagged, tuple(sorted(written)))
+        return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: Row) -> Row:
         """Returns the row that ends with answer `i`."""
@@ -306,11 +305,13 @@ class ChatTemplate:
             if role in self.roles or not message["content"].strip():
                 continue
             swapped = message | {"role": "assistant" if role == "user" else "user"}
-            try:
-                other = self._render([*messages[:i], swapped, *messages[i + 1 :]], tools)[0]
+            others = [*messages[:i], swapped, *messages[i + 1 :]]
+            try:  # with tools the template may have a place for the first message, whose role it knows
+                is_same = self._render(others, tools)[0] == text
+                is_same = is_same and self._render(others)[0] == self._render(messages)[0]
             except BadRecord:  # so it does make a difference
-                other = ""
-            if other == text:
+                is_same = False
+            if is_same:
                 raise BadRecord(f"the role of message {i + 1} ({role}) makes no difference to what {self.name} writes")
             self.roles.add(role)
 
@@ -415,10 +416,9 @@ class ChatTemplate:
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.controls:
             stop += 1  # some tokens include the white space after them
-        if not rendered.exact:  # templates write white space after the token that ends an answer
-            last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.controls), stop - 1)
-            stop = stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
-        return begin, stop
+        # templates write white space after the token that ends an answer, some inside of their generation tag
+        last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
+        return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
 
 
 def _alike_at_end(text: str, other: str) -> int:

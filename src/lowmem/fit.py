@@ -29,7 +29,7 @@ from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.process_group import process_group
 from lowmem.training import build, model_folder, results
-from lowmem.training.task import Task, find_task, summary_of, with_model
+from lowmem.training.task import Task, find_checkpoint, find_task, lines_of_older, summary_of, with_model
 from lowmem.training.training import DidNotFit, Training, training_session
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,11 @@ def fit(
     with process_group(run) as ranks:
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
+        saved = find_checkpoint(run, output_dir, ranks)  # before a plan is made
+        command = _with_lines(command, lines_of_older(run, saved))
         with ranks.rank_0_first("count the rows"):  # the other ranks read what rank 0 has written
             command, texts = _counted(command, ranks)
-        task = find_task(command.run, output_dir, ranks)  # before a plan is made
+        task = find_task(command.run, saved)
         if task.work == "nothing":
             return summary_of(task.saved)
         if task.work == "show":
@@ -75,6 +77,14 @@ def fit(
         if task.work == "train":
             return _train(command, task, ranks, texts)
         return (_evaluate if task.work == "evaluate" else _export)(command, task, ranks, texts)
+
+
+def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
+    """Returns the command with these lines in place of those of the same keys."""
+    run = command.run
+    for key, value in lines.items():
+        run = run.replacing(key, value)
+    return replace(command, run=run, lines=replaced(command.lines, lines))
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
@@ -85,7 +95,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
     texts = build.open_texts(run)
     run = run.knowing(max_steps=texts.steps_in(run, ranks))
     log.info(f"epochs={run.epochs}: {run.max_steps} optimizer steps.")
-    lines = replaced(command.typed, {"epochs": None, "max_steps": str(run.max_steps)})
+    lines = replaced(command.lines, {"epochs": None, "max_steps": str(run.max_steps)})
     return replace(command, run=run, lines=lines), texts
 
 

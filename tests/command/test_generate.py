@@ -145,6 +145,12 @@ def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
         def decode(self, ids, skip_special_tokens):
             return "".join(f"{int(i)} " for i in ids)
 
+        def __len__(self):
+            return 40
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [3]}
+
     writer, ids = TextGenerator(model, Numbers()), torch.tensor([[3, 4, 5]])
     free = writer.continuation(ids, 100).split()
     assert len(free) == 9  # 12 positions

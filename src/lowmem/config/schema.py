@@ -326,6 +326,7 @@ ARGUMENTS: dict[str, Any] = {
     ),
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
     "too_long": _words("cut, drop or refuse", Literal["cut", "drop", "refuse"]),
+    "bos": _words("auto, true or false", bool | Literal["auto", "older"]),
     "timeout": Timeout,
     "offload": Switch,
     "whole_below": Whole,

@@ -215,6 +215,13 @@ class Run(schema.Keys):
         return get_object(self.weights.target).streams
 
     @property
+    def begins(self) -> dict[str, bool | str]:
+        """Returns data.bos, and data.parts.<name>.bos of a mixture, by their keys; other data have no such key."""
+        data = self.data.arguments
+        sources = {"data": data} | {f"data.parts.{name}": source for name, source in data.get("parts", {}).items()}
+        return {f"{name}.bos": source["bos"] for name, source in sources.items() if "bos" in source}
+
+    @property
     def drive_folder(self) -> str | None:
         """Returns the folder on a drive for masters and optimizer state; None: they stay in memory."""
         return self.weights.arguments.get("drive")

@@ -15,6 +15,7 @@ import torch
 from lowmem.config.values import checked_shares
 from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opening import Openable, Opened, Wanted, openable
+from lowmem.data.sources.framing import dress
 from lowmem.data.sources.source import ChatFormat, SplitName
 from lowmem.data.token_store import train_tokenizer
 from lowmem.system.errors import Refused
@@ -53,6 +54,12 @@ class Mix(Openable):
                 f"data.parts: {' and '.join(self.chats)} have different templates, and a model has one chat template. "
                 "Type the same data.parts.<name>.template for each."
             )
+        if len(typed := {source.bos for source in parts.values()} - {"auto"}) > 1:
+            raise Refused(
+                f"data.parts: {' and '.join(name for name, source in parts.items() if source.bos in typed)} have "
+                "different data.bos, and a model has one tokenizer. Type the same data.parts.<name>.bos for each."
+            )
+        self.bos = next(iter(typed), "auto")
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -72,8 +79,7 @@ class Mix(Openable):
 
     def opened(self, wanted: Wanted) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
-        if self.chat:
-            self.chat.dress(tokenizer)  # before any source is read: the documents of all end in the same token
+        dress(tokenizer, self)  # before any source is read: the documents of all begin and end in the same tokens
         wanted = wanted._replace(tokenizer=tokenizer)
         opened = {name: _opened(name, source, wanted) for name, source in self.parts.items()}
         train = Mixed({name: source.train for name, source in opened.items()}, self.shares)

@@ -18,6 +18,7 @@ import numpy as np
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
 from lowmem.data.opening import Openable, Opened, Wanted
 from lowmem.data.packing import Documents, Joined, NothingToLearn, describe_split
+from lowmem.data.sources.framing import dress
 from lowmem.data.sources.reading import ahead
 from lowmem.data.sources.records import Records
 from lowmem.data.sources.source import Encoded, SplitName
@@ -38,7 +39,7 @@ class Stream(Openable):
             raise Refused("data.packing=padded: a stream has rows of one length. Type data.packing=documents.")
         self.records, self.block, self.val_rows = records, block, val_rows
         self.table, self.packing = records.reader, records.packing
-        self.chat = records.chat
+        self.chat, self.bos = records.chat, records.bos
 
     def opened(self, wanted: Wanted) -> Opened:
         if wanted.tokenizer is None:
@@ -46,8 +47,7 @@ class Stream(Openable):
                 "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder "
                 "or hub id>, or data.streaming=false."
             )
-        if self.chat:
-            self.chat.dress(wanted.tokenizer)
+        dress(wanted.tokenizer, self)
         self.tokenizer, self.seq_len = wanted.tokenizer, wanted.seq_len
         stream = self.table.rows(self.table.splits["val"] or self.table.splits["train"])
         self.records.forget("val")

@@ -20,13 +20,15 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.sources.source import ChatFormat, Encoded, Source, SplitName
+from lowmem.data.sources.framing import dress, framing_of
+from lowmem.data.sources.source import OLDER, Encoded, Source, SplitName
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
 FORMAT = 5  # raise it when what is written changes
+FORMAT_OF_OLDER = 4  # of tokens that runs with data.bos=older read
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens, which are about 100 MB as Python's strings
 # Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
@@ -105,15 +107,15 @@ def tokenize(
         Refused: a file cannot be read or is no text, there is no text, validation text is training text, or the disk is
             full.
     """
-    if (chat := source.chat) and tokenizer:
-        chat.dress(tokenizer)
-    elif chat:
+    if tokenizer:
+        dress(tokenizer, source)
+    elif chat := source.chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
     dtype = _fill_folder(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
     train, val = (_split(folder, split, dtype) for split in ("train", "val"))
-    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", chat)
-    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if chat else None
+    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", source)
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
     return Tokens(train, val, tokenizer, template)
 
 
@@ -148,14 +150,17 @@ def _split(folder: Path, split: SplitName, dtype: str) -> Split:
 
 
 def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    key = [FORMAT, bpe if tokenizer is None else _identity(tokenizer), source.key()]
+    older = source.bos == OLDER
+    tokens_of = bpe if tokenizer is None else _identity(tokenizer, older)
+    key = [FORMAT_OF_OLDER if older else FORMAT, tokens_of, source.key()]
     return f"{source.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
-def _identity(tokenizer: PreTrainedTokenizerBase) -> list:
+def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
     """Returns everything that a tokenizer's ids depend on: two may share a vocabulary and split words differently."""
+    around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)]
+    return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
 
 
 def _write(
@@ -174,7 +179,7 @@ def _write(
         if tokenizer is None:
             texts = _spread(source.texts(), source.size("train"))
             train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json", source.chat)
+            tokenizer = load_bpe(draft / "tokenizer.json", source)
         dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
         twice = Twice()
         seen = {"val": twice.held_out, "train": twice.trained_on}
@@ -216,7 +221,7 @@ def train_tokenizer(
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as draft:
             train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
-    return load_bpe(file, chat)
+    return load_bpe(file, source)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
@@ -229,11 +234,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
     target.write_text(bpe.to_str(pretty=True), encoding="utf-8")
 
 
-def load_bpe(file: Path, chat: ChatFormat | None = None) -> PreTrainedTokenizerFast:
+def load_bpe(file: Path, source: Source | None = None) -> PreTrainedTokenizerFast:
     names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
     tokenizer = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
-    if chat:
-        chat.dress(tokenizer)
+    if source:
+        dress(tokenizer, source)
     return tokenizer
 
 

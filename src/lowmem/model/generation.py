@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
@@ -20,14 +21,14 @@ Prompt = str | list[dict]  # text, or the messages of a conversation
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> Tensor:
-    """Returns the ids of a prompt, (1, T) int64 with T >= 1. Messages go through the tokenizer's chat template; with
-    `chat` a text does too, as a user's turn.
+    """Returns the ids of a prompt, (1, T) int64 with T >= 1. A text is encoded as training does it; messages go through
+    the tokenizer's chat template, and with `chat` a text does too, as a user's turn.
 
     Raises:
         Refused: a template that does not take the prompt.
     """
     if isinstance(prompt, str) and not chat:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = framing.prompt_ids(tokenizer, prompt)
     else:
         if tokenizer.chat_template is None:
             raise Refused(
@@ -46,11 +47,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Returns the ids that end a continuation: the model's, the tokenizer's, and the end of a turn of its chat
-    template."""
+    """Returns the ids that end a continuation: the model's, the tokenizer's, the one that training puts behind a text,
+    and the end of a turn of its chat template."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
-    return sorted(ends - {None})
+    return sorted({*ends, *framing.framing_of(tokenizer).end[:1]} - {None})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -314,6 +314,7 @@ class Saved:
             self.optimizer = ours["optimizer"]
             self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # of the next step
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: written without
+            self.begin = ours.get("begin")  # of every text; None: tokens were made by the rule of an earlier lowmem
             self.template = ours.get("template")  # of conversations; None: there were none
             self.start = ours.get("start")  # digest of the weights at the beginning, with which a loss compares
             self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
@@ -341,12 +342,17 @@ class Saved:
                 f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
                 f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
             )
-
         template = module.identity.get("template")
         if None not in (self.template, template) and self.template != template:
             raise Refused(
                 f"{self.asked}: another chat template formatted its conversations, so the same tokens mean something "
                 "else here. Type the data.template= of that run."
+            )
+        begin = module.identity.get("begin")
+        if None not in (self.begin, begin) and self.begin != begin:
+            raise Refused(
+                f"{self.asked}: its texts begin with the tokens {self.begin}, and texts begin with {begin} here. Type "
+                "the data.bos= of that run."
             )
 
     def _partial(self, module: LightningModule) -> bool:

@@ -19,6 +19,8 @@ from lowmem.config.settle import Run
 from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
 from lowmem.data.opening import Openable, Wanted, openable, source_class
 from lowmem.data.packing import Joined, with_positions
+from lowmem.data.sources import framing
+from lowmem.data.sources.source import OLDER
 from lowmem.data.token_store import Tokens, held_out, rows_of
 from lowmem.model import loading, packed_attention, vocabulary
 from lowmem.model.generation import prompt_ids
@@ -92,6 +94,8 @@ def open_texts(run: Run) -> Texts:
     for name, other in others:
         split = held_out(other, wanted.cache_dir, tokens.tokenizer)
         sets[name] = other.rows(split, run.seq_len, "val")
+    if len(tokens.val.ids) and tokens.template is None:
+        framing.tell(tokens.tokenizer)
     return Texts(described, tokens, train, sets)
 
 
@@ -167,6 +171,8 @@ def module(
         built.identity["start"] = saved.start if saved else built.ranks.broadcast(own)
     if data.tokens.template is not None:
         built.identity["template"] = data.tokens.template
+    if OLDER not in run.begins.values():
+        built.identity["begin"] = str(framing.framing_of(data.tokens.tokenizer).begin)
     if saved:
         saved.check(built, data.tokens.tokenizer)
     built.ranks.shard(built)

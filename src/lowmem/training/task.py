@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lowmem.config.settle import Run
+from lowmem.data.sources.source import OLDER
 from lowmem.saving import checkpoint
 from lowmem.saving.checkpoint import Saved
 from lowmem.saving.export_adapter import adapter_config_of, base_of, holds_adapter
@@ -40,11 +41,12 @@ class Task(NamedTuple):
 TRAIN = Task("train")
 
 
-def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task:
-    """Finds the work and its checkpoint. Args: ranks: the first one looks for the checkpoint and verifies it, for all.
+def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Saved | None:
+    """Finds the checkpoint that the work starts from, if any. Args: ranks: the first one looks for the checkpoint and
+    verifies it, for all.
 
     Raises:
-        Refused: a checkpoint that cannot be used; a run that is already done.
+        Refused: a checkpoint that cannot be used.
     """
 
     def find_for_all(find: Callable[[], Path | None]) -> Path | None:
@@ -53,21 +55,37 @@ def find_task(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Task
         return ranks.broadcast(path)
 
     if run.show is not None:
-        return Task("show")
+        return None
     if run.export is not None:
-        return Task("export", Saved(find_for_all(lambda: checkpoint.find(run.export, "export")), "export"))
+        return Saved(find_for_all(lambda: checkpoint.find(run.export, "export")), "export")
     if run.evaluate is not None:
         if is_model(run.evaluate):
-            return Task("evaluate")
-        return Task("evaluate", Saved(find_for_all(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate"))
+            return None
+        return Saved(find_for_all(lambda: checkpoint.find(run.evaluate, "evaluate")), "evaluate")
     if run.resume is None:
-        return TRAIN
+        return None
     auto = run.resume == "auto"
     path = find_for_all(lambda: checkpoint.newest(output_dir) if auto else checkpoint.find(run.resume))
-    if path is None:
-        return TRAIN
-    saved = Saved(path)
-    return Task(_left(saved, run.max_steps, auto), saved)
+    return path and Saved(path)
+
+
+def find_task(run: Run, saved: Saved | None) -> Task:
+    """Finds the work. Args: saved: the checkpoint that it starts from. Raises: Refused: a run that is already done."""
+    if run.show is not None:
+        return Task("show")
+    if run.export is not None:
+        return Task("export", saved)
+    if run.evaluate is not None:
+        return Task("evaluate", saved)
+    return Task(_left(saved, run.max_steps, run.resume == "auto"), saved) if saved else TRAIN
+
+
+def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
+    """Returns the lines with which the texts of a run become the tokens that it began with: an earlier lowmem put no
+    token before a text."""
+    if saved is None or saved.begin is not None:
+        return {}
+    return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}
 
 
 def is_model(named: str) -> bool:

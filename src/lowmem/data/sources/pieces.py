@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -77,7 +77,7 @@ def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
             at += PIECE
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
     """Returns the ids of each text, without special tokens: (tokens,) uint32."""
     cuts, ids_by_text = Cuts(tokenizer), [[] for _ in texts]
     numbered = ((number, piece) for number, text in enumerate(texts) for piece, _ in pieces([text], cuts))
@@ -92,7 +92,11 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
     """Returns the ids (tokens,) uint32 of each text. The tokenizer's own result is 50 times as large, and is freed on
     return."""
     if tokenizer.is_fast:  # uses all cores, and computes no offsets
-        encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation or backend.padding:  # settings of tokenizer.json, which the tokenizer's own call resets
+            backend.no_truncation()
+            backend.no_padding()
+        encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encoded]
     return [np.array(ids, np.uint32) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
@@ -101,11 +105,6 @@ def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Returns the tokenizer's control tokens by their spelling: a text that contains one would get the token itself,
     such as the end of a document."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the token that ends a document, in a list; an empty list if the tokenizer has none."""
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def text_bytes(text: str) -> int:

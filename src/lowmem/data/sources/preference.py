@@ -26,7 +26,7 @@ from lowmem.data.sources.bad_record import BadRecord, kind, no_field
 from lowmem.data.sources.chat_parts import is_blank
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
-from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, identity
+from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, check_no_bos, identity
 from lowmem.data.sources.source import Encoded, Encoder, SplitName
 from lowmem.data.sources.tables import TOOLS, has_column, parquet_rows
 from lowmem.data.sources.text_files import find_files
@@ -88,6 +88,7 @@ class Preference(Records):
         template: of conversations, see `Chat`.
         subset, split, val_split, revision: of a data set of the hub.
         packing, too_long: padded or documents, see `data/pairs.py`.
+        bos: of texts, see `Source`.
         rated: makes rows of single answers, see `data/rated.py`.
     """
 
@@ -113,6 +114,7 @@ class Preference(Records):
         too_long: str = "drop",
         skip_bad: bool = False,
         rated: bool = False,
+        bos: bool | str = "auto",
     ) -> None:
         self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
@@ -127,8 +129,8 @@ class Preference(Records):
             _check_unused(typed, f"{shown(path)} is a file or folder, which", "Leave")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
-        encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields))
-        super().__init__(ByPrompt(reader, fields), encoder, "preference", packing, too_long, skip_bad)
+        encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields), bos)
+        super().__init__(ByPrompt(reader, fields), encoder, "preference", packing, too_long, skip_bad, bos)
 
     @classmethod
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
@@ -203,9 +205,10 @@ class Answers(Encoder):
         assistant: Literal["last", "all"],
         template: str | None,
         first: Callable[[], dict],
+        bos: bool | str = "auto",
     ) -> None:
         self.fields, self.names, self.prompt = names, (names.chosen, names.rejected), names.prompt
-        self.assistant, self.template, self.first = assistant, template, first
+        self.assistant, self.template, self.first, self.bos = assistant, template, first, bos
 
     @cached_property
     def chats(self) -> dict[str, Chat]:
@@ -213,6 +216,7 @@ class Answers(Encoder):
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(first.get(self.fields.answered(first)), str) and self.fields.answered(first) in names:
             return {}
+        check_no_bos(self.bos)
         from lowmem.data.sources.chat import Chat  # templates are slow to import
 
         return {name: Chat(name, self.assistant, self.template) for name in (*names, self.fields.messages)}
@@ -248,7 +252,8 @@ class Answers(Encoder):
     @property
     def _encoders(self) -> Mapping[str, Encoder]:
         return self.chats or {
-            name: Completion(self.prompt or "prompt", name) for name in (*self.names, self.fields.completion)
+            name: Completion(self.prompt or "prompt", name, bos=self.bos)
+            for name in (*self.names, self.fields.completion)
         }
 
     def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:

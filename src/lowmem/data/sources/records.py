@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from lowmem.config.values import checked_fields, shown
 from lowmem.data.opening import StoredSource
 from lowmem.data.packing import TooLong
 from lowmem.data.sources.bad_record import BadRecord, checked, control, no_field
-from lowmem.data.sources.pieces import batches, controls, encode, end_of, text_bytes
+from lowmem.data.sources.framing import answer_documents, framing_of, text_documents
+from lowmem.data.sources.pieces import batches, controls
 from lowmem.data.sources.reading import ahead, digests
 from lowmem.data.sources.source import REFUSE, ChatFormat, Encoded, Encoder, SplitName
 from lowmem.data.sources.text_files import Files
@@ -122,7 +123,7 @@ class Records(StoredSource):
 
     Args:
         name: of the yaml, such as jsonl.
-        packing, too_long: see `Source`.
+        packing, too_long, bos: see `Source`.
         skip_bad: leave out records that cannot be used, and count them; otherwise the first one is refused.
     """
 
@@ -132,6 +133,7 @@ class Records(StoredSource):
     packing: str = "documents"
     too_long: str = "cut"
     skip_bad: bool = False
+    bos: bool | str = "auto"
 
     def __post_init__(self) -> None:
         self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
@@ -234,17 +236,19 @@ def records(  # noqa: PLR0913
     packing: str = "documents",
     too_long: str = "cut",
     skip_bad: bool = False,
+    bos: bool | str = "auto",
     **chat: str | None,
 ) -> Records:
     """Makes the source of a reader, with the keys that all yamls of records have. Args: chat: those of `Chat`."""
-    return Records(reader, encoder(field, prompt, completion, messages, **chat), name, packing, too_long, skip_bad)
+    fields = encoder(field, prompt, completion, messages, bos, **chat)
+    return Records(reader, fields, name, packing, too_long, skip_bad, bos)
 
 
 class _Fields(Encoder):
-    """The base class of encoders of text fields. Args: names: of the fields."""
+    """The base class of encoders of text fields. Args: names: of the fields; bos: see `Source`."""
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    def __init__(self, *names: str, bos: bool | str = "auto") -> None:
+        self.names, self.bos = names, bos
 
     def key(self) -> list:
         return [type(self).__name__.lower(), *self.names, REFUSE]
@@ -253,7 +257,7 @@ class _Fields(Encoder):
         """Returns the texts of the fields. Raises: BadRecord: one cannot be used."""
         raise NotImplementedError
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded | BadRecord]:
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
@@ -285,40 +289,52 @@ class Text(_Fields):
         return [text_of(fields, *self.names)]
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
-        return _documents(tokenizer, [text for (text,) in texts])
+        return text_documents(tokenizer, [text for (text,) in texts], framing_of(tokenizer, self.bos))
 
 
 class Completion(_Fields):
-    """The encoder of two fields, of which the second and the document's end are learnt. Each is encoded by itself, as
-    at generation: a token across both would be learnt from half of it."""
+    """The encoder of two fields, of which the second and the document's end are learnt."""
 
     def texts(self, fields: dict) -> list[str]:
         prompt, completion = self.names
         return [text_of(fields, prompt, empty=True), text_of(fields, completion)]
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded]:
-        prompts = encode(tokenizer, [prompt for prompt, _ in texts])
-        answers = _documents(tokenizer, [completion for _, completion in texts])
-        for (prompt, _), before, answer in zip(texts, prompts, answers, strict=True):
-            ids = np.concatenate([before, answer.ids])
-            yield Encoded(ids, np.arange(len(ids)) >= len(before), text_bytes(prompt) + answer.text_bytes)
+    def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded | BadRecord]:
+        return answer_documents(tokenizer, texts, framing_of(tokenizer, self.bos))
 
 
-def encoder(field: str | None, prompt: str | None, completion: str | None, messages: str | None, **chat) -> Encoder:
+def encoder(
+    field: str | None,
+    prompt: str | None,
+    completion: str | None,
+    messages: str | None,
+    bos: bool | str = "auto",
+    **chat: str | None,
+) -> Encoder:
     """Returns the encoder that a yaml's keys select; without any, the field "text".
 
     Args:
-        chat: arguments for conversations, besides the name of their field.
+        bos: see `Source`; chat: arguments for conversations, besides the name of their field.
 
     Raises:
         Refused: keys of several encoders, or half of one's.
     """
     checked_fields(field, prompt, completion, messages)
     if messages:
+        check_no_bos(bos)
         from lowmem.data.sources.chat import Chat  # templates are slow to import
 
         return Chat(messages, **chat)
-    return Completion(prompt, completion) if prompt and completion else Text(field or "text")
+    return Completion(prompt, completion, bos=bos) if prompt and completion else Text(field or "text", bos=bos)
+
+
+def check_no_bos(bos: bool | str) -> None:
+    """Raises Refused if `data.bos` is typed for conversations."""
+    if isinstance(bos, bool):
+        raise Refused(
+            f"data.bos={str(bos).lower()}: a chat template writes all tokens of a conversation, the first one too. "
+            "Leave data.bos out, or type data.template=<a file> with a template that writes what you want."
+        )
 
 
 def text_of(fields: dict, name: str, empty: bool = False) -> str:
@@ -347,9 +363,3 @@ def place(record: bytes) -> float:
     """Returns a number from 0 to 1; records below `val_fraction` are validation. It depends on the record alone, so
     that none changes sides when others are added."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64
-
-
-def _documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Encoded]:
-    end = np.asarray(end_of(tokenizer), np.uint32)
-    for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
-        yield Encoded(np.concatenate([ids, end]), None, text_bytes(text))

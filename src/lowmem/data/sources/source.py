@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SplitName = Literal["train", "val"]
+# data.bos of runs that an earlier version began: no token begins a text, and completions are encoded apart
+OLDER = "older"
 REFUSE = "refuse"  # is part of the keys of caches, as it was when records with control tokens could be read, too
 
 
 class Encoded(NamedTuple):
     """A document, or a piece of one that is too long for memory."""
 
-    ids: np.ndarray | list[int]  # with its end token, if the tokenizer has one
+    ids: np.ndarray | list[int]  # with the tokens that begin and end it, see `framing.py`
     learnt: np.ndarray | None  # (len(ids),) bool; None: all of them
-    text_bytes: int  # of the text that the ids encode; an end token is no text
+    text_bytes: int  # of the text that the ids encode; the tokens that begin and end it are no text
     ends: bool = True  # False: more of this document follows
 
 
@@ -76,6 +78,7 @@ class Source:
     packing = "joined"  # how its documents become rows: joined, documents or padded
     too_long = "cut"  # what happens to a document that is longer than a row: cut, drop or refuse
     chat: ChatFormat | None = None  # the format of conversations
+    bos: bool | str = "auto"  # whether a token begins each text; auto: as the tokenizer does it
     streams = False  # True: it has no end, and no number of rows
 
     def key(self) -> list:

@@ -20,7 +20,8 @@ import numpy as np
 
 from lowmem.config.values import check_utf8, checked_on_error, no_such, shown
 from lowmem.data.opening import StoredSource
-from lowmem.data.sources.pieces import Cuts, batches, controls, end_of, ids_of, pieces, text_bytes
+from lowmem.data.sources.framing import framing_of
+from lowmem.data.sources.pieces import Cuts, batches, controls, ids_of, pieces, text_bytes
 from lowmem.data.sources.reading import UTF_8, ahead, between, blocks, cut_at, digests, is_text
 from lowmem.data.sources.source import Encoded, SplitName
 from lowmem.system.errors import Refused
@@ -41,7 +42,7 @@ class Corpus(StoredSource):
         on_error: what to do with bytes that are no UTF-8: `refuse` the file, `replace` them by U+FFFD, or `skip` the
             file.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
-        packing, too_long: see `Source`.
+        packing, too_long, bos: see `Source`.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Corpus(StoredSource):
     tail: float | None = None
     packing: str = "joined"
     too_long: str = "cut"
+    bos: bool | str = "auto"
     skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
     controls: dict[str, int] = field(default_factory=dict, compare=False)  # control tokens in the text, by split
 
@@ -68,14 +70,16 @@ class Corpus(StoredSource):
             yield from (piece for piece, _ in pieces(self._blocks(file, "train")))
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        end, cuts, known = end_of(tokenizer), Cuts(tokenizer), list(controls(tokenizer).values())
+        framing, begins = framing_of(tokenizer, self.bos), True
+        cuts, known = Cuts(tokenizer), list(controls(tokenizer).values())
         self.controls[split] = 0
         texts = (piece for file in self._readable(split) for piece in pieces(self._blocks(file, split), cuts))
         for batch in ahead(batches(texts, lambda piece: text_bytes(piece[0]))):
             ids_by_piece = ids_of(tokenizer, [text for text, _ in batch])
             for (text, ends), ids in zip(batch, ids_by_piece, strict=True):
                 self.controls[split] += int(np.isin(ids, known).sum())
-                yield Encoded(np.append(ids, end).astype(ids.dtype) if ends else ids, None, text_bytes(text), ends)
+                yield framing.document(ids, text_bytes(text), begins, ends)
+                begins = ends
 
     def notes(self) -> list[str]:
         return [
@@ -122,7 +126,7 @@ _NOT_STDLIB = {
 }
 
 
-def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") -> Corpus:
+def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", bos: bool | str = "auto") -> Corpus:
     """Returns the Python standard library's own source files on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
@@ -131,7 +135,8 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut") 
             f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
-    return Corpus("stdlib", *split(root, files, val_fraction), on_error="replace", packing=packing, too_long=too_long)
+    how = {"on_error": "replace", "packing": packing, "too_long": too_long, "bos": bos}
+    return Corpus("stdlib", *split(root, files, val_fraction), **how)
 
 
 def text(  # noqa: PLR0913
@@ -143,11 +148,12 @@ def text(  # noqa: PLR0913
     on_error: str = "refuse",
     packing: str = "joined",
     too_long: str = "cut",
+    bos: bool | str = "auto",
 ) -> Corpus:
     """Returns a file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing
     else."""
     check_utf8(encoding)
-    how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long}
+    how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
     return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
 

@@ -1,0 +1,217 @@
+"""Says how a text becomes a document of tokens: what begins and ends it, and which of its tokens are the answer's.
+
+The rule is the tokenizer's own call. A document begins with the tokens that `tokenizer(text)` puts before a text, such
+as <s>, which are not learnt, and ends with those that it puts behind the text, or else with the end-of-text token. So
+training, samples, `generate=` and everyone who loads the exported tokenizer read the same ids. `data.bos=true` or false
+changes the tokenizer itself, before the first text is read.
+
+A completion goes on where its prompt ends: the ids of both texts together, if they begin with those of the prompt,
+which is what generation gets. SentencePiece's tokenizers put a space before every text, so a completion that is encoded
+by itself would begin with a space that is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from tokenizers.processors import Sequence as Processors
+
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.pieces import encode, ids_of, text_bytes
+from lowmem.data.sources.source import OLDER, Encoded
+from lowmem.system.errors import Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lowmem.data.sources.source import Source
+
+log = logging.getLogger(__name__)
+
+MARKERS = ("a", "A", "1", ".")  # texts whose ids are looked for among those of the tokenizer's own call
+MOST_MARKERS = 1000  # words of a vocabulary that are tried besides
+# Texts to put before a completion: behind some of them the tokenizer adds no space of its own.
+LEADS = ("", "\n", ".", "0", "a", "A")
+SHOWN = 12  # characters of a text in a message
+PLAIN = "One  two,\n\tThree."  # a text that shows whether a tokenizer keeps texts as they are
+
+
+class Framing(NamedTuple):
+    """The tokens that begin and end a text. Args: apart: prompt and completion are encoded one by one, as earlier
+    versions of lowmem did."""
+
+    begin: list[int]
+    end: list[int]
+    apart: bool = False
+
+    def document(self, ids: np.ndarray, size: int, begins: bool = True, ends: bool = True) -> Encoded:
+        """Returns a document of text, or a piece of one. Args: size: bytes of the text; begins, ends: whether the
+        document begins or ends with this piece."""
+        before = self.begin if begins else []
+        whole = _joined(before, ids, self.end if ends else [])
+        return Encoded(whole, np.arange(len(whole)) >= len(before) if before else None, size, ends)
+
+    def answered(self, prompt: np.ndarray, completion: np.ndarray, size: int) -> Encoded:
+        """Returns a document of which the completion and the end are learnt. Args: size: bytes of both texts."""
+        whole = _joined(self.begin, prompt, completion, self.end)
+        return Encoded(whole, np.arange(len(whole)) >= len(self.begin) + len(prompt), size)
+
+
+def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
+    """Returns the tokens that begin and end the texts of a tokenizer. Args: bos: `data.bos`."""
+    end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if bos == OLDER:
+        return Framing([], end_of_text, apart=True)
+    begin, end = _own(tokenizer)
+    return Framing(begin, end or end_of_text)
+
+
+def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Returns the ids that the tokenizer's own call puts before and behind a text."""
+    of_vocabulary = (tokenizer.decode([index]) for index in range(min(len(tokenizer), MOST_MARKERS)))
+    for text in (word for words in (MARKERS, of_vocabulary) for word in words):
+        plain, whole = (tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
+        starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+        if plain and len(starts) == 1:
+            return whole[: starts[0]], whole[starts[0] + len(plain) :]
+    raise Refused(f"data: {_name(tokenizer)} makes no tokens of a text. Type tokenizer=<another folder or hub id>.")
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns the ids of a text that the model continues."""
+    return [*_own(tokenizer)[0], *ids_of(tokenizer, [text])[0].tolist()]
+
+
+def text_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], framing: Framing) -> Iterator[Encoded]:
+    """Yields the document of each text."""
+    for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
+        yield framing.document(ids, text_bytes(text))
+
+
+def answer_documents(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Sequence[str]], framing: Framing
+) -> Iterator[Encoded | BadRecord]:
+    """Yields the document of each pair of a prompt and its completion, or the reason why there is none.
+
+    Raises:
+        Refused: no token ends a text.
+    """
+    if not (framing.end or framing.apart):
+        raise Refused(
+            f"data: {_name(tokenizer)} has no end-of-text token, so the model would never learn to stop. Name one as "
+            '"eos_token" in its tokenizer_config.json, or type tokenizer=<a folder or hub id> of one that has it.'
+        )
+    prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
+    wholes = encode(tokenizer, [completion if framing.apart else prompt + completion for prompt, completion in pairs])
+    for (prompt, completion), before, whole in zip(pairs, prompts, wholes, strict=True):
+        size = text_bytes(prompt) + text_bytes(completion)
+        ids = whole if framing.apart else _continuation(tokenizer, before, whole, prompt, completion)
+        yield ids if isinstance(ids, BadRecord) else framing.answered(before, ids, size)
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
+) -> np.ndarray | BadRecord:
+    """Returns the ids of a completion behind those of its prompt, so that both together decode to both texts. Args:
+    before, whole: ids of the prompt, and of prompt and completion as one text."""
+    if len(whole) > len(before) and np.array_equal(whole[: len(before)], before):
+        return whole[len(before) :]
+    texts = prompt + completion, _decoded(tokenizer, whole)
+    for lead in LEADS:  # a token of both texts stands across the border
+        leading, both = ids_of(tokenizer, [lead, lead + completion])
+        ids = both[len(leading) :]
+        behind = len(ids) > 0 and np.array_equal(both[: len(leading)], leading)
+        if behind and _decoded(tokenizer, np.concatenate([before, ids])) in texts:
+            return ids
+    return BadRecord(
+        f"the tokenizer joins the end of the prompt ({prompt[-SHOWN:]!r}) and the beginning of the completion "
+        f"({completion[:SHOWN]!r}), and apart they read as another text. Let the prompt end in a complete word, and "
+        "move white space between both to the beginning of the completion"
+    )
+
+
+def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+    """Changes a tokenizer as a source asks for it, before the first text is read: its chat template, and the token that
+    begins a text.
+
+    Raises:
+        Refused: the tokenizer has no such token, or cannot be changed.
+    """
+    if source.chat:
+        source.chat.dress(tokenizer)
+    if isinstance(source.bos, bool):
+        _begin_with_bos(tokenizer, source.bos)
+
+
+def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
+    bos, (begin, end) = tokenizer.bos_token_id, _own(tokenizer)
+    if wanted and bos is None:
+        raise Refused(
+            f"data.bos=true: {_name(tokenizer)} has no token for the beginning of a text. Type data.bos=auto, or name "
+            'one as "bos_token" in its tokenizer_config.json.'
+        )
+    begin_now = begin if wanted and bos in begin else [bos, *begin] if wanted else []
+    if begin_now == begin:
+        return
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.post_processor = _post_processor(tokenizer, begin_now, end)
+    else:
+        tokenizer.add_bos_token = wanted
+    if _own(tokenizer) != (begin_now, end):
+        raise Refused(
+            f"data.bos={str(wanted).lower()}: {_name(tokenizer)} cannot be changed. Type data.bos=auto, which takes it "
+            "as it is."
+        )
+
+
+def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> Processors:
+    """Returns a post-processor that puts these tokens around a text. Token names may hold any character, so it is made
+    from its JSON: the text form of a template separates with colons."""
+    backend = tokenizer.backend_tokenizer
+    now = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else {}
+    kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # it trims offsets
+    names = {index: backend.id_to_token(index) for index in (*begin, *end)}
+
+    def around(sequence: str, kind: int) -> list[dict]:
+        tokens = [[{"SpecialToken": {"id": names[index], "type_id": kind}} for index in ids] for ids in (begin, end)]
+        return [*tokens[0], {"Sequence": {"id": sequence, "type_id": kind}}, *tokens[1]]
+
+    template = {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {name: {"id": name, "ids": [index], "tokens": [name]} for index, name in names.items()},
+    }
+    made = Processors([])
+    made.__setstate__(json.dumps({"type": "Sequence", "processors": [*kept, template]}).encode())
+    return made
+
+
+def tell(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Logs what a tokenizer does to texts that people may not expect."""
+    if not framing_of(tokenizer).end:
+        log.info(
+            f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model learns "
+            'no end. Name one as "eos_token" in its tokenizer_config.json to change that.'
+        )
+    if (decoded := _decoded(tokenizer, ids_of(tokenizer, [PLAIN])[0])) != PLAIN:
+        log.info(
+            f"data: {_name(tokenizer)} does not keep texts as they are: {PLAIN!r} becomes {decoded!r}. The model "
+            "learns, and writes, such texts."
+        )
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+    return tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+
+
+def _joined(*parts: Iterable[int]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, np.uint32) for part in parts])
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"the tokenizer {tokenizer.name_or_path}".rstrip()

@@ -1,0 +1,393 @@
+"""Text becomes tokens as the tokenizer's own call makes them: in rows, prompts and the exported tokenizer alike."""
+
+import json
+import logging
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizer
+
+from lowmem.data import token_store
+from lowmem.data.bits_per_byte import bits_per_byte
+from lowmem.data.loader import IGNORED, Share, ValidationLoader
+from lowmem.data.mix import Mix
+from lowmem.data.opening import Wanted
+from lowmem.data.packing import Joined
+from lowmem.data.sources import framing, jsonl, text_files
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.preference import Preference
+from lowmem.data.sources.records import Completion, Text
+from lowmem.model.generation import prompt_ids
+from lowmem.system.errors import Refused
+from lowmem.training.task import lines_of_older
+from same import last, same
+from tokenizers_of_all_kinds import AROUND, BOS, EOS, IDS, MODELS, PRE_TOKENIZERS, tokenizer
+
+WORDS = (
+    "Q:",
+    "what",
+    "the",
+    "cat",
+    "42",
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    ".",
+    "a",
+    "é",
+    "Größe",
+    "数据",
+    "🙂",
+    "A:",
+    "</",
+    "s>",
+)
+shared = cache(tokenizer)  # for tests that do not change it
+TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
+VISIBLE = TEXTS.filter(str.strip)
+KINDS = st.tuples(st.sampled_from(MODELS), st.sampled_from([*PRE_TOKENIZERS]))
+# Tokenizers that keep every text of WORDS as it is.
+EXACT = [("bpe", "byte level"), ("bpe", "sequence"), ("bpe with bytes", "none"), ("bpe with bytes", "split")]
+
+
+def encoded(made, prompt, completion, **how):
+    (document,) = Completion("p", "c", **how).encode(made, [{"p": prompt, "c": completion}])
+    return document
+
+
+def decoded(made, ids):
+    return made.decode(list(ids), clean_up_tokenization_spaces=False)
+
+
+def own(made, text):
+    return made(text)["input_ids"]
+
+
+def check_text(made, around, text):
+    """A row has what the tokenizer's own call gives to the text, and one end; what begins it is not learnt."""
+    _, begin, end = AROUND[around]
+    (row,) = Text("text").encode(made, [{"text": text}])
+    assert list(row.ids) == own(made, text) + [IDS[EOS]] * (not end)
+    learnt = np.ones(len(row.ids), bool) if row.learnt is None else row.learnt
+    assert learnt.tolist() == [index >= len(begin) for index in range(len(row.ids))]
+    assert row.text_bytes == len(text.encode())
+    assert prompt_ids(made, text, False)[0].tolist() == own(made, text)[: len(row.ids) - 1]
+
+
+def check_answer(made, around, prompt, completion, never_refused=False):
+    """A row begins with what generation gets, and decodes to both texts wherever the tokenizer keeps texts."""
+    _, begin, end = AROUND[around]
+    row, whole = encoded(made, prompt, completion), own(made, prompt + completion)
+    asked = framing.prompt_ids(made, prompt)
+    behind = len(whole) - len(end)
+    if isinstance(row, BadRecord):
+        assert not never_refused and (whole[: len(asked)] != asked or len(whole[:behind]) == len(asked))
+        return
+    ids = row.ids.tolist()
+    assert ids[: len(asked)] == asked and ids[-1] == IDS[(end or [EOS])[0]] and ids.count(ids[-1]) == 1
+    assert row.learnt.tolist() == [index >= len(asked) for index in range(len(ids))]
+    assert row.text_bytes == len((prompt + completion).encode())
+    if whole[: len(asked)] == asked and behind > len(asked):
+        assert ids[:-1] == whole[:behind]
+    text = decoded(made, ids[len(begin) : -1])
+    assert text in (prompt + completion, decoded(made, whole[len(begin) : behind]))
+
+
+@pytest.mark.matrix
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), text=VISIBLE.filter(lambda t: EOS not in t))
+def test_a_row_of_text_is_what_the_tokenizers_own_call_gives_and_one_end(kind, around, lower, text):
+    made = shared(*kind, around, lower)
+    if own(made, text) != own(made, ""):  # white space alone may have no token
+        check_text(made, around, text)
+
+
+@pytest.mark.matrix
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), prompt=TEXTS, completion=VISIBLE)
+def test_a_row_of_prompt_and_completion_begins_as_generation_does_and_decodes_to_both(
+    kind, around, lower, prompt, completion
+):
+    if EOS not in prompt and EOS not in completion:
+        check_answer(shared(*kind, around, lower), around, prompt, completion)
+
+
+@pytest.mark.parametrize("kind", EXACT, ids="-".join)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(prompt=st.text(max_size=8), completion=st.text(max_size=8).filter(str.strip))
+def test_a_tokenizer_that_keeps_texts_has_a_row_for_any_two_texts(kind, prompt, completion):
+    if "\0" not in prompt + completion:
+        made = shared(*kind, "bos")
+        check_answer(made, "bos", prompt, completion, never_refused=True)
+        assert decoded(made, encoded(made, prompt, completion).ids[1:-1]) == prompt + completion
+
+
+@pytest.mark.rows("*byte level-bos*", "*metaspace always-both*", "*white space-bert*")
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_every_kind_of_tokenizer(model, pre_tokenizer, around):
+    made = tokenizer(model, pre_tokenizer, around)
+    for prompt, completion in (("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("the c", "at sat"), ("", "the cat")):
+        check_text(made, around, prompt + completion)
+        check_answer(made, around, prompt, completion)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+@pytest.mark.parametrize("texts", [("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("foo", "bar"), ("A:", "42 the")])
+def test_no_space_comes_between_a_prompt_and_its_completion(scheme, texts):
+    made = tokenizer("bpe with bytes", f"metaspace {scheme}", "bos")
+    assert decoded(made, encoded(made, *texts).ids[1:-1]) == "".join(texts)
+
+
+def test_texts_that_a_tokenizer_can_only_join_are_a_bad_record_that_says_what_to_do():
+    made = tokenizer("wordlevel", "white space")
+    bad = encoded(made, "the c", "at sat")
+    assert isinstance(bad, BadRecord) and "'the c'" in str(bad) and "move white space" in str(bad)
+    assert not isinstance(encoded(made, "the", " cat sat"), BadRecord)
+
+
+def test_length_and_filler_of_the_tokenizers_files_change_no_row(tmp_path):
+    made = tokenizer("bpe", "byte level", "bos")
+    plain = [list(row.ids) for row in Text("text").encode(made, [{"text": "the cat"}, {"text": "the cat sat on it"}])]
+    made.backend_tokenizer.enable_truncation(3)
+    made.backend_tokenizer.enable_padding(pad_id=IDS["<pad>"], pad_token="<pad>")
+    made.save_pretrained(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    assert read.backend_tokenizer.truncation and read.backend_tokenizer.padding
+    rows = Text("text").encode(read, [{"text": "the cat"}, {"text": "the cat sat on it"}])
+    assert [list(row.ids) for row in rows] == plain
+
+
+class Letters(PreTrainedTokenizer):
+    """A tokenizer in Python, one token a letter."""
+
+    def __init__(self, pattern, **names):
+        self.letters = {letter: index for index, letter in enumerate("<>abc 42:")}
+        super().__init__(special_tokens_pattern=pattern, bos_token="<s>", eos_token="</s>", unk_token="<", **names)
+
+    vocab_size = property(lambda self: len(self.letters))
+
+    def get_vocab(self):
+        return self.letters | self.added_tokens_encoder
+
+    def _tokenize(self, text):
+        return [*text]
+
+    def _convert_token_to_id(self, token):
+        return self.letters.get(token, 0)
+
+    def _convert_id_to_token(self, index):
+        return "<>abc 42:"[index]
+
+
+@pytest.mark.parametrize("pattern", ["none", "bos", "eos", "bos_eos"])
+def test_tokenizers_in_python_have_the_same_rows(pattern):
+    made = Letters(pattern)
+    assert not made.is_fast
+    begin, end = [made.bos_token_id] * ("bos" in pattern), [made.eos_token_id] * ("eos" in pattern)
+    (row,) = Text("text").encode(made, [{"text": "abc"}])
+    assert list(row.ids) == own(made, "abc") + ([] if end else [made.eos_token_id])
+    row = encoded(made, "ab:", " 42")
+    assert row.ids.tolist() == own(made, "ab: 42") + ([] if end else [made.eos_token_id])
+    assert row.learnt.tolist() == [False] * (len(begin) + 3) + [True] * 4
+    assert prompt_ids(made, "ab:", False)[0].tolist() == own(made, "ab:")[: len(begin) + 3]
+
+
+def test_a_tokenizer_of_bytes_that_writes_an_end_ends_once_and_asks_without_it():
+    made = ByT5Tokenizer()
+    assert own(made, "A:")[-1] == made.eos_token_id
+    row = encoded(made, "A:", " 42")
+    assert row.ids.tolist() == own(made, "A: 42") and row.learnt.tolist() == [False] * 2 + [True] * 4
+    assert prompt_ids(made, "A:", False)[0].tolist() == own(made, "A:")[:-1]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("bos", [True, False])
+def test_data_bos_changes_the_tokenizers_own_call_and_what_is_exported(bos, around, tmp_path):
+    made, (_, begin, end) = tokenizer("bpe", "byte level", around), AROUND[around]
+    source = text_files.Corpus("text", tmp_path, [], [], bos=bos)
+    framing.dress(made, source)
+    # [CLS] stays behind the begin token that is typed
+    expected = [] if not bos else begin if BOS in begin else [BOS, *begin]
+    text = made("the cat", add_special_tokens=False)["input_ids"]
+    around_text = [IDS[one] for one in expected], [IDS[one] for one in end]
+    assert own(made, "the cat") == [*around_text[0], *text, *around_text[1]]
+    if expected != begin:
+        assert made("the cat", "the cat")["input_ids"] == own(made, "the cat") * 2
+    made.save_pretrained(tmp_path)
+    assert own(AutoTokenizer.from_pretrained(tmp_path), "the cat") == own(made, "the cat")
+    assert prompt_ids(made, "the cat", False)[0].tolist() == [*around_text[0], *text]
+
+
+def test_data_bos_that_a_tokenizer_cannot_follow_is_refused(tmp_path):
+    source = text_files.Corpus("text", tmp_path, [], [], bos=True)
+    with pytest.raises(
+        Refused, match=r"data.bos=true: .* has no token for the beginning of a text. Type data.bos=auto"
+    ):
+        framing.dress(tokenizer("bpe", "byte level", bos_token=None), source)
+    with pytest.raises(Refused, match=r"data.bos=true: .* cannot be changed. Type data.bos=auto"):
+        framing.dress(Letters("none"), source)
+
+
+def test_data_bos_of_conversations_is_refused(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    file.write_text(json.dumps({"messages": said}) + "\n")
+    with pytest.raises(Refused, match=r"data.bos=true: a chat template writes"):
+        jsonl.jsonl(str(file), "*", 0.5, messages="messages", bos=True)
+    file.write_text(
+        json.dumps({"chosen": said, "rejected": [*said[:1], {"role": "assistant", "content": "no"}]}) + "\n"
+    )
+    with pytest.raises(Refused, match=r"data.bos=false: a chat template writes"):
+        Preference(str(file), prompt=None, bos=False).chat  # noqa: B018
+
+
+def test_parts_of_a_mixture_agree_on_data_bos(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
+    parts = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2) for name in "ab"}
+    typed = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2, bos=name == "a") for name in "ab"}
+    with pytest.raises(Refused, match=r"data.parts: a and b have different data.bos"):
+        Mix(typed)
+    made = tokenizer("bpe", "byte level")
+    opened = Mix(parts | {"b": text_files.text(str(tmp_path / "b.txt"), "*", 0.2, bos=True)}).opened(
+        Wanted(tmp_path / "cache", 16, 0, made, [])
+    )
+    assert [int(part.split.ids[0]) for part in opened.train.parts] == [IDS[BOS]] * 2
+
+
+def corpus(tmp_path, made, **how):
+    """Three files, of which one is validation."""
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat\n" * (5 + number))
+    source = text_files.text(str(tmp_path), "*.txt", 0.3, **how)
+    return source, token_store.tokenize(source, tmp_path / "cache", 0, made)
+
+
+def test_every_file_begins_and_ends_once_and_what_begins_it_is_no_label(tmp_path):
+    made = tokenizer("bpe", "byte level", "both")
+    source, tokens = corpus(tmp_path, made)
+    documents = np.split(tokens.train.ids, tokens.train.ends[:-1])
+    assert [document.tolist() for document in documents] == [own(made, file.read_text()) for file in source.train]
+    labels = Joined(tokens.train, 7, "train").micro_batch(np.arange(len(tokens.train.ids) // 7)).labels
+    assert IDS[BOS] not in labels and IDS[EOS] in labels and IGNORED in labels
+
+
+def test_tokens_around_texts_are_no_text_in_bits_per_byte(tmp_path):
+    made = tokenizer("bpe", "byte level", "bos")
+    _, tokens = corpus(tmp_path, made)
+    rows = Joined(tokens.val, 5, "val")
+    nats = bits_per_byte(tokens, ValidationLoader(rows, Share(2), 100, ""))(1.0)
+    row = rows.micro_batch(np.arange(len(rows)))
+    ids = row.labels[row.labels != IGNORED].tolist()
+    text = made.decode(ids, skip_special_tokens=True)
+    assert nats == pytest.approx(len(ids) / len(text.encode()) / np.log(2))
+
+
+def test_pieces_of_a_long_text_begin_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowmem.data.sources.pieces.PIECE", 40)
+    made = tokenizer("bpe", "byte level", "both")
+    source, tokens = corpus(tmp_path, made)
+    assert tokens.train.ids.tolist() == [index for file in source.train for index in own(made, file.read_text())]
+
+
+def test_data_bos_is_part_of_the_key_of_the_tokens(tmp_path):
+    first = [corpus(tmp_path, tokenizer("bpe", "byte level"), bos=bos)[1].train.ids for bos in ("auto", True, "older")]
+    assert [int(ids[0] == IDS[BOS]) for ids in first] == [0, 1, 0]
+    assert len({*(tmp_path / "cache").iterdir()}) == 3
+
+
+def test_both_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
+    made = tokenizer("bpe", "byte level", "bos")
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"Q: {i}?\nA:", "chosen": f" the {i}", "rejected": f" cat {i}"} for i in range(20)]
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    tokens = token_store.tokenize(Preference(str(file)), tmp_path / "cache", 0, made)
+    for split in (tokens.train, tokens.val):
+        starts = [0, *split.ends[:-1].tolist()]
+        for start, stop in zip(starts, split.ends.tolist(), strict=True):
+            ids, learnt = split.ids[start:stop], split.learnt(start, stop)
+            prompt = decoded(made, ids[~learnt][1:])
+            assert ids[~learnt].tolist() == own(made, prompt) and ids[-1] == IDS[EOS]
+            assert ids[:-1].tolist() == own(made, prompt + decoded(made, ids[learnt][:-1]))
+
+
+def test_records_whose_answers_have_no_end_are_refused_and_texts_are_told(tmp_path, caplog):
+    made = tokenizer("bpe", "byte level", eos_token=None)
+    with pytest.raises(Refused, match=r"no end-of-text token, so the model would never learn to stop. Name one"):
+        encoded(made, "A:", " 42")
+    (row,) = Text("text").encode(made, [{"text": "the cat"}])
+    assert list(row.ids) == own(made, "the cat")
+    with caplog.at_level(logging.INFO):
+        framing.tell(made)
+    assert "no end-of-text token, so nothing separates documents" in caplog.text
+
+
+def test_a_tokenizer_that_loses_something_of_a_text_is_told(caplog):
+    with caplog.at_level(logging.INFO):
+        framing.tell(tokenizer("bpe", "byte level"))
+        assert not caplog.text
+        framing.tell(tokenizer("wordpiece", "white space", lower=True))
+    assert r"'One  two,\n\tThree.' becomes" in caplog.text
+
+
+def test_older_tokens_are_those_of_earlier_versions():
+    made = tokenizer("bpe", "metaspace always", "both")
+    row = encoded(made, "Q: what?\nA:", " 42", bos="older")
+    parts = [made(text, add_special_tokens=False)["input_ids"] for text in ("Q: what?\nA:", " 42")]
+    assert row.ids.tolist() == [*parts[0], *parts[1], IDS[EOS]]
+    assert row.learnt.tolist() == [index >= len(parts[0]) for index in range(len(row.ids))]
+    (row,) = Text("text", bos="older").encode(made, [{"text": "the cat"}])
+    assert row.ids.tolist() == [*made("the cat", add_special_tokens=False)["input_ids"], IDS[EOS]]
+    assert row.learnt is None
+
+
+def test_only_a_checkpoint_of_an_earlier_version_sets_the_older_rule_and_only_where_nothing_is_typed(config, small):
+    of_earlier, of_today = SimpleNamespace(begin=None), SimpleNamespace(begin="[]")
+    run = config()
+    assert lines_of_older(run, of_earlier) == {"data.bos": "older"}
+    assert lines_of_older(run, of_today) == lines_of_older(run, None) == {}
+    assert lines_of_older(config("data.bos=true"), of_earlier) == {}
+    parts = ("+data@data.parts.a=text", "data.parts.a.path=x", "+data@data.parts.b=chat", "data.parts.b.path=y")
+    base = tuple(line for line in small if not line.startswith("data"))
+    assert lines_of_older(config("data=mix", *parts, base=base), of_earlier) == {"data.parts.a.bos": "older"}
+    assert lines_of_older(config("data=random", base=base), of_earlier) == {}
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_tokens_to_the_bit(fit, tmp_path):
+    tokenizer("bpe", "metaspace always", "bos").save_pretrained(tmp_path / "tokenizer")
+    records = [{"p": f"Q: what is {i}?\nA:", "c": f" the cat {i}"} for i in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
+    typed = ("data=jsonl", f"data.path={tmp_path / 'qa.jsonl'}", "data.prompt=p", "data.completion=c", "save_every=2")
+    typed += (f"tokenizer={tmp_path / 'tokenizer'}", "model.architecture.vocab_size=512", "seq_len=64")
+    _, earlier = fit(*typed, "data.bos=older", folder="earlier")  # writes the checkpoints of earlier versions
+    resume = f"resume={earlier / 'checkpoints' / 'step-00000002.ckpt'}"
+    _, resumed = fit(*typed, resume, folder="resumed")
+    assert same(last(earlier)["state_dict"], last(resumed)["state_dict"])
+    assert "begin" not in last(resumed)["lowmem"]
+    with pytest.raises(Refused, match="another order"):
+        fit(*typed, resume, "data.bos=true", folder="other")
+    _, today = fit(*typed, "max_steps=2", folder="today")
+    assert last(today)["lowmem"]["begin"] == f"[{IDS[BOS]}]"
+    with pytest.raises(Refused, match=r"its texts begin with the tokens \[0\], .*Type the data.bos= of that run"):
+        fit(*typed, f"resume={today / 'checkpoints' / 'step-00000002.ckpt'}", "data.bos=false", folder="refused")
+
+
+@pytest.mark.wrong
+def test_a_begin_token_that_is_left_out_or_comes_twice_would_be_seen(monkeypatch):
+    real = framing.framing_of
+    for wrong in ([], [IDS[BOS]] * 2):
+        monkeypatch.setattr(
+            "lowmem.data.sources.records.framing_of",
+            lambda made, bos, wrong=wrong: real(made, bos)._replace(begin=wrong),
+        )
+        with pytest.raises(AssertionError):
+            check_text(tokenizer("bpe", "byte level", "bos"), "bos", "the cat")
+        with pytest.raises(AssertionError):
+            check_answer(tokenizer("bpe", "byte level", "bos"), "bos", "the", " cat")

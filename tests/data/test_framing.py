@@ -1,5 +1,6 @@
 """Text becomes tokens as the tokenizer's own call makes them: in rows, prompts and the exported tokenizer alike."""
 
+import hashlib
 import json
 import logging
 from functools import cache
@@ -17,11 +18,11 @@ from lowmem.data.loader import IGNORED, Share, ValidationLoader
 from lowmem.data.mix import Mix
 from lowmem.data.opening import Wanted
 from lowmem.data.packing import Joined
-from lowmem.data.sources import framing, jsonl, text_files
+from lowmem.data.sources import framing, jsonl, pieces, text_files
 from lowmem.data.sources.bad_record import BadRecord
 from lowmem.data.sources.preference import Preference
 from lowmem.data.sources.records import Completion, Text
-from lowmem.model.generation import prompt_ids
+from lowmem.model.generation import end_tokens, prompt_ids
 from lowmem.system.errors import Refused
 from lowmem.training.task import lines_of_older
 from same import last, same
@@ -160,6 +161,9 @@ def test_length_and_filler_of_the_tokenizers_files_change_no_row(tmp_path):
     made.save_pretrained(tmp_path)
     read = AutoTokenizer.from_pretrained(tmp_path)
     assert read.backend_tokenizer.truncation and read.backend_tokenizer.padding
+    ids = pieces.ids_of(read, ["the cat", "the cat sat on it"])  # before any call of the tokenizer
+    assert [list(row) for row in ids] == [row[1:-1] for row in plain]
+    read = AutoTokenizer.from_pretrained(tmp_path)
     rows = Text("text").encode(read, [{"text": "the cat"}, {"text": "the cat sat on it"}])
     assert [list(row.ids) for row in rows] == plain
 
@@ -291,9 +295,11 @@ def test_tokens_around_texts_are_no_text_in_bits_per_byte(tmp_path):
 
 
 def test_pieces_of_a_long_text_begin_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowmem.data.sources.pieces.PIECE", 40)
+    monkeypatch.setattr(pieces, "PIECE", 40)
+    monkeypatch.setattr(pieces, "AROUND", 30)
     made = tokenizer("bpe", "byte level", "both")
     source, tokens = corpus(tmp_path, made)
+    assert len([*pieces.pieces([source.train[0].read_text()], pieces.Cuts(made))]) > 1
     assert tokens.train.ids.tolist() == [index for file in source.train for index in own(made, file.read_text())]
 
 
@@ -301,6 +307,20 @@ def test_data_bos_is_part_of_the_key_of_the_tokens(tmp_path):
     first = [corpus(tmp_path, tokenizer("bpe", "byte level"), bos=bos)[1].train.ids for bos in ("auto", True, "older")]
     assert [int(ids[0] == IDS[BOS]) for ids in first] == [0, 1, 0]
     assert len({*(tmp_path / "cache").iterdir()}) == 3
+
+
+def test_older_tokens_are_read_from_the_caches_of_earlier_versions(tmp_path):
+    source, made = corpus(tmp_path, tokenizer("bpe", "byte level"), bos="older")[0], tokenizer("bpe", "byte level")
+    how = [made.backend_tokenizer.to_str(), made.eos_token_id, None]
+    digest = hashlib.sha256(json.dumps([4, how, source.key()]).encode()).hexdigest()
+    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == [f"text-{digest[:16]}"]
+
+
+@pytest.mark.parametrize("around", ["nothing", "eos", "bert"])
+def test_the_token_that_ends_a_row_ends_generation_and_is_exported(around):
+    made = tokenizer("bpe", "byte level", around)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=77))
+    assert encoded(made, "A:", " 42").ids[-1] in end_tokens(made, model) and 77 in end_tokens(made, model)
 
 
 def test_both_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):

@@ -1,26 +1,38 @@
 """Reads a data set of the Hugging Face hub, or a folder laid out like one, row by row, without downloading all of it.
 
-`datasets` streams it and makes no Arrow copy on disk. Without data.streaming its rows are read once, into the token
+`datasets` finds the files of a split, streams them and makes no Arrow copy on disk. It guesses what columns of csv and
+JSON hold: 007 becomes a number, NA nothing and 2024-05-01 a date. So such files of a folder are read as data=csv and
+data=jsonl read them. Without data.streaming its rows are read once, into the token
 store, and order, resume and packing work as with files. Reading holds one row group of a parquet file at a time, and
 data sets of the hub have small ones. With data.streaming nothing is stored (stream.py).
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lowmem.config.values import shown
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import digests
 from lowmem.data.sources.records import Reader, Record, Records, identity, records
 from lowmem.data.sources.source import SplitName
-from lowmem.data.sources.tables import without_schema
+from lowmem.data.sources.tables import csv_rows, without_schema
 from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}  # of a folder, that are read as data=csv and data=jsonl do
+# Settings of a README with which they are read so, too.
+PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
+GUESSED = (
+    "Mend it or, if the file holds a text there that `datasets` took for something else, type data=csv or data=jsonl "
+    "data.path=<the file>"
+)
 
 
 def hub(  # noqa: PLR0913
@@ -39,6 +51,34 @@ def hub(  # noqa: PLR0913
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     rows = records(table, "hub", **how)
     return Stream(rows, block, val_rows) if streaming else rows
+
+
+class FileRows:
+    """The records of a split's files, whose position can be saved as that of a datasets.IterableDataset.
+
+    Args:
+        read: yields the records of a file.
+    """
+
+    def __init__(self, root: str, files: Sequence[Path], read: Callable[[Path], Iterator[Record]]) -> None:
+        self.root, self.files, self.read = root, files, read
+        self.load_state_dict({"file": 0, "row": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"file": self.file, "row": self.row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.file, self.row = state["file"], state["row"]  # so many rows of this file were read
+
+    def __iter__(self) -> Iterator[Record]:
+        while self.file < len(self.files):
+            file = self.files[self.file]
+            for record in islice(self.read(file), self.row, None):
+                self.row += 1
+                name, fields = shown(os.path.relpath(file, self.root)), record.fields
+                known = record.identity if isinstance(fields, BadRecord) else identity(fields)  # as of `datasets`' row
+                yield Record(f"{name}, {record.where}", fields, known)
+            self.file, self.row = self.file + 1, 0
 
 
 class Table(Reader):
@@ -95,12 +135,18 @@ class Table(Reader):
             for number, row in enumerate(self.rows(name), 1):
                 yield self.record(row, name, number)
 
-    def record(self, fields: dict, name: str, number: int) -> Record:
+    def record(self, fields: dict | Record, name: str, number: int) -> Record:
         """Returns the record of a row. Args: name: of its split; number: of the row in it."""
+        if isinstance(fields, Record):
+            return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
 
-    def rows(self, name: str) -> Any:
-        """Returns a datasets.IterableDataset, whose position can be saved.
+    def rows(self, name: str, state: dict | None = None) -> Any:
+        """Returns the rows of a split, whose position can be saved: a datasets.IterableDataset, or `FileRows`.
+
+        Args:
+            state: the position to go on from. One of `datasets`, which older runs saved of files that are read here
+                now, is continued by `datasets`.
 
         Raises:
             Refused: the data set or split does not exist, or cannot be reached.
@@ -110,7 +156,27 @@ class Table(Reader):
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         with self._reached():
-            return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision, streaming=True)
+            rows = self._file_rows(name) if self.folder and "file" in (state or {"file": 0}) else None
+            if rows is None:
+                how = {"split": name, "revision": self.revision, "streaming": True}
+                rows = datasets.load_dataset(self.path, self.subset, **how)
+                self.mend = GUESSED if rows.info.builder_name in ("csv", "json") else self.mend
+            if state:
+                rows.load_state_dict(state)
+            return rows
+
+    def _file_rows(self, name: str) -> FileRows | None:
+        """Returns the rows of a folder's split if its files are plain csv or lines of JSON, and else None."""
+        import datasets
+
+        config = datasets.load_dataset_builder(self.path, self.subset).config
+        files = [Path(file) for split, found in (config.data_files or {}).items() if split == name for file in found]
+        usual, endings = vars(type(config)()), {file.suffix.lower() for file in files}
+        if not files or {key for key, value in vars(config).items() if value != usual.get(key)} - PLAIN:
+            return None
+        if endings <= LINES:
+            return FileRows(self.path, files, lines)
+        return FileRows(self.path, files, lambda file: csv_rows(file, (), config.sep)) if endings <= TABLES else None
 
     @contextmanager
     def _reached(self) -> Iterator[None]:

@@ -150,6 +150,10 @@ class ByPrompt(Reader):
         super().__init__(reader.alone, reader.val_fraction)
         self.reader, self.fields, self.val_key = reader, fields, reader.val_key
 
+    @property
+    def mend(self) -> str:
+        return self.reader.mend
+
     def key(self) -> list:
         return [*self.reader.key(), "by prompt"]
 

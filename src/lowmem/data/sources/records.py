@@ -53,6 +53,7 @@ class Reader:
 
     val_key: str  # the key that gives other records for validation
     held_out_are = "records"  # as a refusal calls what is held out
+    mend = "Mend it"  # what to do about a record that cannot be used
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
         self.alone, self.val_fraction = alone, val_fraction
@@ -218,8 +219,8 @@ class Records(StoredSource):
     def _leave_out(self, split: SplitName, where: str, bad: BadRecord) -> None:
         if not self.skip_bad:
             raise Refused(
-                f"data: {shown(where)}: {shown(bad)}. Mend it, or type data.skip_bad=true to leave such records out "
-                "and count them."
+                f"data: {shown(where)}: {shown(bad)}. {self.reader.mend}, or type data.skip_bad=true to leave such "
+                "records out and count them."
             )
         self._counts[split][0] += 1
         if len(self._bad[split]) < NAMED:

@@ -160,7 +160,7 @@ def _check_delimiter(names: Sequence[str], columns: Sequence[str], file: Path) -
             if character in names[0]:
                 raise Refused(
                     f"data: {shown(file)} has one column, whose name is {shown(names[0])}: its cells seem to be "
-                    f"separated by another character. Type data.delimiter={typed}."
+                    f"separated by another character. Type data=csv data.delimiter={typed}."
                 )
 
 

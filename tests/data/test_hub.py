@@ -1,0 +1,130 @@
+"""Folders that are laid out like data sets of the hub: one file has one text, whichever key reads it.
+
+The oracle is the reader of the file's own kind, data=csv or data=jsonl.
+"""
+
+import json
+from itertools import islice
+
+import datasets
+import pytest
+from test_stream import loader, numbers, tokenizer  # noqa: F401
+
+from lowmem.data.loader import Position
+from lowmem.data.sources.hub import FileRows, hub
+from lowmem.data.sources.jsonl import jsonl
+from lowmem.data.sources.tables import table_csv
+from lowmem.data.token_store import load_bpe
+from lowmem.system.errors import Refused
+
+HOW = {"prompt": "q", "completion": "a"}
+
+
+def made_lines(answers):
+    return "".join(json.dumps({"q": f"Q{number}", "a": answer}) + "\n" for number, answer in enumerate(answers))
+
+
+def table(answers, cell=","):
+    return "".join(f"{q}{cell}{a}\n" for q, a in [("q", "a"), *((f"Q{i}", a) for i, a in enumerate(answers))])
+
+
+FILES = {
+    "dates": ("a.jsonl", made_lines(["2024-05-01", "2024-05-02"])),
+    "numbers, then texts": ("a.ndjson", made_lines(["12", "x", "2024-05-01"])),
+    "leading zeros": ("a.csv", table(["007", "012"])),
+    "words for nothing": ("a.csv", table(["007", "NA", "null", "None", "nan"])),
+    "truths": ("a.csv", table(["True", "false"])),
+    "a quoted line end": ("a.csv", table(['"1\n2"', "3.0"])),
+    "tabs": ("a.tsv", table(["007", "1e5"], "\t")),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_has_one_text_whichever_key_reads_it(tmp_path, name):
+    file, content = FILES[name]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / file).write_text(content)
+    typed = (str(tmp_path / "set"), "**/*", 0.05)
+    wanted = table_csv(*typed, delimiter="tab" if "\t" in content else ",", **HOW) if "sv" in file else None
+    wanted = list((wanted or jsonl(*typed, **HOW)).reader.all_records("train"))
+    found = list(hub(typed[0], **HOW).reader.all_records("train"))
+    assert [record[:2] for record in found] == [record[:2] for record in wanted] and len(found) > 1
+    assert all(isinstance(record.fields["a"], str) for record in found)
+
+
+def test_the_files_of_each_split_are_those_that_datasets_finds(tmp_path):
+    for name, answer in (("data/train-0.csv", "01"), ("data/train-1.csv", "02"), ("data/test-0.csv", "03")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(table([answer]))
+    reader = hub(str(tmp_path), val_split="test", **HOW).reader
+    read = {split: [(r.where, r.fields["a"]) for r in reader.records(split)] for split in ("train", "val")}
+    assert read["train"] == [("data/train-0.csv, line 2", "01"), ("data/train-1.csv, line 2", "02")]
+    assert read["val"] == [("data/test-0.csv, line 2", "03")]
+
+
+def encode_all(source, tokenizer):  # noqa: F811
+    source.forget("train")
+    return list(source.documents(source.reader.all_records("train"), "train", load_bpe(tokenizer / "tokenizer.json")))
+
+
+def test_a_bad_line_of_a_folder_is_named_as_of_a_file(tmp_path, tokenizer):  # noqa: F811
+    (tmp_path / "a.jsonl").write_text(made_lines(["1", "2"]) + "{no\n")
+    with pytest.raises(Refused, match=r"^data: a\.jsonl, line 3: it is no JSON .* Mend it, or type data\.skip_bad"):
+        encode_all(hub(str(tmp_path), **HOW), tokenizer)
+
+
+def test_another_separator_is_told_the_key_that_takes_it(tmp_path):
+    (tmp_path / "a.csv").write_text(table(["007"], ";"))
+    with pytest.raises(Refused, match=r"Type data=csv data\.delimiter=';'"):
+        list(hub(str(tmp_path), **HOW).reader.all_records("train"))
+    (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: default\n  sep: ";"\n  data_files: a.csv\n---\n')
+    assert [record.fields["a"] for record in hub(str(tmp_path), **HOW).reader.all_records("train")] == ["007"]
+
+
+def test_settings_of_a_readme_that_only_datasets_knows_are_followed(tmp_path, tokenizer):  # noqa: F811
+    """The refusal then names the keys that guess nothing."""
+    (tmp_path / "a.csv").write_text("a comment\n" + table(["007"]))
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: x\n  skiprows: 1\n  data_files: a.csv\n---\n")
+    with pytest.raises(Refused, match=r'"a" is the number 7 and no text.*type data=csv or data=jsonl data\.path='):
+        encode_all(hub(str(tmp_path), "x", **HOW), tokenizer)
+
+
+def test_the_refusal_of_a_guessed_date_names_the_keys_that_guess_nothing(tmp_path, tokenizer):  # noqa: F811
+    (tmp_path / "a.json").write_text(json.dumps([{"q": "x", "a": "2024-05-01"}]))
+    with pytest.raises(Refused, match=r"is a datetime and no text\. .* type data=csv or data=jsonl data\.path=<the fi"):
+        encode_all(hub(str(tmp_path), **HOW), tokenizer)
+
+
+@pytest.fixture(params=["csv", "jsonl"])
+def folder(request, tmp_path):
+    """Three files of seven rows."""
+    write = {"csv": lambda texts: "text\n" + "\n".join(texts), "jsonl": lambda texts: _lines_of(texts)}[request.param]
+    for number in range(3):
+        texts = [f"shard {number} row {row}: " + "x = self ( ) " * (row % 5 + 1) for row in range(7)]
+        (tmp_path / f"train-{number}.{request.param}").write_text(write(texts))
+    return tmp_path
+
+
+def _lines_of(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def test_a_streamed_folder_goes_on_to_the_bit_from_any_window(folder, tokenizer):  # noqa: F811
+    """Over the edges of blocks, of files and of an epoch."""
+    assert isinstance(hub(str(folder)).reader.rows("train"), FileRows)
+    unbroken = list(islice(loader(folder, tokenizer), 30))
+    assert len({window.end.epoch for window in unbroken}) > 1, "an epoch has to end"
+    for done in range(1, 26, 3):
+        resumed = islice(loader(folder, tokenizer, Position(*unbroken[done - 1].end)), 4)
+        assert [numbers(window) for window in resumed] == [numbers(window) for window in unbroken[done : done + 4]]
+
+
+def test_a_position_that_an_older_run_saved_is_continued(folder):
+    """An older run read such files with `datasets`."""
+    older = iter(stream := datasets.load_dataset(str(folder), split="train", streaming=True))
+    passed = [next(older)["text"] for _ in range(9)]
+    reader = hub(str(folder)).reader
+    going_on = reader.rows("train", stream.state_dict())
+    rest = [reader.record(row, "train", 0).fields["text"] for row in going_on]
+    assert passed + rest == [record.fields["text"] for record in reader.all_records("train")]
+    assert len(rest) == 12 and "file" not in going_on.state_dict()

@@ -376,3 +376,13 @@ def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
         with pytest.raises(Refused, match="2 of 52 documents of the train split") as refused:
             source.rows(made.train, 64, "train")
         assert str(refused.value).endswith(f"data.too_long=cut or drop.{named}")
+
+
+@pytest.mark.parametrize(("answer", "told"), [("Q{}: {}", 2), (" {}", 0)])
+def test_completions_that_repeat_their_prompt_are_told_of_in_both_splits(tmp_path, answer, told):
+    records = [{"q": f"Q{i}:", "a": answer.format(i, i)} for i in range(20)]
+    source = opened(write(tmp_path / "a.jsonl", records), prompt="q", completion="a")
+    token_store.tokenize(source, tmp_path / "cache", 400)
+    notes = source.notes()
+    assert len(notes) == told
+    assert all("repeats the prompt" in one and """jq -c '."q" as $p | ."a" |= ltrimstr($p)'""" in one for one in notes)

@@ -4,6 +4,7 @@ Expectations are texts with [ ] around what is learnt, as `show=1` writes them.
 """
 
 import json
+import re
 from functools import partial
 
 import pyarrow as pa
@@ -95,6 +96,29 @@ FORMATS = {
     "single messages": ({"prompt": USER, "chosen": A, "rejected": B}, {}, CHATS),
     "a system message": (CHAT | {"prompt": [SYSTEM, USER]}, {}, [turn("system", "be") + one for one in CHATS]),
     "it begins with an answer": (CHAT | {"prompt": [A, USER]}, {}, [turn("assistant", "yes") + one for one in CHATS]),
+    "a text that is a later message": (
+        {"prompt": "and?", "chosen": [*EARLIER, A], "rejected": [*EARLIER, B]},
+        {},
+        [chatml(LONG, "yes"), chatml(LONG, "no")],
+    ),
+    "a list that is a later message": (
+        {"prompt": EARLIER[2:], "chosen": [*EARLIER, A], "rejected": [*EARLIER, B]},
+        {},
+        [chatml(LONG, "yes"), chatml(LONG, "no")],
+    ),
+    "they hold its end": (
+        {"prompt": EARLIER, "chosen": [EARLIER[2], A], "rejected": [EARLIER[2], B]},
+        {},
+        [chatml(LONG, "yes"), chatml(LONG, "no")],
+    ),
+    "other white space": ({"prompt": [said("user", " hi\n")], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "a text with other white space": ({"prompt": "hi ", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "parts of a content": (
+        {"prompt": [said("user", [{"type": "text", "text": "hi"}])], "chosen": [USER, A], "rejected": [USER, B]},
+        {},
+        CHATS,
+    ),
+    "fields of one alone": ({"prompt": [USER | {"id": 1}], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
     "fields that are null": ({"prompt": [USER], "chosen": [USER | {"n": None}, A], "rejected": [USER, B]}, {}, CHATS),
 }
 
@@ -176,6 +200,12 @@ BAD = [
     (CHAT, CHAT | {"chosen": [*EARLIER, A]}, '"chosen" and "rejected" differ before their last messages'),
     (CHAT, {"question": "hi", "chosen": [A], "rejected": [B]}, '"chosen" begins with its answer, and there is no "pro'),
     (CHAT, CHAT | {"chosen": [USER, A, USER]}, '"chosen" does not end with an answer of the assistant'),
+    (CHAT, CHAT | {"chosen": [said("user", "else"), A]}, '"chosen" begins with another user message than "prompt", wh'),
+    (
+        CHAT,
+        CHAT | {"prompt": [USER], "rejected": [said("user", "no"), A]},
+        '"rejected" begins with another user message',
+    ),
     (CHAT, CHAT | {"chosen": [SYSTEM, A], "rejected": [SYSTEM, B]}, 'in field "chosen" message 2 is a system message'),
 ]
 
@@ -265,6 +295,16 @@ BAD_RATINGS = [
     (TURNS, {"messages": [USER], "label": True}, '"messages" does not end with an answer of the assistant'),
     (TURNS, {"messages": [A], "label": True}, '"messages" begins with its answer, and there is no "prompt" before it'),
     (TURNS, {"messages": [USER, said("assistant", " ")], "label": True}, 'in field "messages" message 2 is a blank'),
+    (
+        TURNS,
+        TURNS | {"prompt": "else"},
+        '"messages" begins with another user message than "prompt", which would not be',
+    ),
+    (
+        TURNS,
+        {"prompt": "else", "messages": json.dumps([USER, A]), "label": True},
+        '"messages" begins with another user',
+    ),
     (TURNS, {"prompt": [USER], "completion": "yes", "label": True}, 'field "completion" is a text and no list'),
 ]
 
@@ -277,6 +317,40 @@ def test_a_bad_rating_is_named_or_left_out_and_counted(tmp_path, good, bad, why)
     source = rated(tmp_path, good, bad, good, skip_bad=True)
     assert len(documents(tokens_of(tmp_path, source))) == 4
     assert "1 of 3 train records are left out" in source.notes()[0]
+
+
+Q = "Q: 2+2?\nA:"
+REPEATED = {"prompt": Q, "chosen": f"{Q} 4", "rejected": f"{Q} 5"}
+ONCE = {"prompt": Q, "chosen": " 4", "rejected": " 5"}
+JQ = r"""jq -c '\."prompt" as \$p \| \."completion" \|= ltrimstr\(\$p\)' FILE > NEW\.$"""
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        ([REPEATED] * 3, r"in 3 of 3 train records the answer repeats the prompt.*Type data\.prompt=null, which takes"),
+        ([REPEATED, REPEATED, ONCE], "in 2 of 3 train records"),
+        ([REPEATED | {"prompt": f" {Q}\n"}], "in 1 of 1 train records"),
+        ([{"prompt": Q, "completion": f"{Q} 4", "label": True}] * 2, f"in 2 of 2 train records.*Take it off: {JQ}"),
+        ([REPEATED, ONCE], None),
+        ([REPEATED | {"chosen": " 4"}], None),  # one of both quotes it
+        ([ONCE | {"prompt": ""}], None),
+    ],
+    ids=["all", "most", "white space", "rated", "few", "one answer", "no prompt"],
+)
+def test_answers_that_repeat_their_prompt_are_told_of_with_what_to_type(tmp_path, records, told):
+    source = opened(tmp_path, *records, like=str)
+    tokens_of(tmp_path, source)
+    if told is None:
+        assert source.notes() == []
+    else:
+        (note,) = source.notes()
+        assert re.search(told, note)
+
+
+def test_answers_that_repeat_their_prompt_are_right_with_what_was_told(tmp_path):
+    found = read(tmp_path, REPEATED, prompt=None)
+    assert found == [f"{Q}[ 4{END}]", f"{Q}[ 5{END}]"] == read(tmp_path / "once", ONCE)
 
 
 def test_a_single_text_needs_its_prompt(tmp_path):

@@ -9,10 +9,12 @@ other document is empty. Whether records hold texts or messages is asked of the 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from posixpath import commonprefix
@@ -26,7 +28,16 @@ from lowmem.data.sources.bad_record import BadRecord, kind, no_field
 from lowmem.data.sources.chat_parts import is_blank
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
-from lowmem.data.sources.records import Completion, FileReader, Reader, Record, Records, check_no_bos, identity
+from lowmem.data.sources.records import (
+    Completion,
+    FileReader,
+    Reader,
+    Record,
+    Records,
+    begins_with,
+    check_no_bos,
+    identity,
+)
 from lowmem.data.sources.source import Encoded, Encoder, SplitName
 from lowmem.data.sources.tables import TOOLS, has_column, parquet_rows
 from lowmem.data.sources.text_files import find_files
@@ -253,6 +264,16 @@ class Answers(Encoder):
     def remarks(self) -> Counter[str]:
         return sum((encoder.remarks() for encoder in self._encoders.values()), Counter())
 
+    def repeats_prompt(self, fields: dict) -> str | None:
+        if self.chats or self.prompt is None:  # of lists `_continued` sees to it
+            return None
+        names = (self.fields.completion,) if self.fields.rates(fields) else self.names
+        if not all(begins_with(fields[name], fields[self.prompt]) for name in names):
+            return None
+        if names == self.names:
+            return "Type data.prompt=null, which takes what both answers begin with for the prompt."
+        return self._encoders[names[0]].repeats_prompt(fields)
+
     @property
     def _encoders(self) -> Mapping[str, Encoder]:
         return self.chats or {
@@ -319,8 +340,7 @@ class Answers(Encoder):
         return {name: {"prompt": text[:begin], name: text[begin:]} for name, text in zip(names, answers, strict=True)}
 
     def _conversations(self, fields: dict, names: Sequence[str]) -> dict[str, dict]:
-        prompt = fields.get(self.prompt)
-        both = {name: _continued(prompt, fields[name]) for name in names}
+        both = {name: self._continued(fields.get(self.prompt), name, fields[name]) for name in names}
         self._check_ends(both)
         before = [messages[:-1] for messages in both.values() if isinstance(messages, list)]
         if self.assistant == "last" and before[1:] and before[0] != before[1]:
@@ -330,6 +350,28 @@ class Answers(Encoder):
             )
         tools = {TOOLS: fields[TOOLS]} if TOOLS in fields else {}
         return {name: {name: messages} | tools for name, messages in both.items()}
+
+    def _continued(self, prompt: object, name: str, answer: object) -> object:
+        """Returns the messages of a prompt and its answer, which may hold the prompt or the end of it. An answer that
+        is no list is returned as it is, to be refused by its encoder. Raises: BadRecord: it has another user message
+        in place of the prompt."""
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(prompt)
+        messages = _listed(_read_json(answer))
+        if not (isinstance(prompt, list) and isinstance(messages, list)):
+            return messages
+        asked, said = [_content_of(message) for message in prompt], [_content_of(message) for message in messages]
+        if any(said[at : at + len(asked)] == asked for at in range(len(said) - len(asked) + 1)):
+            return messages
+        if next((role for role in map(_role, messages) if role in ("user", "assistant")), None) == "user":
+            for count in range(min(len(asked), len(said)), 0, -1):
+                if asked[-count:] == said[:count]:
+                    return [*prompt, *messages[count:]]
+            if _role(prompt[-1]) == "user":
+                raise BadRecord(
+                    f'"{name}" begins with another user message than "{self.prompt}", which would not be used: '
+                    "data.prompt=null reads the messages alone"
+                )
+        return [*prompt, *messages]
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
         """Refuses conversations that lack their prompt, or end with a message of another than the assistant. Args:
@@ -344,19 +386,6 @@ class Answers(Encoder):
                 raise BadRecord(f'"{name}" ends with a blank answer of the assistant')
 
 
-def _continued(prompt: object, answer: object) -> object:
-    """Returns the messages of a prompt and its answer. An answer that is no list is returned as it is, to be refused by
-    its encoder."""
-    prompt, messages = _listed(prompt), _listed(answer)
-    if not isinstance(messages, list):
-        return messages
-    if isinstance(prompt, str) and "user" not in map(_role, messages):
-        return [{"role": "user", "content": prompt}, *messages]
-    if isinstance(prompt, list) and messages[: len(prompt)] != prompt:
-        return [*prompt, *messages]
-    return messages
-
-
 def _listed(value: object) -> object:
     """Returns messages without fields that are null, of which a table's column may have more than another; a single one
     as a list of it. Other values are returned as they are."""
@@ -367,6 +396,28 @@ def _listed(value: object) -> object:
         {key: field for key, field in message.items() if field is not None} if isinstance(message, dict) else message
         for message in messages
     ]
+
+
+def _content_of(message: object) -> object:
+    """Returns what a message says, to be compared: white space and other fields may differ."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        content = "".join(map(str, (part["text"] for part in content)))
+    return (
+        message.get("role"),
+        " ".join(content.split()) if isinstance(content, str) else content,
+        message.get("tool_calls"),
+    )
+
+
+def _read_json(value: object) -> object:
+    """Returns the messages that a text writes as JSON, as a column of a table may hold them; or the value."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value, str) and isinstance(read := json.loads(value), list):
+            return read
+    return value
 
 
 def _role(message: object) -> object:

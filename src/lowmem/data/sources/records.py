@@ -140,6 +140,7 @@ class Records(StoredSource):
         self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
         self._told: dict[str, Counter[str]] = {}  # split -> what the encoder says, and how often
+        self._repeats: dict[str, Counter[str]] = {}  # split -> records that repeat their prompt, by what to do
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -189,7 +190,8 @@ class Records(StoredSource):
 
     def forget(self, split: SplitName) -> None:
         """Forgets which records of a split were left out."""
-        self._bad[split], self._counts[split], self._told[split] = [], [0, 0], Counter()
+        self._bad[split], self._counts[split] = [], [0, 0]
+        self._told[split], self._repeats[split] = Counter(), Counter()
 
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
@@ -205,11 +207,31 @@ class Records(StoredSource):
                 if isinstance(document, BadRecord):
                     self._leave_out(split, record.where, document)
                 else:
+                    if mend := self.encoder.repeats_prompt(record.fields):
+                        self._repeats[split][mend] += 1
                     yield from document if isinstance(document, list) else [document]
 
     def notes(self) -> list[str]:
-        told = [f"{split}: {n:,} {what}." for split, counts in self._told.items() for what, n in counts.items()]
-        return told + [
+        return self._told_by_encoder() + self._left_out() + self._repeated()
+
+    def _told_by_encoder(self) -> list[str]:
+        return [f"{split}: {n:,} {what}." for split, counts in self._told.items() for what, n in counts.items()]
+
+    def _repeated(self) -> list[str]:
+        """Tells of splits in which most records repeat their prompt: in a few an answer may quote it."""
+        notes = []
+        for split, repeats in self._repeats.items():
+            bad, count = self._counts[split]
+            if 2 * repeats.total() > count - bad:
+                ((mend, _),) = repeats.most_common(1)
+                notes.append(
+                    f"data: in {repeats.total():,} of {count - bad:,} {split} records the answer repeats the prompt, "
+                    f"so the model reads it twice and learns to write it. {mend}"
+                )
+        return notes
+
+    def _left_out(self) -> list[str]:
+        return [
             f"data.skip_bad=true: {bad:,} of {count:,} {split} records are left out ({'; '.join(self._bad[split])}"
             f"{'; and others' * (bad > NAMED)})."
             for split, (bad, count) in self._counts.items()
@@ -300,6 +322,14 @@ class Completion(_Fields):
         prompt, completion = self.names
         return [text_of(fields, prompt, empty=True), text_of(fields, completion)]
 
+    def repeats_prompt(self, fields: dict) -> str | None:
+        prompt, completion = self.names
+        return (
+            f'Take it off: jq -c \'."{prompt}" as $p | ."{completion}" |= ltrimstr($p)\' FILE > NEW.'
+            if begins_with(fields[completion], fields[prompt])
+            else None
+        )
+
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded | BadRecord]:
         return answer_documents(tokenizer, texts, framing_of(tokenizer, self.bos))
 
@@ -347,6 +377,11 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
     if name not in fields:
         raise no_field(fields, name)
     return checked(fields[name], f'field "{name}"', empty)
+
+
+def begins_with(text: str, prompt: str) -> bool:
+    """Returns whether a text repeats a prompt, whatever white space is around both."""
+    return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
 
 
 def held_out(records: Iterable[bytes], val_fraction: float) -> float:

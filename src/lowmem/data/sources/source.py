@@ -55,6 +55,11 @@ class Encoder:
         """Returns the text to train a tokenizer on. Raises: BadRecord: a record that cannot be used."""
         raise NotImplementedError
 
+    def repeats_prompt(self, fields: dict) -> str | None:
+        """Returns what to do about a record whose answers begin with its prompt, so that a row has the prompt twice and
+        learns the second one; None: they do not."""
+        return None
+
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
     ) -> list[Encoded | list[Encoded] | BadRecord]:

@@ -129,6 +129,11 @@ class Rows:
     filler = False  # micro-batches have `real`
     numbered = True  # rows can be counted, and read by their numbers; those of a stream cannot
 
+    @property
+    def longest(self) -> int:
+        """Returns how many tokens a micro-batch is long at most."""
+        return self.seq_len
+
     def __len__(self) -> int:
         raise NotImplementedError
 

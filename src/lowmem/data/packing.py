@@ -208,6 +208,10 @@ class Padded(_Apart):
         super().__init__(split, seq_len, too_long, name)
         self.report |= {"rows": len(self)}
 
+    @property
+    def longest(self) -> int:
+        return int(self.pieces.lengths.max())
+
     def __len__(self) -> int:
         return len(self.lengths)
 

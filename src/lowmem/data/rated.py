@@ -86,6 +86,10 @@ class RatedAnswers(PaddedAnswers):
                 f"this loss also reads each answer behind another prompt. {more}."
             )
 
+    @property
+    def longest(self) -> int:
+        return self.seq_len  # of mismatched rows, which are not made in advance
+
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
         return np.flatnonzero(lengths)[:, None]
 

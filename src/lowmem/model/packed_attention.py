@@ -6,7 +6,8 @@ it ignore the boundaries without a warning. `document_attention.py` does without
 No list says which models hand the positions on to their masks. Some do not, and layers that run along the row (state
 spaces, linear attention) know no boundary at all. So each model is tested before its first step, in the run's
 precision: which tokens a document's logits depend on, and whether they are those that it has alone. A model that
-changes its mask itself is tested again with one.
+changes its mask itself is tested again with one. Windows and the like that are longer than the tokens of the test, and
+shorter than a row, are made shorter for a second test (`lengths.py`).
 """
 
 import logging
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowmem.model.document_attention import BY_DOCUMENT, MASKED, by_autocast, has_kernel
+from lowmem.model.lengths import check_documents, shortened
 from lowmem.model.magnitude import largest_magnitude
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
@@ -48,11 +50,18 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(taken)
 
 
-def keeps_apart(model: PreTrainedModel, input_ids: Tensor) -> bool:
-    """Returns whether documents of a row have the logits that they have alone. Args: input_ids: (B, T), T at least
-    4."""
+def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
+    """Returns whether documents of a row have the logits that they have alone. Args: input_ids: (B, T), T at least 4;
+    longest: tokens of a row of the run."""
     tokens = input_ids.shape[1]
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
+    if not _keeps_apart(model, input_ids, lengths):
+        return False
+    with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:  # between two documents'
+        return not any_length or _keeps_apart(model, input_ids, lengths)
+
+
+def _keeps_apart(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) -> bool:
     places = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
     packed = {"input_ids": input_ids, "position_ids": places.expand_as(input_ids)}
     with torch.no_grad(), own_mask(model):
@@ -108,14 +117,16 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
     return bool(gradient[:, :boundary].any())
 
 
-def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
-    """Tests a model, and gives it the mask if it needs one. Args: input_ids: (B, T), a few real tokens.
+def verify(model: PreTrainedModel, row: Tensor) -> None:
+    """Tests a model, and gives it the mask if it needs one. Args: row: (B, T), real tokens of the run's rows.
 
     Raises:
         Refused: the model mixes documents of a row.
     """
+    input_ids, longest = row[:, :LOOKED_AT], row.shape[1]
+    check_documents(model, longest)
     if attention_taken(model) == BY_DOCUMENT:
-        if _works_without_mask(model, input_ids):
+        if _works_without_mask(model, input_ids, longest):
             at_once = has_kernel(_computed_in(model, input_ids.device.type), input_ids.device)
             how = "all at once, in torch's kernel for several lengths" if at_once else "one after the other"
             log.info(
@@ -124,7 +135,7 @@ def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
             )
             return
         model.set_attn_implementation(MASKED)
-    if not keeps_apart(model, input_ids):
+    if not keeps_apart(model, input_ids, longest):
         raise Refused(
             f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever position "
             "ids it gets, so training would mix them. Type data.packing=padded."
@@ -133,8 +144,8 @@ def verify(model: PreTrainedModel, input_ids: Tensor) -> None:
         log.info("The documents of a row have a mask of (tokens, tokens) in each layer.")
 
 
-def _works_without_mask(model: PreTrainedModel, input_ids: Tensor) -> bool:
+def _works_without_mask(model: PreTrainedModel, input_ids: Tensor, longest: int) -> bool:
     try:
-        return keeps_apart(model, input_ids)
+        return keeps_apart(model, input_ids, longest)
     except (IndexError, RuntimeError, TypeError):  # it reads the mask as one of four dimensions
         return False

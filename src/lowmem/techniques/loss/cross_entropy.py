@@ -10,7 +10,7 @@ while the chunk's logits still exist, so nothing is computed twice. Same idea: H
 the model computes before and after the product with the head stays the model's own (`head.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 
@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowmem.data.loader import IGNORED, MicroBatch
-from lowmem.model import packed_attention
+from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader, WindowLoader
+from lowmem.model import lengths, packed_attention
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 from lowmem.techniques.loss.head_tiles import matrix_of
@@ -129,8 +129,8 @@ class Chunked(Loss):
 
 class Verified(Callback):
     """Checks, before the first step and in the run's precision: that a loss which computes the logits itself computes
-    the model's own; that a model whose rows hold several documents keeps them apart; and that modules computed in
-    slices are the same function.
+    the model's own; that a model whose rows hold several documents keeps them apart; that rows of different lengths do
+    not depend on each other; and that modules computed in slices are the same function.
 
     Args: packed: rows hold several documents.
     """
@@ -140,6 +140,8 @@ class Verified(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.done = True
+        for loader in (trainer.train_dataloader, *_validation(trainer)):
+            _check_rows(module, loader)
         if not (self.packed or module.loss.own_logits or module.tiles):
             return
         two_rows = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
@@ -147,7 +149,7 @@ class Verified(Callback):
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with trainer.precision_plugin.forward_context():
             if self.packed:
-                packed_attention.verify(module.model, two_rows.input_ids[:, : packed_attention.LOOKED_AT])
+                packed_attention.verify(module.model, two_rows.input_ids)
             if module.loss.own_logits:
                 with torch.no_grad():
                     module.loss.verify(module.model, few)
@@ -156,15 +158,30 @@ class Verified(Callback):
                     module.tiles.verify(module.model, few)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.done or not (trainer.validating and (self.packed or module.tiles)):  # not before training either
+        if self.done or not trainer.validating:  # not before training either
             return
         self.done = True
+        for loader in _validation(trainer):
+            _check_rows(module, loader)
+        if not (self.packed or module.tiles):
+            return
         two_rows = _two_rows(next(iter(trainer.val_dataloaders[0]))[0], module)
         with trainer.precision_plugin.forward_context():
             if self.packed:
-                packed_attention.verify(module.model, two_rows.input_ids[:, : packed_attention.LOOKED_AT])
+                packed_attention.verify(module.model, two_rows.input_ids)
             if module.tiles:
                 module.tiles.verify(module.model, two_rows.each(lambda tensor: tensor[:, :VERIFIED]))
+
+
+def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
+    return (groups.micro_batches for groups in trainer.val_dataloaders or ())
+
+
+def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
+    rows = loader.sequences
+    if rows.filler and not rows.positions:
+        together = len(rows.example(loader.share.batch_size, 1).input_ids)
+        lengths.check_rows(module.model, rows.longest, together)
 
 
 def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:

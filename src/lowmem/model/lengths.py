@@ -1,0 +1,128 @@
+"""Checks that a model computes a row or a document as it does alone, whatever the lengths of those beside it.
+
+Some models are another function beyond a length that their config names, and decide by the longest row of a call: with
+`longrope` Phi-3 turns all positions by other angles if one of them is beyond the original length, and dynamic NTK turns
+them by the longest so far. So a short document would depend on which ones it was put together with. `depends_from` asks
+the rotary embeddings themselves, at single positions on both sides of each length: it costs nothing at any length.
+
+Other lengths count tokens of a row: a sliding window, a chunk of attention, a scale by position. A row that is long
+enough to show whether they begin anew with each document would cost as much as a step, so `shortened` lets a few tokens
+cross them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowmem.system.errors import Refused
+
+ALIKE = 1e-4  # of a cosine or sine: another angle differs by a thousand times as much at one of its frequencies
+# Names of lengths in configs, and in modules that keep them.
+OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
+OF_A_ROW = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size")
+
+Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B, T, D)
+
+
+def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
+    """Checks rows that are filled up to the longest of their micro-batch. Args: longest: tokens of the longest row of
+    the run; rows: of a micro-batch.
+
+    Raises:
+        Refused: a row depends on the others, or on those of earlier micro-batches.
+    """
+    if (length := depends_from(model, longest, together=rows > 1)) is None:
+        return
+    alone = rows > 1 and depends_from(model, longest, together=False) is None
+    raise Refused(
+        f"data.packing=padded: beyond {length:,} tokens {type(model).__name__} turns the positions of all rows by the "
+        f"longest one, so a row would depend on its neighbours. Type seq_len={length}"
+        f"{' or, with data that are not pairs, batch_size=1' * alone}."
+    )
+
+
+def check_documents(model: PreTrainedModel, longest: int) -> None:
+    """Checks rows of several documents. Args: longest: tokens of a row.
+
+    Raises:
+        Refused: a document depends on the others of its micro-batch.
+    """
+    if (length := depends_from(model, longest, together=True)) is None:
+        return
+    alone = depends_from(model, longest, together=False) is None
+    raise Refused(
+        f"data.packing=documents: beyond {length:,} tokens {type(model).__name__} turns the positions of all documents "
+        f"by the longest one, or by the filler of a row, so a document would depend on its neighbours. Type "
+        f"seq_len={length}{' or, with data that are not pairs, data.packing=padded batch_size=1' * alone}."
+    )
+
+
+def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
+    """Returns the smallest length beyond which positions depend on other rows; None if none does, or if no row of
+    `longest` tokens is beyond it. Args: together: rows share a call; if not, only earlier calls may count."""
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]  # theirs: transformers' embeddings
+    for length in sorted(_lengths(model.config.to_dict(), OF_POSITIONS) if rotary else ()):
+        if length < longest and any(_depends(angles, length, longest, together) for angles in _all_angles(rotary)):
+            return length
+    return None
+
+
+def _lengths(config: Mapping[str, object], names: tuple[str, ...]) -> set[int]:
+    """Returns the lengths of a config and of the configs inside it."""
+    inside = [_lengths(value, names) for value in config.values() if isinstance(value, Mapping)]
+    own = {config[name] for name in names if isinstance(config.get(name), int)}
+    return own.union(*inside)
+
+
+def _all_angles(rotary: list[nn.Module]) -> Iterator[Angles]:
+    for module in rotary:
+        of_layers = "layer_type" in inspect.signature(module.forward).parameters
+        for more in [{"layer_type": kind} for kind in module.rope_type] if of_layers else [{}]:
+            yield partial(_angles, module, more)
+
+
+def _angles(module: nn.Module, more: dict[str, str], positions: Tensor) -> Tensor:
+    device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
+    made = module(torch.zeros(1, device=device), positions.to(device), **more)  # fp32, as the first argument
+    parts = made if isinstance(made, tuple) else (made,)
+    return torch.cat([torch.view_as_real(part).flatten(-2) if part.is_complex() else part for part in parts], -1)
+
+
+def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
+    """Returns whether the last position of a row of `length` tokens, or of a longer one by one, depends on a row of
+    `longest` tokens, computed beside it or before."""
+    far = torch.tensor([[longest - 1]])
+    for own in torch.tensor([[[length - 1]], [[length]]]):
+        angles(torch.zeros_like(own))  # what earlier calls have left is reset by a short one
+        alone, others = angles(own), []
+        if together:
+            others.append(angles(torch.cat([own, far]))[..., :1, :, :])
+        angles(far)
+        others.append(angles(own))
+        angles(torch.zeros_like(own))
+        if not all(torch.allclose(alone, other, rtol=0.0, atol=ALIKE) for other in others):
+            return True
+    return False
+
+
+@contextmanager
+def shortened(model: PreTrainedModel, above: int, longest: int, to: int) -> Iterator[bool]:
+    """Makes all lengths that count tokens of a row `to` tokens inside the `with`, in configs and modules, if they are
+    from `above` to `longest` - 1. Yields whether there are any."""
+    configs = {id(part.config): part.config for part in model.modules() if "config" in vars(part)}
+    held = [
+        (owner, name)
+        for owner in (*model.modules(), *configs.values())
+        for name in OF_A_ROW
+        if isinstance(value := vars(owner).get(name), int) and above <= value < longest
+    ]
+    with ExitStack() as stack:
+        for owner, name in held:
+            stack.enter_context(patch.object(owner, name, to))
+        yield bool(held)

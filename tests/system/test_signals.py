@@ -7,6 +7,7 @@ what goes on after a signal ends with its weights, bit for bit.
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -215,6 +216,25 @@ def test_a_signal_in_a_step_ends_the_run_after_it_with_a_checkpoint(command, tmp
     assert summary["interrupted"] and [file.stem for file in complete(tmp_path / "run" / "checkpoints")] == [
         "step-00000002"
     ]
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_compiler_that_ctrl_c_has_ended_is_no_fault_of_the_run(command, tmp_path, monkeypatch, signalled):
+    """The terminal sends it to the compiler, too, which torch reports as an error of its own."""
+
+    def compiles(*_):
+        if signalled:
+            signal.raise_signal(signal.SIGINT)
+        try:
+            raise subprocess.CalledProcessError(4, ["g++"])
+        except subprocess.CalledProcessError:
+            raise RuntimeError("C++ compile error") from None
+
+    monkeypatch.setattr(CausalLM, "training_step", compiles)
+    code, said = command()
+    assert code == (130 if signalled else 1) and ("Traceback" in said) != signalled, said
+    why = (tmp_path / "run" / "failed.txt").read_text()
+    assert (why == "SIGINT: ended at once.\n") == signalled
 
 
 def test_what_was_ignored_stays_ignored():

@@ -73,6 +73,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
     _failures.clear()
     _unfit.clear()
+    signals.received.clear()
     sweep.Report.failed = ()
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     rank_environment.leashed()

@@ -4,12 +4,14 @@ They are handled from the first line of a command on, so this module imports not
 """
 
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+received: list[signal.Signals] = []  # by this command
 ECHO_SECONDS = 0.2  # `timeout`, a process group and the sweep of a job deliver one signal twice, at once
 
 
@@ -45,7 +47,8 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
         nonlocal last
         if time.monotonic() - last > ECHO_SECONDS:
             last = time.monotonic()
-            handler(signal.Signals(number))
+            received.append(signal.Signals(number))
+            handler(received[-1])
 
     def take() -> None:
         for sent in ours:
@@ -60,11 +63,14 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 
 
 def ending(error: BaseException | None) -> Ended | None:
-    """Returns the signal that caused an error: C++ code and cleanup code may turn it into another error."""
+    """Returns the signal that caused an error: C++ code and cleanup code may turn it into another error, and Ctrl-C in
+    a terminal ends the compilers that this process has started, too."""
     seen: set[int] = set()  # errors may be the context of each other
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):
             return error
+        if isinstance(error, subprocess.CalledProcessError) and received:
+            return Ended(received[-1])
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

@@ -1,6 +1,7 @@
 """AdamW with 8-bit state on the host: its error beside bitsandbytes', its fused pass, its two ways of computing."""
 
 import logging
+import os
 
 import bitsandbytes
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from host_memory import linux
 from lowmem.techniques.arithmetic import fp32_halves
 from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
 from lowmem.techniques.optim import adamw8bit, compiled
@@ -207,6 +209,13 @@ def test_torch_operators_compute_the_same_without_a_compiler(n, monkeypatch, cap
     # between two may become either
     torch.testing.assert_close(native[0], plain[0], rtol=0, atol=1e-6)
     assert all((native[1][key].int() - plain[1][key].int()).abs().max() <= 1 for key in ("m", "u"))
+
+
+@linux
+def test_ctrl_c_in_a_terminal_does_not_reach_a_compiler(tmp_path):
+    """A terminal sends it to all processes of a session that stand in the foreground."""
+    compiled._compile(["sh", "-c", f"cut -d' ' -f6 /proc/self/stat > {tmp_path}/session"])
+    assert int((tmp_path / "session").read_text()) not in (0, os.getsid(0))
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):

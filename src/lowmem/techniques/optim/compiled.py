@@ -55,7 +55,7 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     """Returns the cached library. Its name depends on the sources, the compiler and this processor's instruction
     set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    target = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
+    target = _run(describe)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
     key = hashlib.sha256("".join([*texts, target, *flags]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
@@ -70,8 +70,13 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
 
 
 def _compile(command: list[str]) -> None:
-    quiet = {"capture_output": True, "text": True, "check": True}
     try:
-        subprocess.run([*command, "-fopenmp"], **quiet)
+        _run([*command, "-fopenmp"])
     except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: then use one thread
-        subprocess.run(command, **quiet)
+        _run(command)
+
+
+def _run(command: list[str]) -> str:
+    """Returns the output of a compiler. Ctrl-C in a terminal does not end it: the run completes its step, which needs
+    the library."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout

@@ -10,6 +10,7 @@ from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
 from pyarrow import parquet
 
+import tokenizers_of_all_kinds
 from lowmem.config.accumulation import fixed
 from lowmem.data.loader import Position, Share
 from lowmem.data.opening import Wanted
@@ -66,6 +67,17 @@ def test_it_goes_on_to_the_bit_from_any_window_twice_in_a_row(folder, tokenizer,
         once = list(islice(loader(folder, tokenizer, Position(*unbroken[done - 1].end), packing=packing), 4))
         again = list(islice(loader(folder, tokenizer, Position(*once[-1].end), packing=packing), 4))
         assert [numbers(w) for w in (once + again)] == [numbers(w) for w in unbroken[done : done + 8]]
+
+
+@pytest.mark.parametrize("bos", ["auto", True, False])
+def test_a_streamed_text_is_what_the_tokenizers_own_call_gives(folder, bos):
+    made, begins = tokenizers_of_all_kinds.tokenizer("bpe", "byte level", "eos"), bos is True
+    source = hub(str(folder), streaming=True, block=5, val_rows=3, bos=bos)
+    source.opened(Wanted(folder, 32, 0, made, []))
+    (document,) = source.documents([{"text": "shard 7: x = self"}], 0, "val")
+    assert document.ids.tolist() == made("shard 7: x = self")["input_ids"]
+    assert (document.ids[0] == made.bos_token_id) == begins
+    assert document.learnt is None or document.learnt.tolist() == [False] + [True] * (len(document.ids) - 1)
 
 
 def test_without_its_state_a_position_means_another_place(folder, tokenizer):

@@ -90,6 +90,15 @@ def test_a_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
 
 
+def test_an_untied_configuration_of_files_without_a_head_says_how_to_tie_it(run, tmp_path):
+    path = folder(tmp_path / "shared", tie_word_embeddings=True)
+    say(path, tie_word_embeddings=False)
+    with pytest.raises(Refused, match=r"lack the weights lm_head\.weight.*\{tie_word_embeddings:true\}\."):
+        loaded(run(path))
+    model = loaded(run(path, "model.architecture={tie_word_embeddings:true}"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_a_difference_in_the_last_row_is_found(run, own_head, monkeypatch, caplog):
     monkeypatch.setattr(published_files, "ROWS", 64)
     head = load_file(own_head / "model.safetensors")["model.embed_tokens.weight"].clone()

@@ -1,6 +1,7 @@
 """Exported configurations and tokenizers say the same to transformers 4 (test_transformers_4.py runs it) and to 5."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -209,6 +210,12 @@ def test_a_class_that_would_compute_something_else_is_not_named(tmp_path):
     said = exported(tokenizer, tmp_path / "out")
     assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids == tokenizer("a").input_ids == [1, 4]
+
+
+def test_a_tokenizer_whose_own_folder_is_gone_is_written(tmp_path):
+    tokenizer = came_as(tmp_path / "in", "Qwen2Tokenizer")
+    shutil.rmtree(tmp_path / "in")
+    assert exported(tokenizer, tmp_path / "out")["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_an_adapters_folder_has_the_same_tokenizer(tmp_path):

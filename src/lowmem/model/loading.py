@@ -438,6 +438,14 @@ def drawn_in_fp32() -> Iterator[None]:
         yield
 
 
+def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
+    """Says what may be wrong with a configuration whose model has weights that the files lack."""
+    head, named = model.get_output_embeddings(), dict(model.named_parameters())
+    if head is not None and all(named.get(name) is head.weight for name in missing):
+        return "If the head is the embedding, type model.architecture={tie_word_embeddings:true}."
+    return "Is model.architecture that of these weights?"
+
+
 def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrainedModel:
     name, here = spec.name, _folder_here(spec.name)
     try:
@@ -454,7 +462,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
     if missing:
         raise Refused(
             f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
-            "would start at random. Is model.architecture that of these weights?"
+            f"would start at random. {_of_missing(model, missing)}"
         )
     if here is None:  # they have been downloaded now
         _tell_differences(spec, _agree_with_files(spec, model.config))

@@ -7,6 +7,7 @@ place of new ones. transformers 5 reads both.
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -102,8 +103,9 @@ def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the class that the tokenizer's own folder names, without the names that transformers 5 has invented."""
-    place = tokenizer.name_or_path
-    said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None
+    said, place = None, tokenizer.name_or_path  # "" if it was made here
+    with suppress(OSError):  # its folder is gone
+        said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None
     return PLAIN if said is None or said in _NEW else said
 
 

@@ -3,6 +3,8 @@
 Expectations are counted token by token.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -168,6 +170,33 @@ def test_without_a_prompt_the_first_token_stands_for_it():
 def test_pairs_are_not_made_of_ratings(packing):
     with pytest.raises(Refused, match=r"4 of 6 records of the val split are single answers.*Type loss=kto"):
         pairs.rows(drawn()[0], SEQ_LEN, packing, "drop", "val")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "told"),
+    [
+        (
+            "train",
+            True,
+            "train: all answers are desirable, and none is undesirable, so this loss compares them with not",
+        ),
+        ("train", False, "train: all answers are undesirable, and none is desirable, so .* Check data.label="),
+        (
+            "val",
+            True,
+            r"val: all answers are desirable.*figures of the absent kind are empty.*larger data.val_fraction=",
+        ),
+    ],
+)
+def test_answers_of_one_kind_are_told_of_with_what_to_type(caplog, name, good, told):
+    answers = [np.array([number, 9]) for number in (5, 6)]
+    sides = [side for answer in answers for side in ((answer, answer[:0]) if good else (answer[:0], answer))]
+    documents = split(*sides, learnt=[np.arange(len(side)) > 0 for side in sides])
+    rated.rows(documents, SEQ_LEN, "padded", "drop", name)
+    assert re.match(told, caplog.messages[-1]) and caplog.records[-1].levelname == "WARNING"
+    caplog.clear()
+    rated.rows(drawn()[0], SEQ_LEN, "padded", "drop", name)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_packed_rows_are_refused():

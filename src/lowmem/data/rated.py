@@ -26,6 +26,13 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
+ONE_KIND = {  # what follows from answers of one kind, by split
+    "train": ", so this loss compares them with nothing. Check data.label=, give answers of both kinds, or learn from "
+    "desirable ones with data=jsonl or data=chat.",
+    "val": ": figures of the absent kind are empty, and early_stop.watch=accuracy ends no run. Type a larger "
+    "data.val_fraction=, or data.val_path=<a file with both kinds>.",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class RatedBatch(AnswerBatch):
@@ -80,7 +87,8 @@ class RatedAnswers(PaddedAnswers):
         self.desirable = self.numbers % 2 == 0  # (answers, 1)
         self._others = np.full(len(self), -1)  # those that were asked for
         if self._next_prompt(0) is None:
-            more = "Type a larger data.val_fraction=, such as 0.2" if name == "val" else "Give other prompts, too"
+            place = "Type a larger data.val_fraction=, or data.val_path=<a file with several prompts>"
+            more = place if name == "val" else "Give other prompts, too"
             raise Refused(
                 f"loss=: the {name} split has {len(self):,} answer{'s' if len(self) > 1 else ''} and one prompt, and "
                 f"this loss also reads each answer behind another prompt. {more}."
@@ -169,6 +177,9 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     log.info(describe_split(made.report, name, packing, RatedBatch.UNIT))
     desirable = int(made.desirable.sum())
     log.info(f"{name}: {desirable:,} answers are desirable, and {len(made) - desirable:,} are not.")
+    if desirable in (0, len(made)):
+        kinds = ("undesirable", "desirable") if desirable == 0 else ("desirable", "undesirable")
+        log.warning(f"{name}: all answers are {kinds[0]}, and none is {kinds[1]}{ONE_KIND[name]}")
     return made
 
 

@@ -172,7 +172,8 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        if "accuracy" in self.evaluated[0]:
+        # an accuracy of answers of one kind compares nothing, and early stopping does not see it
+        if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
         self._write(trainer, module, "val", metrics | self.own)
@@ -182,8 +183,9 @@ class Metrics(Callback):
         tqdm.write(f"step {trainer.global_step}: {message}")
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
-    def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float]) -> None:
-        """Writes a row of the file, and the same to the loggers under the split's name: `train_loss` as train/loss."""
+    def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
+        """Writes a row of the file, and the same to the loggers under the split's name: `train_loss` as train/loss. A
+        value that is None is empty there, and absent here."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
@@ -194,7 +196,8 @@ class Metrics(Callback):
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
         self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
         self._out.flush()
-        named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in metrics.items()}
+        known = {column: value for column, value in metrics.items() if value is not None}
+        named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in known.items()}
         for logger in trainer.loggers:
             logger.log_metrics(named | {"tokens": module.tokens}, step=step)
 

@@ -263,7 +263,7 @@ class CausalLM(LightningModule):
         self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
         self._val_weights, self._val_batches = [0] * sets, 0
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
-        self.val_figures: list[dict[str, float]] = []  # one per set: what the loss shows besides itself
+        self.val_figures: list[dict[str, float | None]] = []  # one per set: what the loss shows besides itself
 
     def validation_step(self, micro_batches: Sequence[MicroBatch], index: int, dataloader_idx: int = 0) -> None:
         if index == 0 and micro_batches[0].ahead is not None:
@@ -303,10 +303,11 @@ class CausalLM(LightningModule):
             ]
             self.val_figures = self.ranks.broadcast(figures)
 
-    def _mean(self, value: Tensor, weight: int) -> float:
-        """Returns the mean of one of the loss's `figures`, which have been summed."""
+    def _mean(self, value: Tensor, weight: int) -> float | None:
+        """Returns the mean of one of the loss's `figures`, which have been summed; None: it is one of a kind of answer
+        that the set does not have."""
         total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
-        return total / ((count[0] if count else weight) or math.nan)
+        return None if count == [0] else total / ((count[0] if count else weight) or math.nan)
 
     @property
     def val_loss(self) -> float | None:

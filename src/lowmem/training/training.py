@@ -299,7 +299,8 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
                 "early_stop.watch=val_loss, or train on pairs: data=preference loss=dpo."
             )
         mode = "min" if watch == "val_loss" else "max"
-        callbacks.append(EarlyStopping(watch, patience=run.early_stop.patience, mode=mode))
+        # not strict: of answers of one kind there is no accuracy to watch
+        callbacks.append(EarlyStopping(watch, patience=run.early_stop.patience, mode=mode, strict=False))
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
 

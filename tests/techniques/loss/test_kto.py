@@ -1,11 +1,13 @@
 """KTO beside an independent implementation on whole logits in fp64: values, gradients, z of a window, learning."""
 
+import csv
 import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from test_preference import COLOURS, FP32, apart, gradients, preferences
 
 import pair_oracle
@@ -18,6 +20,7 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.loss.preference import KTO
 from lowmem.techniques.precision.host_masters import BFloat16Master
 from lowmem.techniques.precision.host_weight import HostWeight
+from lowmem.training import training
 from lowmem.training.build import causal_lm
 from lowmem.training.module import CausalLM
 from networks import network
@@ -254,6 +257,56 @@ def test_ratings_are_learnt(fit, tmp_path):
     assert start["loss"] == pytest.approx(0.5, abs=1e-4)
     learnt = trained(fit, ratings(tmp_path))
     assert learnt["accuracy"] > 0.9 and learnt["reward_desirable"] > 0 > learnt["reward_undesirable"]
+
+
+def rated_file(file, labels):
+    """Answers with these ratings, each to a prompt of its own."""
+    answers = ({"prompt": f"{file.stem} {i}? ", "completion": f"{i}", "label": good} for i, good in enumerate(labels))
+    file.write_text("\n".join(map(json.dumps, answers)))
+    return str(file)
+
+
+def evaluated(fit, tmp_path, labels, *lines):
+    """A run whose validation answers have these ratings: its summary, and its folder."""
+    train = rated_file(tmp_path / "train.jsonl", [i % 2 == 0 for i in range(12)])
+    data = "data=preference", f"data.path={train}", f"data.val_path={rated_file(tmp_path / 'val.jsonl', labels)}"
+    return fit(*beside((*SHAPE, *data, "loss=kto", "val_sequences=99"), lines))
+
+
+@pytest.mark.parametrize("rated", [True, False], ids=["desirable", "undesirable"])
+def test_the_absent_side_is_empty_and_ends_no_run(fit, tmp_path, monkeypatch, rated):
+    sent = []
+
+    class Sent(DummyLogger):
+        def log_metrics(self, metrics, step=None):
+            sent.append(metrics)
+
+    monkeypatch.setattr(training, "_loggers", lambda *_: [Sent()])
+    watch = "early_stop.watch=accuracy", "early_stop.patience=1"
+    summary, folder = evaluated(fit, tmp_path, [rated] * 6, "max_steps=4", "val_every=1", *watch)
+    assert summary["steps"] == 4 and not summary["stopped_early"]
+    absent, there = ("undesirable", "desirable") if rated else ("desirable", "undesirable")
+    (figures,) = summary["validation"]
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["val_loss"]]
+    logged = [metrics for metrics in sent if "val/accuracy" in metrics]
+    assert len(rows) == len(logged) == 4
+    for name in ("reward", "logp"):
+        assert figures[f"{name}_{absent}"] is None and figures[f"{name}_{there}"] is not None
+        assert all(row[f"{name}_{absent}"] == "" and float(row[f"{name}_{there}"]) for row in rows[1:])
+        assert all(f"val/{name}_{absent}" not in metrics and f"val/{name}_{there}" in metrics for metrics in logged)
+    assert "nan" not in (folder / "metrics.csv").read_text()
+
+
+def test_means_of_a_kind_are_over_its_answers_whatever_micro_batch_has_none(fit, tmp_path):
+    """One of nine answers is undesirable; four of five micro-batches have none."""
+    found = []
+    for size in (2, 12):
+        lines = "max_steps=1", "lr=1e-12", f"batch_size={size}"
+        (figures,) = evaluated(fit, tmp_path, [i != 5 for i in range(9)], *lines)[0]["validation"]
+        found.append([figures[f"logp_{kind}"] for kind in ("desirable", "undesirable")])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)  # fp32 sums in two orders
+    assert max(found[0]) < -0.1
 
 
 @pytest.mark.wrong

@@ -386,3 +386,16 @@ def test_completions_that_repeat_their_prompt_are_told_of_in_both_splits(tmp_pat
     notes = source.notes()
     assert len(notes) == told
     assert all("repeats the prompt" in one and """jq -c '."q" as $p | ."a" |= ltrimstr($p)'""" in one for one in notes)
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_the_lowest_records_are_held_out_if_the_share_has_too_few(least):
+    """At most half of the different ones; a share that has enough stays as it is."""
+    named = [f"record {number % 40}".encode() for number in range(80)]
+    for count in range(1, 40):
+        for share in (1e-9, 0.05, 0.5):
+            of = records.held_out(named[:count] * 2, share, least)
+            numbers = sorted({records.place(name) for name in named[:count]})
+            wanted = max(sum(number < share for number in numbers), max(1, min(least, count // 2)))
+            assert [number for number in numbers if number < of] == numbers[:wanted]
+            assert of == share or wanted > sum(number < share for number in numbers)

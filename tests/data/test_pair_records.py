@@ -457,3 +457,26 @@ def test_of_one_prompt_nothing_can_be_held_out(tmp_path):
     file = write(tmp_path / "one.jsonl", [TEXT, TEXT | {"rejected": " never"}])
     with pytest.raises(Refused, match="there are too few prompts, or all are the same"):
         tokens_of(tmp_path, Preference(file))
+
+
+@pytest.mark.parametrize("prompts", [4, 5, 10])
+def test_two_prompts_of_rated_answers_are_held_out_at_least(tmp_path, prompts):
+    """KTO reads each answer behind another prompt, in validation too; other losses hold out what they did."""
+    records = [LONE | {"prompt": f"hi {i}", "label": label} for i in range(prompts) for label in (True, False)]
+    file = write(tmp_path / "a.jsonl", records)
+    for rated, held_out in ((True, 2), (False, 1)):
+        source = Preference(file, val_fraction=0.001, rated=rated)
+        sides = [{r.fields["prompt"] for r in source.reader.records(split)} for split in ("train", "val")]
+        assert [len(side) for side in sides] == [prompts - held_out, held_out] and not sides[0] & sides[1]
+    source = Preference(file, val_fraction=0.001, rated=True)
+    made = tokens_of(tmp_path, source)
+    assert len(source.rows(made.val, 40, "val")) == 4
+
+
+def test_of_three_prompts_the_words_name_a_file_for_validation(tmp_path):
+    file = write(tmp_path / "a.jsonl", [LONE | {"prompt": f"hi {i}"} for i in range(3)])
+    source = Preference(file, rated=True)
+    with pytest.raises(
+        Refused, match=r"val split has 1 answer and one prompt.*data\.val_path=<a file with several pro"
+    ):
+        source.rows(tokens_of(tmp_path, source).val, 40, "val")

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 from itertools import pairwise
 
 import pytest
@@ -138,3 +139,49 @@ def test_what_cannot_be_a_set_is_a_sentence(fit, files):
     read = cli.prepare(["data=text", "data.path=x", "data.val_path={a:~/b (2).txt,c:d}"])
     assert run_of(read).data.val_path == {"a": os.path.expanduser("~/b (2).txt"), "c": "d"}
     assert [quoted(line) for line in read] == read
+
+
+def told_of_few(config, caplog, *lines):
+    caplog.clear()
+    caplog.set_level("INFO")
+    build.data(config(*lines))
+    return [message for message in caplog.messages if message.startswith("validation")]
+
+
+PAIRS = [{"prompt": f"Q{i}", "chosen": f" {i}", "rejected": f" -{i}"} for i in range(400)]
+SMALL_DATA = {
+    "ten pairs": (
+        "data=preference loss=dpo",
+        PAIRS[:10],
+        "1 pair, so .* Type data.val_fraction=0.5 for more, or data.val_p",
+    ),
+    "forty pairs": (
+        "data=preference loss=dpo data.packing=documents",
+        PAIRS[:40],
+        r"pairs?, .* data.val_fraction=0.25 for",
+    ),
+    "answers": ("data=jsonl data.field=chosen", PAIRS[:10], "has 1 document, .* Type data.val_fraction=0.5 for more"),
+    "enough": ("data=preference loss=dpo", PAIRS, None),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_DATA)
+def test_a_small_validation_is_told_of_with_what_to_type(config, caplog, tmp_path, name):
+    typed, records, told = SMALL_DATA[name]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines = (*typed.split(), f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
+    found = told_of_few(config, caplog, *lines)
+    assert len(found) == (told is not None) and all(re.search(told, one) for one in found)
+    if told:
+        share = re.search(r"data\.val_fraction=\S+", found[0])[0]
+        assert not told_of_few(config, caplog, *lines, share) or len(records) == 10
+
+
+def test_the_end_of_a_small_text_is_counted_in_sequences(config, caplog, tmp_path):
+    """A set that was typed is not held out, so that no share would change it."""
+    (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
+    (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
+    text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")
+    assert re.search(r"has \d sequences?, so .* Type data\.val_fraction=", told_of_few(config, caplog, *text)[0])
+    (told,) = told_of_few(config, caplog, *text, f"data.val_path={tmp_path / 'b.txt'}")
+    assert told.endswith("Give more of them.")

@@ -124,6 +124,7 @@ class Rows:
 
     seq_len: int
     report: Mapping = MappingProxyType({})
+    counted = "documents"  # as messages call what is trained or validated on
     without_gaps = False
     positions = False  # micro-batches have `position_ids`
     filler = False  # micro-batches have `real`

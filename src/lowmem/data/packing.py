@@ -62,6 +62,8 @@ class Joined(Rows):
         Refused: there is not one full row, or nothing to learn.
     """
 
+    counted = "sequences"
+
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
         self.split, self.seq_len = split, seq_len
         self.count, tokens = (len(split.ids) - 1) // seq_len, len(split.ids)

@@ -131,6 +131,10 @@ class AnswerRows:
         return both.chosen(np.repeat(learnt, self.batch.ANSWERS)), report
 
     @property
+    def counted(self) -> str:
+        return self.batch.UNIT
+
+    @property
     def unit_count(self) -> int:
         """Returns the number of pairs, or of rated answers."""
         return len(self.labels)

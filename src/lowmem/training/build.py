@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # names that layers of transformers use
 OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}  # keys of a model's config
+FEW = 10  # units of validation, of which a single one changes an accuracy by more than 0.1
 BPE_VOCABULARY = 4096  # at most; never more than the model has
 
 
@@ -110,6 +112,7 @@ def data(
     val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
     for loader in val:
         _tell_cut(loader)
+        _tell_few(loader, run.data.arguments, texts.train)
     return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))
 
 
@@ -122,6 +125,25 @@ def _tell_cut(val: ValidationLoader) -> None:
             f"{every:,} rows, and which documents those hold depends on data.packing, data.too_long and seq_len. Type "
             f"val_sequences={every} to compare runs that differ in these."
         )
+
+
+def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
+    """Logs that a validation set is so small that its figures are chance. Args: data: the arguments of the source."""
+    units = val.sequences.counted
+    count = val.sequences.report.get("documents", len(val.sequences))
+    if count >= FEW or "val_fraction" not in data:
+        return
+    if data.get("streaming"):
+        instead = "Type a larger data.val_rows="
+    elif data.get("val_path") or data.get("val_split"):
+        instead = "Give more of them"
+    else:
+        total = count + train.report.get("documents", len(train))
+        share = min(0.5, max(2 * data["val_fraction"], math.ceil(100 * FEW / total) / 100))
+        other = "val_path=<a file or folder>" if "val_path" in data else "val_split=<another split>"
+        instead = f"Type data.val_fraction={share:.2g} for more, or data.{other}"
+    own = f"{count} {units if count > 1 else units[:-1]}"
+    log.info(f"validation{f' of {val.name}' * bool(val.name)} has {own}, so its figures are mostly chance. {instead}.")
 
 
 def _sources(data: Node) -> dict[str, Openable]:

@@ -141,7 +141,9 @@ class Preference(Records):
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields), bos)
-        super().__init__(ByPrompt(reader, fields), encoder, "preference", packing, too_long, skip_bad, bos)
+        # a loss of rated answers reads each of them behind another prompt, too
+        by_prompt = ByPrompt(reader, fields, least=2 if rated else 1)
+        super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
 
     @classmethod
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
@@ -157,16 +159,16 @@ class ByPrompt(Reader):
 
     held_out_are = "prompts"
 
-    def __init__(self, reader: Reader, fields: Fields) -> None:
+    def __init__(self, reader: Reader, fields: Fields, least: int) -> None:
         super().__init__(reader.alone, reader.val_fraction)
-        self.reader, self.fields, self.val_key = reader, fields, reader.val_key
+        self.reader, self.fields, self.val_key, self.least = reader, fields, reader.val_key, least
 
     @property
     def mend(self) -> str:
         return self.reader.mend
 
     def key(self) -> list:
-        return [*self.reader.key(), "by prompt"]
+        return [*self.reader.key(), "by prompt"] + [self.least] * (self.least > 1)
 
     def size(self, split: SplitName) -> int | None:
         return self.reader.size(split)

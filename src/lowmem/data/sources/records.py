@@ -53,6 +53,7 @@ class Reader:
 
     val_key: str  # the key that gives other records for validation
     held_out_are = "records"  # as a refusal calls what is held out
+    least = 1  # different ones that are held out
     mend = "Mend it"  # what to do about a record that cannot be used
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
@@ -79,7 +80,7 @@ class Reader:
 
     @cached_property
     def _held_out(self) -> float:
-        return held_out((record.identity for record in self.all_records("train")), self.val_fraction)
+        return held_out((record.identity for record in self.all_records("train")), self.val_fraction, self.least)
 
 
 class FileReader(Reader):
@@ -384,15 +385,18 @@ def begins_with(text: str, prompt: str) -> bool:
     return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
 
 
-def held_out(records: Iterable[bytes], val_fraction: float) -> float:
-    """Returns the share of records that is validation. If there are so few that it would be none, the one with the
-    lowest number is taken."""
-    lowest = 1.0
+def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
+    """Returns the share of records that is validation. If fewer than `least` different ones would be, those with the
+    lowest numbers are taken, and at most half of them."""
+    lowest: list[float] = []  # numbers of different records
     for record in records:
-        lowest = min(lowest, place(record))
-        if lowest < val_fraction:
+        number = place(record)
+        if number not in lowest:
+            lowest = sorted([*lowest, number])[: 2 * least]
+        if lowest[least - 1 :] and lowest[least - 1] < val_fraction:
             return val_fraction
-    return float(np.nextafter(lowest, 1.0))
+    last = lowest[max(1, min(least, len(lowest) // 2)) - 1] if lowest else 1.0
+    return max(val_fraction, float(np.nextafter(last, 1.0)))
 
 
 def place(record: bytes) -> float:

@@ -11,6 +11,7 @@ import pytest
 from test_chat import QWEN, BadRecord, conversation, encoded, marked, tokenizer
 from tokenizers import AddedToken
 
+from conftest import ROOT
 from lowmem.data import token_store
 from lowmem.data.sources.chat import Chat
 from lowmem.data.sources.chat_template import CHATML
@@ -462,3 +463,27 @@ def test_a_pair_whose_last_answer_is_blank_is_refused_where_all_answers_are_lear
     made = Preference(path, val_path=val, assistant="all", template="chatml")
     with pytest.raises(Refused, match='"rejected" ends with a blank answer of the assistant'):
         token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
+
+
+def test_the_example_of_the_page_about_data_is_learnt_as_the_page_says():
+    page = (ROOT / "docs" / "data.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
+    listed = "{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+    tools, record = (
+        listed + THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or '' }}"),
+        json.loads(line),
+    )
+    made = tokenizer(tools)
+    one = encoded(made, record)
+    assert made.decode(one.ids[one.learnt]).split(END) == [
+        '<think>I have to look.</think> call weather {"city": "Paris"}',
+        "<think></think>Yes, it is 21 degrees.",
+        "",
+    ]
+    record["messages"][1]["tool_calls"] *= 2
+    del record["messages"][1]["reasoning_content"]
+    first = tools.replace("in m.tool_calls", "in (m.tool_calls or [])[:1]")
+    said = "the name of call 2 of message 2 (assistant) is not in what the chat template writes"
+    with pytest.raises(BadRecord, match=re.escape(said)):
+        encoded(tokenizer(first), record)
+    assert said in " ".join(page.split())

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from lowmem.config import values
-from lowmem.data import token_store
+from lowmem.data import checked_folder, token_store
 from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
@@ -157,7 +157,7 @@ def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_pat
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
         (reading, "shown", lambda file: str(file)[10**9]),  # a bug in what makes a sentence
-        (token_store, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
+        (checked_folder, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
         (text_files, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):

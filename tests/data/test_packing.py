@@ -128,10 +128,15 @@ def test_pieces_and_documents_with_nothing_to_learn_are_dropped_and_counted(monk
             rows(silent, SEQ_LEN, kind, "cut", "train")
 
 
-def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
-    (tmp_path / "train.bin").write_bytes(np.concatenate(texts()).astype(np.uint16).tobytes())
+def stored(folder):
+    """A split whose tokens are in a file."""
+    (folder / "train.bin").write_bytes(np.concatenate(texts()).astype(np.uint16).tobytes())
     text = split(*texts())
-    text = type(text)(np.memmap(tmp_path / "train.bin", np.uint16, "r"), text.ends, text.text_bytes, None)
+    return type(text)(np.memmap(folder / "train.bin", np.uint16, "r"), text.ends, text.text_bytes, None)
+
+
+def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
+    text = stored(tmp_path)
     first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     calls = []
     monkeypatch.setattr(packing, "packed", lambda *of: calls.append(of) or packed(*of))
@@ -139,6 +144,20 @@ def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
     assert not calls and all(map(torch.equal, first.tensors.values(), again.tensors.values()))
     rows(text, 2 * SEQ_LEN, "documents", "cut", "train"), rows(text, SEQ_LEN, "documents", "drop", "train")
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_of_packed_rows_is_made_again_and_told(tmp_path, caplog, damage):
+    text = stored(tmp_path)
+    first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
+    (file,) = tmp_path.glob("train_rows_*.npz")
+    content = bytearray(file.read_bytes())
+    content[content.index(b"NUMPY") + 130] ^= 1  # the first of the numbers
+    file.write_bytes({"cut": content[:-50], "changed": content, "empty": b""}[damage])
+    with caplog.at_level("INFO", "lowmem"):
+        again = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
+    assert all(map(torch.equal, first.tensors.values(), again.tensors.values()))
+    assert f"{file} is not what was written, so the rows are packed again" in caplog.text
 
 
 # --- in which order ------------------------------------------------------------------------------------------------

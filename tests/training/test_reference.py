@@ -238,6 +238,28 @@ def test_a_damaged_file_is_written_again(preferring, tmp_path, computed):
     assert computed() == before
 
 
+class OfTwoPairs:
+    """A split of which nothing but the number of its pairs is asked."""
+
+    unit_count = 2
+
+
+def test_a_changed_number_is_noticed_and_a_file_of_an_earlier_version_is_read(tmp_path, caplog):
+    wanted, numbers = object.__new__(reference.Wanted), np.array([[1.0, 2.0], [3.0, np.nan]])
+    wanted.rows, wanted.file = OfTwoPairs(), tmp_path / "train_reference.npy"
+    wanted.store(numbers)
+    assert np.array_equal(wanted.read(), numbers, equal_nan=True)
+    content = bytearray(wanted.file.read_bytes())
+    content[-30] ^= 1
+    with caplog.at_level(logging.INFO, "lowmem"):
+        for damaged in (content, content[:-4] + b"\0", content[:100], b""):
+            wanted.file.write_bytes(damaged)
+            assert np.isnan(wanted.read()).all()
+    assert caplog.text.count("is not what was written, so its numbers are computed again") == 4
+    np.save(wanted.file, numbers)  # as it was stored without a checksum
+    assert np.array_equal(wanted.read(), numbers, equal_nan=True)
+
+
 @pytest.mark.rows("loss=dpo")
 @BOTH
 def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss):

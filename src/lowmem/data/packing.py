@@ -16,6 +16,8 @@ import hashlib
 import logging
 import os
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -171,11 +173,16 @@ class Documents(_Apart):
         if where is None:  # the tokens are in memory alone
             return packed(self.lengths, self.seq_len)
         file = Path(where).with_name(f"{name}_{self.stored_as}_{self.seq_len}_{self.too_long}.npz")
-        if not file.exists():
-            order, ends = packed(self.lengths, self.seq_len)
-            _save(file, order=order, ends=ends)
-        with np.load(file) as stored:
-            return stored["order"], stored["ends"]
+        try:
+            with np.load(file) as stored:  # a zip, which has a CRC-32 of each array
+                return stored["order"], stored["ends"]
+        except FileNotFoundError:
+            pass
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error):
+            log.info(f"cache_dir: {file} is not what was written, so the rows are packed again.")
+        order, ends = packed(self.lengths, self.seq_len)
+        _save(file, order=order, ends=ends)
+        return order, ends
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -7,28 +7,24 @@ The cache is keyed by content: every file's bytes, the split and the tokenizer. 
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lowmem.data.checked_folder import Stored, stored
 from lowmem.data.sources.framing import dress, framing_of
 from lowmem.data.sources.source import OLDER, Encoded, Source, SplitName
-from lowmem.system.atomic_files import atomic_write
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
 FORMAT = 5  # raise it when what is written changes
-FORMAT_OF_OLDER = 4  # of tokens that runs with data.bos=older read
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens, which are about 100 MB as Python's strings
 # Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
@@ -111,48 +107,67 @@ def tokenize(
         dress(tokenizer, source)
     elif chat := source.chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
-    folder = cache_dir / _key(source, [vocab_size, *special_tokens] if special_tokens else vocab_size, tokenizer)
-    dtype = _fill_folder(folder, lambda: _write(folder, source, vocab_size, tokenizer, special_tokens))
-    train, val = (_split(folder, split, dtype) for split in ("train", "val"))
-    tokenizer = tokenizer or load_bpe(folder / "tokenizer.json", source)
+    bpe = [vocab_size, *special_tokens] if special_tokens else vocab_size
+    made = _stored(
+        lambda: cache_dir / _key(source, bpe, tokenizer),
+        lambda draft: _write(draft, source, vocab_size, tokenizer, special_tokens),
+    )
+    train, val = (_split(made, split) for split in ("train", "val"))
+    tokenizer = tokenizer or _bpe(made, source)
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
     return Tokens(train, val, tokenizer, template)
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
     """Returns the validation split of a source that shares its training text with another."""
-    folder = cache_dir / f"{_key(source, 0, tokenizer)}-val"
-    return _split(folder, "val", _fill_folder(folder, lambda: _write(folder, source, 0, tokenizer, (), ("val",))))
+    made = _stored(
+        lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
+        lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
+    )
+    return _split(made, "val")
 
 
-def _fill_folder(folder: Path, write: Callable[[], None]) -> str:
-    """Fills the folder unless it is there, and returns the dtype of its ids."""
-    if not (folder / "meta.json").exists():
-        try:
-            write()
-        except OSError as error:
-            raise Refused(
-                f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
-                f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
-            ) from error
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    for note in meta["notes"]:
+def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> Stored:
+    """Opens the folder of a source, which is filled unless it is there and undamaged.
+
+    Args:
+        place: returns the folder, whose name is a digest of the source's files as they are now.
+        write: writes the files into an empty folder, and returns what is known of them.
+    """
+    folder = place()
+
+    def fill(draft: Path) -> dict:
+        meta = write(draft)
+        if place() != folder:
+            raise Refused("data: a file changed while it was read. Type the command again once nothing writes to it.")
+        return meta
+
+    try:
+        made = stored(folder, fill)
+    except OSError as error:
+        raise Refused(
+            f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
+            f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
+        ) from error
+    for note in made.meta.get("notes", ()):
         log.info(note)
-    return meta["dtype"]
+    return made
 
 
-def _split(folder: Path, split: SplitName, dtype: str) -> Split:
-    def mapped(name: str, dtype: str) -> np.ndarray:
-        return np.memmap(folder / f"{split}{name}.bin", dtype, mode="r")
+def _split(made: Stored, split: SplitName) -> Split:
+    ids, ends, text = (made.files[f"{split}{name}.bin"] for name in ("", "_ends", "_text_bytes"))
+    bits = made.files.get(f"{split}_learnt.bin")
+    return Split(ids.view(made.meta["dtype"]), ends.view("int64"), text.view("int64"), bits)
 
-    bits = mapped("_learnt", "uint8") if (folder / f"{split}_learnt.bin").exists() else None
-    return Split(mapped("", dtype), mapped("_ends", "int64"), mapped("_text_bytes", "int64"), bits)
+
+def _bpe(made: Stored, source: Source) -> PreTrainedTokenizerFast:
+    return _as_bpe({"tokenizer_object": Tokenizer.from_buffer(made.files["tokenizer.json"].tobytes())}, source)
 
 
 def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | None) -> str:
     older = source.bos == OLDER
     tokens_of = bpe if tokenizer is None else _identity(tokenizer, older)
-    key = [FORMAT_OF_OLDER if older else FORMAT, tokens_of, source.key()]
+    key = [FORMAT, tokens_of, source.key(), *[OLDER] * older]
     return f"{source.name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
@@ -164,36 +179,26 @@ def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
 
 
 def _write(
-    folder: Path,
+    draft: Path,
     source: Source,
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
     special_tokens: Sequence[str],
     splits: Sequence[SplitName] = ("val", "train"),
-) -> None:
-    """Fills a folder beside its place, then renames it: neither a second job nor Ctrl-C leaves half a cache."""
+) -> dict:
+    """Fills a folder with a source's tokens, and returns their dtype and what was left out."""
     log.info("Tokenizing data=%s", source.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-    try:
-        if tokenizer is None:
-            texts = _spread(source.texts(), source.size("train"))
-            train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
-            tokenizer = load_bpe(draft / "tokenizer.json", source)
-        dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
-        twice = Twice()
-        seen = {"val": twice.held_out, "train": twice.trained_on}
-        for split in splits:  # validation before the text that its documents are looked for in
-            _write_split(draft, split, source, tokenizer, dtype, seen[split])
-        twice.check()
-        (draft / "meta.json").write_text(json.dumps({"dtype": dtype, "notes": source.notes()}), encoding="utf-8")
-        try:
-            os.replace(draft, folder)
-        except OSError:
-            if not (folder / "meta.json").exists():  # otherwise another job was faster, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    if tokenizer is None:
+        texts = _spread(source.texts(), source.size("train"))
+        train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+        tokenizer = load_bpe(draft / "tokenizer.json", source)
+    dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
+    twice = Twice()
+    seen = {"val": twice.held_out, "train": twice.trained_on}
+    for split in splits:  # validation before the text that its documents are looked for in
+        _write_split(draft, split, source, tokenizer, dtype, seen[split])
+    twice.check()
+    return {"dtype": dtype, "notes": source.notes()}
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -216,12 +221,13 @@ def train_tokenizer(
     """Trains a BPE on a source whose tokens are not stored here, or takes it from the cache."""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
-    file = cache_dir / _key(source, [vocab_size, *special_tokens], None) / "tokenizer.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as draft:
-            train_bpe(_spread(source.texts(), source.size("train")), vocab_size, draft, special_tokens)
-    return load_bpe(file, source)
+
+    def train(draft: Path) -> dict:
+        texts = _spread(source.texts(), source.size("train"))
+        train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
+        return {}
+
+    return _bpe(_stored(lambda: cache_dir / _key(source, [vocab_size, *special_tokens], None), train), source)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
@@ -235,8 +241,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_token
 
 
 def load_bpe(file: Path, source: Source | None = None) -> PreTrainedTokenizerFast:
-    names = {"tokenizer_file": str(file), "eos_token": END_OF_TEXT}
-    tokenizer = PreTrainedTokenizerFast(**names, clean_up_tokenization_spaces=False)
+    return _as_bpe({"tokenizer_file": str(file)}, source)
+
+
+def _as_bpe(stored_in: dict, source: Source | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(**stored_in, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
     if source:
         dress(tokenizer, source)
     return tokenizer

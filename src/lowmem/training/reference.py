@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,11 +52,11 @@ class Wanted:
         """Returns the stored numbers, (units, 2); NaN where there is none, or one that is not finite."""
         if self.file and self.file.exists():
             try:
-                stored = np.load(self.file)
+                stored = _loaded(self.file)
                 if stored.shape == (self.rows.unit_count, 2):
                     return np.where(np.isfinite(stored), stored, np.nan)
-            except (OSError, ValueError):  # a file that is damaged is written again
-                pass
+            except (OSError, EOFError, ValueError):
+                log.info(f"cache_dir: {self.file} is not what was written, so its numbers are computed again.")
         return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
@@ -69,12 +70,26 @@ class Wanted:
             return
         try:
             with atomic_write(self.file) as draft, draft.open("wb") as out:
-                np.save(out, np.where(np.isnan(numbers), self.read(), numbers))
+                np.save(out, written := np.where(np.isnan(numbers), self.read(), numbers))
+                out.write(_checksum(written))
         except OSError as error:
             raise Refused(
                 f"cache_dir: the reference's log-probabilities cannot be written to {self.file.parent} "
                 f"({error.strerror}). Type cache_dir=<a folder that has room, and that you may write to>."
             ) from error
+
+
+def _loaded(file: Path) -> np.ndarray:
+    """Returns the array of a file. Raises ValueError: its checksum, which files of earlier versions lack, is wrong."""
+    with file.open("rb") as stream:
+        array, checksum = np.load(stream), stream.read()
+    if checksum not in (b"", _checksum(array)):
+        raise ValueError(f"{file} is damaged")
+    return array
+
+
+def _checksum(array: np.ndarray) -> bytes:
+    return zlib.crc32(np.ascontiguousarray(array)).to_bytes(4, "little")
 
 
 def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:

@@ -1,0 +1,171 @@
+"""A cache that was cut, changed or shared: the tokens are the right ones, or a sentence says why there are none."""
+
+import json
+import shutil
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowmem.data import checked_folder, token_store
+from lowmem.data.sources import text_files
+from lowmem.system.errors import Refused
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """() -> the source, read from its files as they are."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(4):
+        draw = np.random.default_rng(number)
+        (folder / f"{number}.txt").write_text(" ".join(draw.choice(WORDS, 300)))
+    return lambda: text_files.text(str(folder), "*.txt", 0.2)
+
+
+@pytest.fixture
+def tokens(source, tmp_path):
+    """() -> a digest of all tokens and ends of both splits, and of the tokenizer, read through the cache."""
+
+    def read():
+        made = token_store.tokenize(source(), tmp_path / "cache", 300)
+        arrays = [getattr(split, of) for split in (made.train, made.val) for of in ("ids", "ends", "text_bytes")]
+        return sha256(b"".join(map(np.ndarray.tobytes, arrays))).hexdigest(), made.tokenizer.backend_tokenizer.to_str()
+
+    return read
+
+
+def folder_of(tmp_path):
+    (folder,) = (tmp_path / "cache").iterdir()
+    return folder
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def emptied(file):
+    file.write_bytes(b"")
+
+
+def flipped(file):
+    """One bit of the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+FILES = ("train.bin", "train_ends.bin", "train_text_bytes.bin", "val.bin", "tokenizer.json", "meta.json")
+
+
+@pytest.mark.parametrize("damaged", [cut, emptied, flipped, Path.unlink])
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_of_the_cache_is_made_again_and_told_in_one_line(tokens, tmp_path, caplog, file, damaged):
+    right = tokens()
+    damaged(folder_of(tmp_path) / file)
+    with caplog.at_level("INFO", "lowmem"):
+        assert tokens() == right
+    (told,) = [message for message in caplog.messages if "cache_dir" in message]
+    assert f"{file} is not what was written, so {folder_of(tmp_path).name} is made again." in told
+    caplog.clear()
+    assert tokens() == right and not [message for message in caplog.messages if "again" in message]
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("damaged", [cut, flipped])
+def test_damage_is_not_seen_without_checksums(tokens, tmp_path, monkeypatch, damaged):
+    """The deliberately wrong variant."""
+    right = tokens()
+    damaged(folder_of(tmp_path) / "train.bin")
+    monkeypatch.setattr(checked_folder, "_mapped", lambda file, *_: np.memmap(file, np.uint8, "r"))
+    assert tokens() != right
+
+
+def test_a_folder_without_checksums_as_an_earlier_version_wrote_it_is_made_again(tokens, tmp_path):
+    right = tokens()
+    (folder_of(tmp_path) / "meta.json").write_text(json.dumps({"dtype": "uint16", "notes": []}))
+    flipped(folder_of(tmp_path) / "train.bin")
+    assert tokens() == right
+
+
+def test_a_trained_tokenizer_that_was_changed_is_trained_again(source, tmp_path):
+    def trained():
+        return token_store.train_tokenizer(source(), tmp_path / "cache", 300, []).backend_tokenizer.to_str()
+
+    right = trained()
+    file = folder_of(tmp_path) / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a"', '"ä"'))
+    assert trained() == right
+
+
+def test_a_folder_that_is_replaced_while_it_is_open_keeps_its_tokens(source, tmp_path):
+    made = token_store.tokenize(source(), tmp_path / "cache", 300)
+    right = made.train.ids.tobytes()
+    flipped(folder_of(tmp_path) / "val.bin")
+    again = token_store.tokenize(source(), tmp_path / "cache", 300)
+    assert made.train.ids.tobytes() == right == again.train.ids.tobytes()
+
+
+def test_a_folder_that_another_process_removes_between_two_files_is_made_again(tokens, tmp_path, monkeypatch):
+    right, mapped, once = tokens(), checked_folder._mapped, iter([True])
+
+    def removed(file, *expected):
+        if file.name == "val.bin" and next(once, False):
+            shutil.rmtree(file.parent)
+        return mapped(file, *expected)
+
+    monkeypatch.setattr(checked_folder, "_mapped", removed)
+    assert tokens() == right
+
+
+def test_several_runs_that_find_a_damaged_cache_at_once_get_the_right_tokens(tokens, tmp_path):
+    """Threads stand for processes: they share nothing but the folder."""
+    right, found = tokens(), []
+    for _ in range(3):
+        flipped(folder_of(tmp_path) / "train.bin")
+        runs = [threading.Thread(target=lambda: found.append(tokens())) for _ in range(4)]
+        [run.start() for run in runs]
+        [run.join() for run in runs]
+    assert found == [right] * 12
+    assert folder_of(tmp_path).is_dir()  # it is alone: no draft is left
+
+
+def test_several_runs_that_fill_a_cache_at_once_get_the_right_tokens(tokens, tmp_path):
+    found = []
+    runs = [threading.Thread(target=lambda: found.append(tokens())) for _ in range(4)]
+    [run.start() for run in runs]
+    [run.join() for run in runs]
+    assert found == [tokens()] * 4 and folder_of(tmp_path).is_dir()
+
+
+def test_a_text_that_changes_while_it_is_tokenized_is_refused_and_not_stored(source, tokens, tmp_path, monkeypatch):
+    write, file = token_store._write, tmp_path / "text" / "0.txt"
+
+    def changing(*arguments):
+        file.write_text(file.read_text().replace("fox", "cat"))
+        return write(*arguments)
+
+    monkeypatch.setattr(token_store, "_write", changing)
+    with pytest.raises(Refused, match=r"a file changed while it was read\. Type the command again"):
+        tokens()
+    assert not list((tmp_path / "cache").iterdir())
+    monkeypatch.setattr(token_store, "_write", write)
+    made = token_store.tokenize(source(), tmp_path / "cache", 300)
+    assert "cat" in made.tokenizer.decode(made.train.ids)  # the tokens of the text as it is now
+
+
+def test_a_drive_that_does_not_keep_what_is_written_is_a_sentence(tokens, tmp_path, monkeypatch):
+    replace = checked_folder.os.replace
+
+    def damaging(draft, place):
+        if (Path(draft) / "train.bin").exists() and ".damaged" not in str(place):
+            flipped(Path(draft) / "train.bin")
+        replace(draft, place)
+
+    monkeypatch.setattr(checked_folder.os, "replace", damaging)
+    with pytest.raises(Refused, match=r"do not come back as they were written\. Type cache_dir="):
+        tokens()

@@ -309,7 +309,9 @@ def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
 
     logged = set()
     monkeypatch.setattr(CSVLogger, "log_metrics", lambda self, metrics, step=None: logged.update(metrics))
-    monkeypatch.setattr("lowmem.report.picture.send", lambda *_: logged.add("memory/picture"))
+    monkeypatch.setattr(
+        "lowmem.report.picture.send", lambda *_: logged.update(("memory/picture", "memory/by_category"))
+    )
     fit("+logger.csv._target_=lightning.pytorch.loggers.CSVLogger", "+logger.csv.save_dir=${output_dir}")
     named = {
         name for page in PAGES for name in pages.inline(page.read_text()) if re.match(r"(train|memory)/\w+$", name)

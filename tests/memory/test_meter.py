@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -201,9 +202,9 @@ def test_the_curve_names_its_units():
     }
     window["step"] |= dict.fromkeys(LIVE, 2**28)
     metrics = curve(window)
-    assert metrics["memory/forward_rss_peak_gib"] == 1.0 and metrics["memory/step_live_peak_gib"] == 1.0
-    assert metrics["memory/weights_gib"] == 0.25
-    assert all(name.startswith("memory/") and name.endswith("_gib") for name in metrics)
+    assert metrics["memory/host_forward_rss_peak_gib"] == 1.0 and metrics["memory/device_step_live_peak_gib"] == 1.0
+    assert metrics["memory/device_weights_gib"] == 0.25
+    assert all(re.fullmatch(r"memory/(device|host)_\w+_gib", name) for name in metrics)
     assert all(math.isfinite(value) for value in metrics.values())
 
 

@@ -25,6 +25,9 @@ from lowmem.system.units import CATEGORIES, GIB
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
+# columns that each phase has in a logger's curves -> whose memory they are
+SIDES = {"rss_peak_bytes": "host"}
+SIDES |= dict.fromkeys(("held_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"), "device")
 DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
 COLUMNS = (
     *("step", "phase", "rss_bytes", "rss_peak_bytes", "held_bytes", "live_peak_bytes"),
@@ -295,22 +298,16 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """Returns a window's rows as metrics: memory/<phase>_<what>_gib, memory/drive_<what>_gib, and the categories at the
-    window's peak."""
+    """Returns a window's rows as metrics: memory/<device or host>_<phase>_<what>_gib, memory/drive_<what>_gib, and the
+    categories on the device at the window's peak."""
     metrics = {}
     for phase, row in window.items():
-        for column in (
-            "rss_peak_bytes",
-            "held_bytes",
-            "live_peak_bytes",
-            "allocated_peak_bytes",
-            "reserved_peak_bytes",
-        ):
+        for column, side in SIDES.items():
             if column in row:
-                metrics[f"memory/{phase}_{column.removesuffix('_bytes')}_gib"] = row[column] / GIB
+                metrics[f"memory/{side}_{phase}_{column.removesuffix('_bytes')}_gib"] = row[column] / GIB
         metrics |= {f"memory/{c.removesuffix('_bytes')}_gib": row[c] / GIB for c in DRIVE_COLUMNS if c in row}
     sampled = [row for row in window.values() if "live_peak_bytes" in row]
     if sampled:
         top = max(sampled, key=lambda row: row["live_peak_bytes"])
-        metrics |= {f"memory/{category}_gib": top[f"{category}_bytes"] / GIB for category in CATEGORIES}
+        metrics |= {f"memory/device_{category}_gib": top[f"{category}_bytes"] / GIB for category in CATEGORIES}
     return metrics

@@ -11,9 +11,10 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,6 +25,9 @@ from lowmem.memory.tracker import Point
 from lowmem.report import drive_figures
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, unit
+
+if TYPE_CHECKING:  # takes a third of a second, and W&B alone needs it
+    import plotly.graph_objects
 
 IN_A_STEP = (
     "forward",
@@ -100,13 +104,33 @@ def _highest(column: str, rows: list[dict]) -> int:
     return max((row.get(column, -1) for row in rows if row["phase"] in phases), default=-1)
 
 
-def send(file: Path, loggers: Sequence[Logger], step: int) -> None:
-    """Sends the picture to the loggers that show pictures."""
+def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict]) -> None:
+    """Sends the picture to the loggers that show pictures, and to W&B also a chart of `rows`, which are memory.csv's,
+    `thinned`."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
         elif hasattr(logger, "log_image"):
             logger.log_image("memory/picture", [str(file)], step=step)
+        if isinstance(logger, WandbLogger):
+            logger.log_metrics({"memory/by_category": by_category(rows)}, step=step)
+
+
+def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
+    """Returns a chart of the categories on the device over the run, stacked, each step at its peak."""
+    from plotly import graph_objects
+
+    top = _peaks(rows)
+    size, name, _ = unit(max((row["live_peak_bytes"] for row in top.values()), default=0))
+    look = {"mode": "lines", "stackgroup": "all", "x": list(top)}
+    traces = [
+        graph_objects.Scatter(
+            name=category, y=[row[f"{category}_bytes"] / size for row in top.values()], line={"color": colour}, **look
+        )
+        for category, colour in OF_CATEGORY.items()
+    ]
+    axes = {"xaxis": {"title": "optimizer step"}, "yaxis": {"title": f"device, {name}"}}
+    return graph_objects.Figure(traces, graph_objects.Layout(hovermode="x unified", **axes))
 
 
 def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
@@ -159,11 +183,7 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
 
 def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
     """Draws the categories at the peak of each sampled step, and the figures of CUDA's allocator at every step."""
-    top: dict[int, dict] = {}
-    for row in rows:
-        highest = top.get(row["step"], {}).get("live_peak_bytes", -1)
-        if row["phase"] in IN_A_STEP and row.get("live_peak_bytes", -1) > highest:
-            top[row["step"]] = row
+    top = _peaks(rows)
     stacked = [[row[f"{category}_bytes"] / size[0] for row in top.values()] for category in CATEGORIES]
     if top:
         axes.stackplot(list(top), stacked, colors=OF_CATEGORY.values())
@@ -175,6 +195,16 @@ def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int])
     _line(axes, rows, "reserved_peak_bytes", size, "--", "reserved by CUDA")
     _head(axes, "over the run: the device side, highest of each step", axes.get_legend_handles_labels()[0])
     axes.set_ylim(bottom=0)
+
+
+def _peaks(rows: Iterable[dict]) -> dict[int, dict]:
+    """Returns each sampled step -> its row with the most live bytes on the device."""
+    top: dict[int, dict] = {}
+    for row in rows:
+        highest = top.get(row["step"], {}).get("live_peak_bytes", -1)
+        if row["phase"] in IN_A_STEP and row.get("live_peak_bytes", -1) > highest:
+            top[row["step"]] = row
+    return top
 
 
 def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:

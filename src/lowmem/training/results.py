@@ -107,4 +107,4 @@ def draw(training: Training, command: Command, summary: Mapping[str, object]) ->
     what = (rows, meter.timeline, title, typed, run.device_bytes, summary["drive"])
     picture.memory_picture(folder / "memory.png", *what)
     step.write(folder / "memory_step.csv", meter.timeline)
-    picture.send(folder / "memory.png", training.loggers, summary["steps"])
+    picture.send(folder / "memory.png", training.loggers, summary["steps"], rows)

@@ -309,13 +309,6 @@ def test_data_bos_is_part_of_the_key_of_the_tokens(tmp_path):
     assert len({*(tmp_path / "cache").iterdir()}) == 3
 
 
-def test_older_tokens_are_read_from_the_caches_of_earlier_versions(tmp_path):
-    source, made = corpus(tmp_path, tokenizer("bpe", "byte level"), bos="older")[0], tokenizer("bpe", "byte level")
-    how = [made.backend_tokenizer.to_str(), made.eos_token_id, None]
-    digest = hashlib.sha256(json.dumps([4, how, source.key()]).encode()).hexdigest()
-    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == [f"text-{digest[:16]}"]
-
-
 @pytest.mark.parametrize("around", ["nothing", "eos", "bert"])
 def test_the_token_that_ends_a_row_ends_generation_and_is_exported(around):
     made = tokenizer("bpe", "byte level", around)

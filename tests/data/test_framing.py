@@ -1,6 +1,5 @@
 """Text becomes tokens as the tokenizer's own call makes them: in rows, prompts and the exported tokenizer alike."""
 
-import hashlib
 import json
 import logging
 from functools import cache

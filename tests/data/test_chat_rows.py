@@ -8,6 +8,8 @@ import json
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_chat import QWEN, BadRecord, conversation, encoded, marked, tokenizer
 from tokenizers import AddedToken
 
@@ -335,6 +337,17 @@ def test_a_tag_around_answers_does_not_hide_a_thought_that_is_dropped():
     assert learnt(tagged, *several, assistant="last") == learnt(THINKS, *several, assistant="last")
 
 
+def test_a_thought_inside_of_an_answer_that_is_dropped_later_is_in_a_row_of_its_own():
+    """As in LFM2.5, whose tag holds an earlier answer without its thought."""
+    cuts = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}" + END
+    several = [USER, message("assistant", "<think>I am</think>fine"), message("user", "the cat"), ANSWER]
+    for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+        assert learnt(turns(tag + cuts + end, end=""), *several) == [
+            f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]",
+            f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[fine{END}]",
+        ]
+
+
 def test_a_part_outside_of_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     with pytest.raises(BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of what .* marks"):
@@ -487,3 +500,47 @@ def test_the_example_of_the_page_about_data_is_learnt_as_the_page_says():
     with pytest.raises(BadRecord, match=re.escape(said)):
         encoded(tokenizer(first), record)
     assert said in " ".join(page.split())
+
+
+words = st.sampled_from(["hello", "I am", "\n\nthe cat ", "", " ", "mat"])
+arguments = st.dictionaries(
+    st.sampled_from(["a", "b"]), st.sampled_from(["cat", 7, 2.5, True, None, ["sat"], {"c": 1}])
+)
+calls = st.lists(st.builds(lambda of: {"function": {"name": "f", "arguments": of}}, arguments), max_size=2)
+answers_and_others = st.one_of(
+    st.builds(message, st.sampled_from(["user", "user", "user", "tool", "developer"]), words),
+    st.builds(message, st.just("assistant"), words),
+    st.fixed_dictionaries(
+        {"role": st.just("assistant"), "content": words}, optional={"reasoning_content": words, "tool_calls": calls}
+    ),
+)
+
+
+@pytest.mark.parametrize("template", [THREE, BOTH, THINKS, DROPS], ids=["three", "both", "thinks", "drops"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(messages=st.lists(answers_and_others, min_size=1, max_size=5))
+def test_whatever_is_not_refused_is_in_the_rows_and_every_answer_is_learnt_once(template, messages):
+    made = OPENED.setdefault(template, tokenizer(template))
+    try:
+        found = encoded(made, {"messages": messages})
+    except BadRecord as error:
+        assert len(str(error)) > 20
+        return
+    found = found if isinstance(found, list) else [found]
+    every = "".join(made.decode(row.ids) for row in found)
+    said = "".join(made.decode(row.ids[row.learnt]) for row in found)
+    answers = [m for m in messages if m["role"] == "assistant"]
+    blank = [
+        m for m in answers if not (m["content"] + m.get("reasoning_content", "")).strip() and not m.get("tool_calls")
+    ]
+    assert said.count(END) == len(answers) - len(blank)
+    last = max(i for i, m in enumerate(messages) if m["role"] == "assistant" and m not in blank)
+    for one in messages[: last + 1]:  # what follows teaches nothing
+        learns = one["role"] == "assistant"
+        assert one["content"].strip() in (said if learns else every)
+        assert not learns or one.get("reasoning_content", "").strip() in said
+        for called in one.get("tool_calls", ()):
+            assert json.dumps(called["function"]["arguments"]) in said
+
+
+OPENED: dict = {}  # tokenizers are slow to train

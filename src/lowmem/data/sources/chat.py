@@ -97,8 +97,9 @@ class Chat(Encoder):
         return remarks
 
     def count(self, fields: dict) -> int:
-        template = self.tokenizer and self._template(self.tokenizer)
-        rows = self._rendered(template, fields) if template else [fields]
+        if self.tokenizer is None:
+            return 0
+        rows = self._rendered(self._template(self.tokenizer), fields)
         return 0 if isinstance(rows, BadRecord) else len(rows)
 
     def _template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -142,10 +142,11 @@ class ChatTemplate:
         answers = everyone if answers is None else answers
         messages, text, tags = self._spelled(messages, tools)
         full = Row(text, tags, len(messages))
-        if self.tagged and answers == everyone and not self._missing(messages, tools, full, answers):
-            self._check_said(messages, answers, [text[start:stop] for start, stop in tags])
+        spans = [span for span in tags if span[0] < span[1]]
+        is_whole = self.tagged and answers == everyone and not _unsaid(messages, answers, text, spans)
+        if is_whole and not self._missing(messages, tools, full, answers):
             self._check_roles(messages, tools, text)
-            return [Rendered(text, [span for span in tags if span[0] < span[1]], len(answers))]
+            return [Rendered(text, spans, len(answers))]
         rows = self._rows(messages, tools, answers, full)
         for row in rows:
             for part in self._missing(messages, tools, row, row.spans):
@@ -181,7 +182,8 @@ class ChatTemplate:
         if self.tagged:
             spans = [(max(a, start), min(b, stop)) for start, stop in spans for a, b in row.tags]
         spans = [span for span in spans if span[0] < span[1]]
-        self._check_said(messages, [*row.spans], [row.text[start:stop] for start, stop in spans])
+        if line := _unsaid(messages, [*row.spans], row.text, spans):
+            raise BadRecord(f"{line} is not in what {self.name} writes")
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: Row) -> Row:
@@ -315,16 +317,6 @@ class ChatTemplate:
                 raise BadRecord(f"the role of message {i + 1} ({role}) makes no difference to what {self.name} writes")
             self.roles.add(role)
 
-    def _check_said(self, messages: Messages, answers: Iterable[int], learnt: list[str]) -> None:
-        """Refuses an answer of which a line is not in what is learnt: templates cut thoughts out of a content."""
-        for i in sorted(answers):
-            for said in _statements(messages[i]):
-                if any(said.strip() in text for text in learnt):
-                    continue
-                lines = (line.strip() for line in _THOUGHT.sub("\n", said).splitlines())
-                if missing := next((line for line in lines if not any(line in text for text in learnt)), None):
-                    raise BadRecord(f"{missing!r:.40} of message {i + 1} (assistant) is not in what {self.name} writes")
-
     def _render(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
         """Returns the text and the template's own spans. Args: asks: append the header of an answer."""
         try:
@@ -429,6 +421,19 @@ def _alike_at_end(text: str, other: str) -> int:
 def _statements(message: dict) -> list[str]:
     """Returns what a message says and thinks."""
     return [text for name in ("content", *REASONING) if isinstance(text := message.get(name), str) and text.strip()]
+
+
+def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
+    """Returns words for a line of an answer that is not in what is learnt: templates cut thoughts out of a content.
+    Args: text: of a row; spans: that are learnt."""
+    learnt = [text[start:stop] for start, stop in spans]
+    for i in sorted(answers):
+        for said in _statements(messages[i]):
+            if not any(said.strip() in span for span in learnt):
+                lines = (line.strip() for line in _THOUGHT.sub("\n", said).splitlines())
+                if missing := next((line for line in lines if not any(line in span for span in learnt)), None):
+                    return f"{missing!r:.40} of message {i + 1} (assistant)"
+    return None
 
 
 def _is_python(arguments: object, text: str) -> bool:

@@ -67,7 +67,7 @@ class Encoder:
         raise NotImplementedError
 
     def count(self, fields: dict) -> int:
-        """Returns how many documents a record becomes. Args: fields: of a record; it may be one that cannot be used."""
+        """Returns how many documents a record becomes; 0 if it cannot be used, or if that is not known."""
         return 1
 
     def remarks(self) -> Counter[str]:

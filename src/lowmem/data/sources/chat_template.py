@@ -149,9 +149,8 @@ class ChatTemplate:
             return [Rendered(text, spans, len(answers))]
         rows = self._rows(messages, tools, answers, full)
         for row in rows:
-            for part in self._missing(messages, tools, row, row.spans):
-                if part.message in row.spans or not part.is_reasoning:
-                    raise BadRecord(f"{part.named(messages)} is not in what {self.name} writes")
+            if part := self._missing(messages, tools, row, row.spans):
+                raise BadRecord(f"{part.named(messages)} is not in what {self.name} writes")
         self._check_roles(messages, tools, text)
         return [self._rendered(messages, row) for row in reversed(rows)]
 
@@ -258,9 +257,12 @@ class ChatTemplate:
         _check_spelling(self.name, text, objects)
         return objects, text, spans
 
-    def _missing(self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]) -> list[MessagePart]:
-        """Returns the parts of the conversation that are not in a row: a rendering with another value in place of all
-        has each of these, or else one with another value in place of this part alone is the same.
+    def _missing(
+        self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]
+    ) -> MessagePart | None:
+        """Returns the first part of the conversation that is not in a row: a rendering with another value in place of
+        all parts has each of these, or else one with another value in place of this part alone is the same. The
+        reasoning of other answers than these may be missing.
 
         Raises:
             BadRecord: a part of one of the answers is in the text, but outside of what the template marks.
@@ -280,11 +282,13 @@ class ChatTemplate:
                     f"{part.named(messages)} is outside of what {self.name} marks as the assistant's, so it would not "
                     "be learnt"
                 )
-        return [
-            part
-            for number, part in enumerate(other.parts)
-            if found[number] < 0 and self._is_same(Replaced(messages, tools, only=number), messages, tools, row)
-        ]
+        for number, part in enumerate(other.parts):
+            is_needed = part.message in answers or not part.is_reasoning
+            if found[number] < 0 and is_needed:
+                alone = Replaced(messages, tools, only=number)
+                if self._is_same(alone, messages, tools, row):
+                    return part
+        return None
 
     def _shown(self, other: Replaced, row: Row) -> tuple[str, list[Span]]:
         """Renders another conversation as that of a row."""

@@ -38,8 +38,8 @@ class MessagePart(NamedTuple):
         if self.message is None:
             return self.title
         where = f"message {self.message + 1} ({messages[self.message]['role']})"
-        title = f"the {self.title}" if self.is_reasoning else self.title
-        return f"{title} of {where}" if title else where
+        title = f"the {self.title}" if self.is_reasoning else self.title or "the content"
+        return f"{title} of {where}"
 
 
 class Replaced:

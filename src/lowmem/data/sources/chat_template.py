@@ -150,7 +150,10 @@ class ChatTemplate:
         rows = self._rows(messages, tools, answers, full)
         for row in rows:
             if part := self._missing(messages, tools, row, row.spans):
-                raise BadRecord(f"{part.named(messages)} is not in what {self.name} writes")
+                raise BadRecord(
+                    f"{part.named(messages)} is not in what {self.name} writes; data.template=<a file> takes a template "
+                    "that writes it"
+                )
         self._check_roles(messages, tools, text)
         return [self._rendered(messages, row) for row in reversed(rows)]
 

@@ -297,6 +297,16 @@ class Answer(NamedTuple):
     prompt: list[int]
     rendering: list[int]
 
+    @property
+    def begins(self) -> tuple[int, int]:
+        """Places where the answer may begin: behind the prompt, or where the rendering parts from it."""
+        same = zip(self.prompt, self.rendering, strict=False)
+        return len(self.prompt), next((i for i, (one, other) in enumerate(same) if one != other), len(self.prompt))
+
+    @property
+    def written(self) -> str:
+        return ",".join(map(str, self.rendering))
+
 
 def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
     """Returns the reason of a piece that TRL alone learns. Args: rows: lowmem's."""
@@ -318,7 +328,10 @@ def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizer
     """Returns the reason of a piece that lowmem alone learns."""
     ids = piece.row.ids
     answer = ",".join(map(str, ids[piece.begin : piece.end]))
-    right = any(a.prompt == ids[: piece.begin] and answer in ",".join(map(str, a.rendering)) for a in answers)
+    right = any(
+        piece.begin in a.begins and a.prompt[: piece.begin] == ids[: piece.begin] and answer in a.written
+        for a in answers
+    )
     if not right or piece.stop < piece.end:
         return "?"
     return "e" if piece.stop == piece.start + 1 and ids[piece.start] in made.added_tokens_decoder else "c"

@@ -1,4 +1,4 @@
-"""Learnt tokens of twenty conversations under ten chat templates are those of TRL's SFTTrainer, or differ for a reason.
+"""Learnt tokens of twenty conversations under 13 chat templates are those of TRL's SFTTrainer, or differ for a reason.
 
 benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name. TRL is no
 dependency: where it is missing, what was recorded is read.

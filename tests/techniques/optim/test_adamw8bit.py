@@ -248,6 +248,17 @@ def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeyp
             compiled._built(compiler, folder / "adamw8bit.cpp", compiled.FLAGS)
 
 
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: content + b"0"])
+def test_a_compiled_library_that_was_cut_or_changed_is_compiled_again(monkeypatch, tmp_path, damage):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
+    built = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
+    right = built.read_bytes()
+    built.write_bytes(damage(right))
+    assert compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS).read_bytes() == right
+
+
 def test_what_the_native_step_cannot_read_is_refused():
     for p in (nn.Parameter(torch.zeros(8192).bfloat16()), nn.Parameter(torch.zeros(128, 64).T)):
         p.grad = torch.zeros_like(p)

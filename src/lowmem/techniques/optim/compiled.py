@@ -60,13 +60,30 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     key = hashlib.sha256("".join([*texts, target, *flags]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmem"
     built = cache / f"{source.stem}-{key}.so"
-    if not built.exists():
+    if not _intact(built):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at once
             draft = Path(folder) / built.name
             _compile([compiler, *flags, str(source), "-o", str(draft)])
+            _checksum_of(built).write_text(_checksum(draft), encoding="utf-8")
             os.replace(draft, built)
     return built
+
+
+def _intact(built: Path) -> bool:
+    """Returns whether the library is what was compiled: a file that was cut ends the process when it is loaded."""
+    try:
+        return _checksum(built) == _checksum_of(built).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum_of(built: Path) -> Path:
+    return built.with_suffix(".sha256")
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _compile(command: list[str]) -> None:

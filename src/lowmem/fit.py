@@ -106,6 +106,7 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
         hints.tell_lr(command.run)
         saved = task.saved
         hints.tell_schedule(command.run, saved and (saved.asked, saved.steps, saved.lr))
+        hints.tell_compilation(command.run)
     run = at_start.with_recipe(command.run, command.lines)
     run = batch_size.resolve(run).resolved()
     command = replace(command, run=run)

@@ -59,3 +59,10 @@ def test_a_resume_that_changes_the_schedule_is_told_with_both_rates(config, capl
     says = "resume=there: lr is 0.0005 from step 41 on, and was 0 there, since"
     assert (says in caplog.text and "Type scheduler=constant scheduler.warmup=0 lr=5e-05" in caplog.text) == told
     assert told or not caplog.text
+
+
+@pytest.mark.parametrize("optim", ["adamw4bit", "adamw8bit"])
+def test_an_optimizer_that_compiles_in_its_first_step_says_so_before(config, caplog, optim):
+    with caplog.at_level("INFO", logger="lowmem"):
+        hints.tell_compilation(config(f"optim={optim}"))
+    assert ("the first step compiles this optimizer" in caplog.text) == (optim == "adamw4bit")

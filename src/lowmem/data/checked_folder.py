@@ -29,7 +29,7 @@ ATTEMPTS = 4  # another process may replace the folder while it is opened
 
 
 class Stored(NamedTuple):
-    """The contents of a folder. Args: meta: values that were stored with the files; files: (bytes,) uint8, by name."""
+    """The contents of a folder. Args: meta: values stored with the files; files: (bytes,) uint8, by file name."""
 
     meta: dict
     files: Mapping[str, np.ndarray]

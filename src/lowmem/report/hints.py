@@ -78,5 +78,14 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
         )
 
 
+def tell_compilation(run: Run) -> None:
+    """Logs why nothing happens in the first step of an optimizer that is compiled."""
+    if run.technique("optim").generates_code:
+        log.info(
+            "optim: the first step compiles this optimizer for each shape of a weight, some 3 to 5 s each: half a "
+            "minute for the 7 shapes of a Llama, more on a busy machine. A later run finds most of it in a cache."
+        )
+
+
 def _shown(output_dir: Path) -> Path:
     return output_dir.relative_to(Path.cwd()) if output_dir.is_relative_to(Path.cwd()) else output_dir

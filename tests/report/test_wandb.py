@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import wandb
@@ -14,6 +15,7 @@ import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lowmem.report import wandb as reporting
+from lowmem.system.units import CATEGORIES
 
 
 @pytest.fixture
@@ -60,20 +62,20 @@ def test_a_server_that_answers_and_ones_that_do_not(server, silent):
 
 def test_without_a_key_it_is_offline_with_one_line(no_account, caplog):
     with caplog.at_level("INFO"):
-        assert reporting._mode() == "offline"
-    assert len(caplog.records) == 1 and "wandb sync" in caplog.text
+        assert reporting._mode(Path("a run")) == "offline"
+    assert len(caplog.records) == 1 and "`wandb sync 'a run/wandb'/offline-run-*` uploads" in caplog.text
 
 
 def test_with_a_key_and_a_server_it_is_online(no_account, monkeypatch, server):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", server)
-    assert reporting._mode() == "online"
+    assert reporting._mode(Path("a run")) == "online"
 
 
 def test_a_key_of_netrc_counts(no_account, monkeypatch, server, tmp_path):
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {'0' * 40}\n")
     monkeypatch.setenv("WANDB_BASE_URL", server)
-    assert reporting._mode() == "online"
+    assert reporting._mode(Path("a run")) == "online"
 
 
 def test_with_a_key_and_no_answer_it_is_offline_with_one_line(no_account, monkeypatch, silent, caplog):
@@ -82,14 +84,14 @@ def test_with_a_key_and_no_answer_it_is_offline_with_one_line(no_account, monkey
     monkeypatch.setattr(reporting, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(reporting, "answers", lambda url, answers=reporting.answers: answers(url, 0.3))
     with caplog.at_level("INFO"):
-        assert reporting._mode() == "offline"
-    assert len(caplog.records) == 1 and "does not answer" in caplog.text
+        assert reporting._mode(Path("a run")) == "offline"
+    assert len(caplog.records) == 1 and "does not answer, so" in caplog.text and "wandb sync" in caplog.text
 
 
 def test_what_the_user_says_is_not_asked_again(no_account, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(reporting, "answers", lambda *_: pytest.fail("asked"))
-    assert reporting._mode() == "disabled"
+    assert reporting._mode(Path("a run")) == "disabled"
 
 
 def test_not_installed_means_csv_with_one_line(command, monkeypatch, tmp_path):
@@ -167,8 +169,12 @@ def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path
     of_training = {"loss", "lr", "gradient_norm", "tokens_per_second", "skipped_steps"}
     assert {name for name in names if name.startswith("train/")} == {f"train/{name}" for name in of_training}
     assert {name for name in names if name.startswith("val/")} == {"val/loss", "val/perplexity", "val/bits_per_byte"}
-    assert {"memory/backward_live_peak_gib", "memory/forward_rss_peak_gib", "memory/activations_gib"} <= names
+    on_device = {"memory/device_backward_live_peak_gib", "memory/device_activations_gib"}
+    assert on_device | {"memory/host_forward_rss_peak_gib"} <= names
     assert any(point.get("memory/picture/_type") == "images/separated" for point in history)
+    (chart,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/plotly/memory/by_category*.json")
+    assert {trace["name"] for trace in json.loads(chart.read_text())["data"]} == {*CATEGORIES}
+    assert all(trace["stackgroup"] == "all" for trace in json.loads(chart.read_text())["data"])
     metrics = [r.metric for r in kinds if r.WhichOneof("record_type") == "metric"]
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
@@ -221,6 +227,17 @@ def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path)
     (deeper / ".hydra").mkdir(parents=True)
     (deeper / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job))
     assert reporting.of_sweep(deeper) == ("2026-01-31/12-00-00", "lr=0.00123 precision=32")
+
+
+def test_the_name_of_a_job_begins_with_what_was_varied_and_ends_with_short_paths(tmp_path):
+    (tmp_path / "7" / ".hydra").mkdir(parents=True)
+    typed = ["data.path=/a,/b", "lr=0.1,0.2", "model.name=x,y"]
+    (tmp_path / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": {"task": typed}}}))
+    place = f"/data/{'long/' * 40}corpus/part-1.txt"
+    job = [f"cache_dir={tmp_path}", f"data.path={place}", "lr=0.2", "model.name=Qwen/Qwen3-0.6B"]
+    (tmp_path / "7" / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job))
+    named = "lr=0.2 data.path=corpus/part-1.txt model.name=Qwen/Qwen3-0.6B"
+    assert reporting.of_sweep(tmp_path / "7")[1] == named
 
 
 def test_a_resume_goes_on_in_the_same_run(fit, tmp_path):

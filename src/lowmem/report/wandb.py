@@ -3,19 +3,20 @@
 import http.client
 import logging
 import os
+import shlex
 import textwrap
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.loggers import Logger
 
-from lowmem.config.typed_lines import as_mapping
+from lowmem.config.typed_lines import FOLDERS, PLACES, as_mapping, as_only_source
 from lowmem.report import folders, ran
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def logger(  # noqa: PLR0913
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
-    mode = _mode() if offline is None else ("offline" if offline else "online")
+    mode = _mode(folder) if offline is None else ("offline" if offline else "online")
     run = wandb.init(  # Lightning would pass on a setting that W&B warns about, since it has no effect
         project=project,
         name=name or differs or folder.name,
@@ -72,15 +73,25 @@ def logger(  # noqa: PLR0913
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides; None outside
-    sweeps."""
+    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides, places last; None
+    outside sweeps."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))
     typed = OverridesParser.create().parse_overrides(content["hydra"]["overrides"]["task"])
     same = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    own = [f"{key}={value}" for key, value in as_mapping(folders.load(folder).overrides).items() if key not in same]
+    differs = {key: value for key, value in as_mapping(folders.load(folder).overrides).items() if key not in same}
+    own = [f"{key}={_shortened(value)}" for key, value in sorted(differs.items(), key=_is_place) if key not in FOLDERS]
     return "/".join(sweep.parts[-2:]), textwrap.shorten(" ".join(own), MOST_OF_A_NAME, placeholder=" ...")
+
+
+def _is_place(line: tuple[str, str]) -> bool:
+    return as_only_source(line[0]) in PLACES
+
+
+def _shortened(value: str) -> str:
+    """Returns the last two names of a path on this machine; any other value as it is."""
+    return "/".join(PurePath(value).parts[-2:]) if value.startswith(("/", "~", ".")) else value
 
 
 def _chosen(folder: Path) -> list[str]:
@@ -93,7 +104,7 @@ def _chosen(folder: Path) -> list[str]:
     )
 
 
-def _mode() -> str:
+def _mode(folder: Path) -> str:
     if "WANDB_MODE" in os.environ:  # the user has already chosen
         return os.environ["WANDB_MODE"]
     import wandb
@@ -101,12 +112,19 @@ def _mode() -> str:
     settings = wandb.setup().settings  # environment, settings files and defaults
     url = settings.base_url
     if not (settings.api_key or _key_of_netrc(url)):
-        log.info("W&B: no API key, so this run is recorded offline; `wandb sync <run folder>/wandb/*` uploads it.")
+        why = "no API key"
     elif not answers(url):
-        log.info("W&B: %s does not answer, so this run is recorded offline.", url)
+        why = f"{url} does not answer"
     else:
         return "online"
+    log.info(f"W&B: {why}, so this run is recorded offline; `{_upload(folder)}` uploads it.")
     return "offline"
+
+
+def _upload(folder: Path) -> str:
+    """Returns the command that uploads all parts of a run in this folder, a resumed one's too: W&B uploads them in the
+    order of their times, and the later ones go on where the earlier ones end."""
+    return f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
 def _key_of_netrc(url: str) -> bool:

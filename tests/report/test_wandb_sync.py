@@ -1,4 +1,4 @@
-"""What `wandb sync` uploads of a run that was recorded offline in two parts, seen by a stand-in for W&B's server."""
+"""A run that was recorded offline in two parts is uploaded as one, by `wandb sync` to a stand-in for W&B's server."""
 
 import gzip
 import json

@@ -109,7 +109,8 @@ class RaggedPairs(Rows):
         lengths, reference = (labels != IGNORED).sum(-1), torch.from_numpy(self.reference[indices])
         if self.packed:
             positions = torch.arange(self.seq_len).repeat(len(indices), 2)
-            return PackedPairBatch(inputs.flatten(1), labels.flatten(1), positions, lengths, reference)
+            rows = inputs.flatten(1), labels.flatten(1), positions
+            return PackedPairBatch(*rows, lengths=lengths, reference=reference)
         rows = inputs.flatten(0, 1), labels.flatten(0, 1)
         return PairBatch(*rows, lengths=lengths.view(-1, 1), reference=reference.view(-1, 1))
 

@@ -159,10 +159,15 @@ def test_gradients_that_are_never_finite_end_a_run_that_skips_in_every_precision
     assert caplog.text.count("The step is skipped.") == 20
 
 
-BEYOND = ("precision=16-true", "+model.architecture.initializer_range=1e6")
+RANGE = "+model.architecture.initializer_range"
+
+
+def test_weights_beyond_the_range_of_fp16_are_refused_by_name_when_they_are_loaded(fit):
+    with pytest.raises(Refused, match=r"wte\.weight holds .*more than the largest float16 number.*Type precision=bf16"):
+        fit("precision=16-true", f"{RANGE}=1e6")
 
 
 @pytest.mark.parametrize("line", ["loss=chunked", "loss=tiled", "tile.tokens=4", "data.packing=documents"])
-def test_weights_beyond_the_range_of_fp16_are_refused_before_the_first_step(fit, line):
+def test_activations_beyond_the_range_of_fp16_are_refused_before_the_first_step(fit, line):
     with pytest.raises(Refused, match=r"exceed the largest fp16 number, 65504\. Type precision=bf16"):
-        fit(*BEYOND, line)
+        fit("precision=16-true", f"{RANGE}=1e3", line)

@@ -47,5 +47,5 @@ def _dump(file: Path) -> None:
         log.info(f"{file} could not be written: {error.strerror}.")
         return
     page = str(file.with_suffix(".html"))
-    opened = shlex.join(["python", "-m", "torch.cuda._memory_viz", "trace_plot", str(file), "-o", page])
+    opened = f"python -m torch.cuda._memory_viz trace_plot {shlex.quote(str(file))} -o {shlex.quote(page)}"
     log.info(f"The allocator's snapshot is {file}. To open it: {opened}")

@@ -50,7 +50,9 @@ def headers(folder: Path) -> dict[str, Stored]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():
-        files = [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+        files = [
+            folder / name for name in sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        ]
     return {
         name: tensor for file in filter(Path.is_file, files) for name, tensor in _header(file, *_stamp(file)).items()
     }

@@ -1,6 +1,7 @@
-"""The ranges, the exact versions and conda's list agree; what must not be installed is excluded."""
+"""The ranges, the exact versions and conda's list agree; what must not be installed, or committed, is excluded."""
 
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -53,3 +54,10 @@ def test_the_malicious_releases_of_lightning_are_not_admitted():
 
 def test_the_licence_is_named_and_there():
     assert PROJECT["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
+def test_no_output_of_a_command_is_committed():
+    ignored = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert not subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not subprocess.run(["git", "ls-files", "*.log"], cwd=ROOT, capture_output=True, check=True).stdout

@@ -90,7 +90,8 @@ def upload(tmp_path):
         parts = sorted(map(str, (folder / "wandb").glob("offline-run-*")))
         command = [sys.executable, "-m", "wandb", "sync", *parts]
         environment |= where | {"HOME": str(tmp_path)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        how = {"env": environment, "cwd": tmp_path}  # where `wandb sync` leaves logs
+        done = subprocess.run(command, **how, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and len(parts) == 2, done.stderr
         return server.rows
 

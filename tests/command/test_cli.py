@@ -35,6 +35,7 @@ from lowmem.system.errors import Refused
         ("precision=glob(16*),glob(bf16-*r)", "precision='16',16-master,16-true,bf16-master,bf16-sr"),
         ("precision=glob(16*),glob(*16)", "precision='16',16-master,16-true,bf16"),
         ("precision=32,glob(16-*)", "precision='32',16-master,16-true"),
+        ("experiment=null,glob(chat_lora*)", "experiment=null,chat_lora_8gb"),
         ("precision='32',glob(bf16-s*)", "precision='32',bf16-sr"),
         ("+precision=16", "+precision='16'"),
         ("~precision=16", "~precision='16'"),

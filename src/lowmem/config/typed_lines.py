@@ -155,7 +155,7 @@ def _enumerated(line: str) -> str:
 def _named(item: object, group: Path) -> list[str]:
     """Returns the choices that an item of a sweep over a group stands for."""
     if not isinstance(item, Glob):
-        return [item.text if isinstance(item, QuotedString) else str(item)]
+        return ["null" if item is None else item.text if isinstance(item, QuotedString) else str(item)]
     patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # [16,32*] has an integer
     return patterns.filter(sorted(file.stem for file in group.glob("*.yaml")))
 

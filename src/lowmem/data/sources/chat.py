@@ -6,7 +6,6 @@ Conversations that a template would render without complaint, but that nobody wa
 message without a role, a blank answer, control tokens in a text.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.config.values import shown
 from lowmem.data.sources.bad_record import BadRecord, checked, control, kind, names_of, no_field
-from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank
+from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank, read_json
 from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Rendered
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
@@ -161,11 +160,9 @@ def messages_of(fields: dict, name: str) -> Messages:
     Raises:
         BadRecord: for mistakes that no template would complain about.
     """
-    value = fields.get(name)
     if name not in fields:
         raise no_field(fields, name)
-    if isinstance(value, str):  # a table's column holds JSON
-        value = _read_json(value)
+    value = read_json(fields[name])
     if not isinstance(value, list) or not value:
         raise BadRecord(f'field "{name}" is {kind(value) if value != [] else "an empty list"} and no list of messages')
     messages = [_message(number, message) for number, message in enumerate(value, 1)]
@@ -274,20 +271,10 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _tools(fields: dict) -> list | None:
-    tools = fields.get("tools")
-    if isinstance(tools, str):
-        tools = _read_json(tools)
+    tools = read_json(fields.get("tools"))
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise BadRecord(f'field "tools" is {kind(tools)} and no list of objects')
     return tools or None
-
-
-def _read_json(text: str) -> object:
-    """Returns the value that a text writes as JSON, or the text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _read(template: str) -> str:

@@ -176,11 +176,16 @@ def object_of(arguments: Any) -> Any:
     """Returns the object that a text writes as JSON, or the value as it is."""
     if not isinstance(arguments, str):
         return arguments
-    try:
-        read = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
+    read = read_json(arguments) if arguments.strip() else {}
     return read if isinstance(read, dict) else arguments
+
+
+def read_json(value: Any) -> Any:
+    """Returns the value that a text writes as JSON, as a column of a table may hold it, or the value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _is_text(value: object) -> bool:

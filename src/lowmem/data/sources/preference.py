@@ -9,12 +9,10 @@ other document is empty. Whether records hold texts or messages is asked of the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from posixpath import commonprefix
@@ -25,7 +23,7 @@ import numpy as np
 from lowmem.config.values import no_such, shown
 from lowmem.data import pairs, rated
 from lowmem.data.sources.bad_record import BadRecord, kind, no_field
-from lowmem.data.sources.chat_parts import is_blank
+from lowmem.data.sources.chat_parts import is_blank, read_json
 from lowmem.data.sources.jsonl import lines
 from lowmem.data.sources.reading import UTF_8
 from lowmem.data.sources.records import (
@@ -358,7 +356,8 @@ class Answers(Encoder):
         is no list is returned as it is, to be refused by its encoder. Raises: BadRecord: it has another user message
         in place of the prompt."""
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(prompt)
-        messages = _listed(_read_json(answer))
+        read = read_json(answer)
+        messages = _listed(read if isinstance(read, list) else answer)
         if not (isinstance(prompt, list) and isinstance(messages, list)):
             return messages
         asked, said = [_content_of(message) for message in prompt], [_content_of(message) for message in messages]
@@ -412,14 +411,6 @@ def _content_of(message: object) -> object:
         " ".join(content.split()) if isinstance(content, str) else content,
         message.get("tool_calls"),
     )
-
-
-def _read_json(value: object) -> object:
-    """Returns the messages that a text writes as JSON, as a column of a table may hold them; or the value."""
-    with suppress(ValueError, RecursionError):
-        if isinstance(value, str) and isinstance(read := json.loads(value), list):
-            return read
-    return value
 
 
 def _role(message: object) -> object:

@@ -212,6 +212,7 @@ def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_resu
         ("refused", "    python train.py optim.in_backward=true"),
         ("unknown_keys", "Type `optim=adam9bit`."),
         ("unknown_keys", "    python train.py experiment=baseline,combined"),
+        ("unknown_keys", "Type `-m optim='glob(adam*),glob(no*)'`."),
         ("unknown_keys", "Type `loss=chunked loss.row=7` for less."),
         ("unknown_keys", "| `optimizer=adam8bit` | 6 B |"),
         ("unknown_keys", "The card's size is `memory.limits`."),

@@ -204,5 +204,5 @@ def test_a_model_that_has_none_is_refused_one():
     model = network("llama")
     model.config.output_router_logits = True
     AuxiliaryLoss(model)
-    with pytest.raises(Refused, match="output_router_logits=false"):
+    with pytest.raises(Refused, match=r"Type \+model.architecture.output_router_logits=false"):
         model(input_ids=torch.randint(0, VOCABULARY, (1, 4)), use_cache=False)

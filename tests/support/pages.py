@@ -135,9 +135,9 @@ def unknown_keys(text: str) -> list[str]:
 def _known(key: str, value: str, page: str) -> bool:
     if not (CONF / key).is_dir():
         return key in KEYS
-    names = [name.strip("'\".:;") for name in value.split(",")]
+    names = [re.sub(r"^glob\((.*)\)$", r"\1", name.strip("'\".:;")) for name in value.split(",")]
     files = (f"conf/{key}/{name}.yaml" for name in names if name and not name.startswith("<"))
-    return all((ROOT / file).exists() or file in own_files(page) for file in files)
+    return all(any(ROOT.glob(file)) or file in own_files(page) for file in files)
 
 
 def _looks_like_a_key(name: str) -> bool:

@@ -66,7 +66,7 @@ class AuxiliaryLoss:
         if getattr(output, "aux_loss", None) is None:
             raise Refused(
                 f"model.architecture.output_router_logits=true: {type(model).__name__} has no auxiliary loss to add to "
-                "its own. Type model.architecture.output_router_logits=false."
+                "its own. Type +model.architecture.output_router_logits=false."
             )
         self._last = output.loss
 

@@ -177,6 +177,14 @@ def test_a_small_validation_is_told_of_with_what_to_type(config, caplog, tmp_pat
         assert not told_of_few(config, caplog, *lines, share) or len(records) == 10
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(9, True), (10, False)])
+def test_ten_documents_of_validation_are_enough(config, caplog, tmp_path, count, is_told):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, PAIRS[:30])))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, PAIRS[30 : 30 + count])))
+    lines = ("data=jsonl", "data.field=chosen", f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
+    assert bool(told_of_few(config, caplog, *lines, f"data.val_path={tmp_path / 'b.jsonl'}")) == is_told
+
+
 def test_the_end_of_a_small_text_is_counted_in_sequences(config, caplog, tmp_path):
     """A set that was typed is not held out, so that no share would change it."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)

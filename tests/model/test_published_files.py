@@ -187,6 +187,12 @@ def test_a_comparison_is_made_once_of_files_that_do_not_change(run, tmp_path, mo
     assert published_files.compare(path, loading.describe(run(path)).config).unused == ["mtp.fc.weight"]
 
 
+def test_a_class_that_cannot_be_built_is_left_to_the_load(run, tmp_path):
+    path = folder(tmp_path / "published")
+    say(path, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": None})  # a TypeError of the class
+    assert published_files.compare(path, AutoConfig.from_pretrained(path)) is None
+
+
 def test_a_comparison_draws_no_number(run, tmp_path):
     path = folder(tmp_path / "x")
     before = torch.get_rng_state()

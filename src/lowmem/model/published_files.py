@@ -97,7 +97,7 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
     if key not in _compared:
         try:
             _compared[key] = _compare(config, stored)
-        except (ImportError, RuntimeError, ValueError):
+        except Exception:  # whatever a class raises that cannot be built of this configuration
             return None
     return _compared[key]
 

@@ -35,7 +35,10 @@ from lowmem.training.build import optimizer
 REFUSED = {
     "precison=16": "nothing reads precison. Type precision=16.",
     "+precison=16": "nothing reads precison. Type precision=16.",
-    "precison=fp16": "Type precision=bf16, or one of 16, 16-master, ",
+    "precison=fp16": "Type precision=16, or one of 16-master, ",
+    "precision=16-mixed": "there is no precision/16-mixed. Type precision=16, or one of ",
+    "precision=bf16-mixed": "there is no precision/bf16-mixed. Type precision=bf16, or one of ",
+    "precision=32-true": "there is no precision/32-true. Type precision=32, or one of ",
     "optim=adamw_fp8": "optim=adamw_fp8 was taken out: float8 rounds small second moments to zero, and weights of rare "
     "tokens grew without bound. Type optim=adamw8bit.",
     "precision=bf61": "there is no precision/bf61. Type precision=bf16, or one of 16, ",

@@ -44,6 +44,12 @@ OTHER_NAMES = {
     "num_train_epochs": "epochs",
     "optimizer": "optim",
 }
+# What Lightning and other trainers call a precision; spelling alone would lead from fp16 to bf16.
+OTHER_PRECISIONS = {
+    **dict.fromkeys(("fp16", "float16", "16-mixed"), "16"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "32-true"), "32"),
+}
 # group -> its choice for a file, folder or hub id, and the key that names it
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
 # Choices of an earlier lowmem -> (one to type instead that has the same keys, why they were taken out).
@@ -209,7 +215,8 @@ def _owners(name: str) -> list[str]:
 
 def _choice_like(choice: str, group: str) -> str:
     choices = _choices(group)
-    near = get_close_matches(choice, choices, 1, NEAR)
+    same = OTHER_PRECISIONS.get(choice) if group == "precision" else None
+    near = [same] if same else get_close_matches(choice, choices, 1, NEAR)
     if not near:
         return f"<one of {', '.join(choices)}>"
     return f"{near[0]}, or one of {', '.join(name for name in choices if name != near[0])}"

@@ -110,7 +110,7 @@ def data(
     train = texts.windows(run, ranks, saved.position if saved else START)
     share, limit = share_of(run, ranks), run.val_sequences
     val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
-    for loader in val:
+    for loader in val if run.export is None else ():  # an export evaluates nothing
         _tell_cut(loader)
         _tell_few(loader, run.data.arguments, texts.train)
     return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))

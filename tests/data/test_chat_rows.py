@@ -203,10 +203,15 @@ SPELLINGS = {
 ARGUMENTS = {"city": "Paris", "days": [1, {"unit": "m"}]}
 
 
+def with_calls(name: str) -> str:
+    """Returns a template that writes arguments in one of the spellings."""
+    one_call = "{% set c = t.function %} {{ c.name }} " + SPELLINGS[name]
+    return turns("{{ m.content }}{% for t in m.tool_calls %}" + one_call + "{% endfor %}")
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_arguments_as_an_object_and_as_a_text_of_json_are_the_same_tokens(name):
-    one_call = "{% for t in m.tool_calls %}{% set c = t.function %} {{ c.name }} " + SPELLINGS[name] + "{% endfor %}"
-    template, written = turns("{{ m.content }}" + one_call), json.dumps(ARGUMENTS, ensure_ascii=False)
+    template, written = with_calls(name), json.dumps(ARGUMENTS, ensure_ascii=False)
     found = [
         learnt(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
         for spelled in ({"arguments": ARGUMENTS}, {"arguments": written})
@@ -214,6 +219,17 @@ def test_arguments_as_an_object_and_as_a_text_of_json_are_the_same_tokens(name):
     assert found[0] == found[1]
     said = written if name != "items" else "city=Paris;days=[1, {'unit': 'm'}];"
     assert f"[fine f {said}{END}]" in found[0][0]
+
+
+@pytest.mark.parametrize("quoted", ["{'value': 'cat'}", json.dumps('{"value": "cat"}')])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_message_may_quote_arguments_in_another_spelling(name, quoted):
+    """A template that writes them in that spelling needs the other type, but a message that quotes them says nothing of
+    the template."""
+    asked = [message("user", f"call with {say}") for say in (quoted, "words")]
+    called = message("assistant", "fine", tool_calls=[call(value="cat")])
+    quoting, plain = (learnt(with_calls(name), user, called)[0].partition("A:")[2] for user in asked)
+    assert quoting == plain
 
 
 def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_writes_an_object():

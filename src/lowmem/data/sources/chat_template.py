@@ -254,11 +254,23 @@ class ChatTemplate:
             except BadRecord:
                 raise error from None
             objects = texts
-        if any(_is_python(function.get("arguments"), text) for message in objects for function in functions(message)):
+        others, written = self._others(objects, tools, text)
+        if any(_is_python(function.get("arguments"), written) for message in others for function in functions(message)):
             text, spans = self._render(texts, tools)
             objects = texts
-        _check_spelling(self.name, text, objects)
+            others, written = self._others(objects, tools, text)
+        _check_spelling(self.name, written, others)
         return objects, text, spans
+
+    def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
+        """Returns a conversation with other values and its rendering, in which nothing but a call looks like the call's
+        arguments: a message may quote them. Args: text: the conversation's own rendering, taken if the template refuses
+        other values."""
+        other = Replaced(messages, tools)
+        try:
+            return other.messages, self._render(other.messages, other.tools)[0]
+        except BadRecord:  # it wants one of certain values
+            return messages, text
 
     def _missing(
         self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]

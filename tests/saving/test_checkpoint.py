@@ -260,11 +260,30 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
     ],
 )
 def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
-    saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd")
-    module = SimpleNamespace(update=SimpleNamespace(optimizer=SimpleNamespace(name="sgd")))
-    train = SimpleNamespace(order=here)
     if said is None:
-        return checkpoint.Saved.check_training(saved, module, train)
+        return continued(there, here)
     with pytest.raises(Refused) as refused:
-        checkpoint.Saved.check_training(saved, module, train)
+        continued(there, here)
     assert said in str(refused.value) and "{" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "here", "told"),
+    [
+        ("a", None, {"text": "b"}, True),
+        ("a", "[]", {"text": "b"}, False),  # begun by this version
+        (None, None, {"text": "b"}, False),  # texts
+        ("a", None, {"seed": 2}, False),
+    ],
+)
+def test_rows_of_conversations_that_an_earlier_version_made_otherwise_are_not_asked_for(template, begin, here, told):
+    there = ORDER | {"text": "a"}
+    with pytest.raises(Refused) as refused:
+        continued(there, there | here, template=template, begin=begin)
+    assert ("earlier version made other rows" in str(refused.value)) == told
+
+
+def continued(there: dict, here: dict, template: str | None = None, begin: str | None = None) -> None:
+    saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd", template=template, begin=begin)
+    module = SimpleNamespace(update=SimpleNamespace(optimizer=SimpleNamespace(name="sgd")))
+    checkpoint.Saved.check_training(saved, module, SimpleNamespace(order=here))

@@ -365,9 +365,14 @@ class Saved:
         """Checks that optimizer and data are the same, so that training goes on where it stopped."""
         if self.order != (order := _comparable(self.order, train.order)):
             differ, keys = _differences(self.order, order)
+            is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
+            instead = (
+                " If it is typed, an earlier version made other rows of these conversations: start from that run's "
+                "exported model, model=hf model.name=<run folder>/model."
+            )
             raise Refused(
                 f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
-                f"Type the {keys} of that run."
+                f"Type the {keys} of that run.{instead * is_of_earlier_chat}"
             )
         if self.optimizer != module.update.optimizer.name:
             raise Refused(

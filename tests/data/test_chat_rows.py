@@ -110,7 +110,8 @@ def learnt(template: str, *messages: dict, **how) -> list[str]:
     ],
 )
 def test_a_part_that_the_template_leaves_out_is_refused_by_message_and_role(template, messages, missing):
-    with pytest.raises(BadRecord, match=re.escape(f"{missing}") + r".* is not in what the chat template writes"):
+    said = re.escape(missing) + r".* is not in what the chat template writes\. Take it out, or type data.template="
+    with pytest.raises(BadRecord, match=said):
         encoded(tokenizer(template), {"messages": messages})
 
 

@@ -151,8 +151,8 @@ class ChatTemplate:
         for row in rows:
             if part := self._missing(messages, tools, row, row.spans):
                 raise BadRecord(
-                    f"{part.named(messages)} is not in what {self.name} writes; data.template=<a file> takes a "
-                    "template that writes it"
+                    f"{part.named(messages)} is not in what {self.name} writes. Take it out, or type "
+                    "data.template=<a file> with a template that writes it"
                 )
         self._check_roles(messages, tools, text)
         return [self._rendered(messages, row) for row in reversed(rows)]

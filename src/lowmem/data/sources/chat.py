@@ -1,7 +1,8 @@
 """Makes documents of conversations: the model learns what the assistant says, and where each answer ends.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template turns it into one
-text, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py).
+text, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py,
+chat_tokens.py).
 Conversations that a template would render without complaint, but that nobody wants to be learnt, are refused before: a
 message without a role, a blank answer, control tokens in a text.
 """
@@ -12,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import transformers
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from lowmem.config.values import shown
 from lowmem.data.sources.bad_record import BadRecord, checked, control, kind, names_of, no_field
 from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank, read_json
 from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Rendered
+from lowmem.data.sources.chat_tokens import ChatTokens
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
@@ -53,7 +54,7 @@ class Chat(Encoder):
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
         self.tokenizer: PreTrainedTokenizerBase | None = None  # that was given the template
-        self.opened: tuple[PreTrainedTokenizerBase, ChatTemplate] | None = None
+        self.opened: tuple[PreTrainedTokenizerBase, ChatTokens] | None = None
 
     def key(self) -> list:
         """Returns the key; the tokenizer's own template is in the tokenizer's part of it."""
@@ -79,31 +80,32 @@ class Chat(Encoder):
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
     ) -> list[Encoded | list[Encoded] | BadRecord]:
-        template = self._template(tokenizer)
-        rendered = [self._rendered(template, fields) for fields in batch]
+        tokens = self._opened(tokenizer)
+        rendered = [self._rendered(tokens.template, fields) for fields in batch]
         rows = [row for rows in rendered if not isinstance(rows, BadRecord) for row in rows]
-        encodings = iter(template.encode(rows))
+        encodings = iter(tokens.encode(rows))
         return [
-            rows if isinstance(rows, BadRecord) else self._encoded(template, rows, list(islice(encodings, len(rows))))
+            rows if isinstance(rows, BadRecord) else self._encoded(tokens, rows, list(islice(encodings, len(rows))))
             for rows in rendered
         ]
 
     def remarks(self) -> Counter[str]:
-        remarks = self.counts + (self.opened[1].remarks if self.opened else Counter())
+        remarks = self.counts + (self.opened[1].template.remarks if self.opened else Counter())
         self.counts.clear()
         if self.opened:
-            self.opened[1].remarks.clear()
+            self.opened[1].template.remarks.clear()
         return remarks
 
     def count(self, fields: dict) -> int:
         if self.tokenizer is None:
             return 0
-        rows = self._rendered(self._template(self.tokenizer), fields)
+        rows = self._rendered(self._opened(self.tokenizer).template, fields)
         return 0 if isinstance(rows, BadRecord) else len(rows)
 
-    def _template(self, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    def _opened(self, tokenizer: PreTrainedTokenizerBase) -> ChatTokens:
         if self.opened is None or self.opened[0] is not tokenizer:
-            self.opened = tokenizer, ChatTemplate(tokenizer, self.source, self.named)
+            template = ChatTemplate(tokenizer, self.source, self.named)
+            self.opened = tokenizer, ChatTokens(template, tokenizer)
         return self.opened[1]
 
     def _rendered(self, template: ChatTemplate, fields: dict) -> list[Rendered] | BadRecord:
@@ -130,28 +132,17 @@ class Chat(Encoder):
                     self.counts[f'messages have a field "{shown(name)}", which {template.name} does not write'] += 1
 
     def _encoded(
-        self, template: ChatTemplate, rows: list[Rendered], encodings: list[Encoding]
+        self, tokens: ChatTokens, rows: list[Rendered], encodings: list[Encoding]
     ) -> Encoded | list[Encoded] | BadRecord:
         try:
-            encoded = [_row(template, *each) for each in zip(rows, encodings, strict=True)]
+            encoded = [tokens.document(*each) for each in zip(rows, encodings, strict=True)]
         except BadRecord as error:
             return error
         if len(encoded) == 1:
             return encoded[0]
         sizes = [len(row.ids) for row in encoded]
-        self.counts[template.further_rows] += sum(sizes) - max(sizes)
+        self.counts[tokens.template.further_rows] += sum(sizes) - max(sizes)
         return encoded
-
-
-def _row(template: ChatTemplate, rendered: Rendered, encoding: Encoding) -> Encoded:
-    """Returns the document of a row. Raises: BadRecord: nothing of it is learnt."""
-    ids = np.array(encoding.ids, np.uint32)
-    learnt = np.zeros(len(ids), bool)
-    for start, stop in template.learnt(rendered, encoding, encoding.ids):
-        learnt[start:stop] = True
-    if not learnt.any():
-        raise BadRecord(f"{template.name} leaves nothing of it to learn: no token is the assistant's")
-    return Encoded(ids, learnt, template.text_bytes(rendered))
 
 
 def messages_of(fields: dict, name: str) -> Messages:

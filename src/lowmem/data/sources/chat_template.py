@@ -1,9 +1,10 @@
-"""Renders a chat template for training: the text, which of its characters are the assistant's, and its tokens.
+"""Renders a chat template for training: the rows of a conversation, and which of their characters are learnt.
 
-If the template marks the assistant's part with `{% generation %}`, that part is learnt. Otherwise an answer is the
-difference between the rendered conversation before it, with the header that asks for an answer, and the rendered
-conversation with it. This holds only if each is a prefix of the full text, which is checked. Templates are other
-people's code: transformers runs them in jinja's sandbox.
+If the template marks the assistant's part with `{% generation %}`, that part is learnt. Otherwise an answer begins
+behind the prompt that asks for it, which is the messages before it with the header of an answer, and ends with the
+token behind its content. An answer that the template writes otherwise once more messages follow has a row of its own.
+Each row is rendered once more with other values in the messages, which shows that every part of them is in it
+(chat_parts.py). Templates are other people's code: transformers runs them in jinja's sandbox.
 """
 
 import json
@@ -12,13 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cached_property
-from itertools import pairwise
 from posixpath import commonprefix
 from typing import NamedTuple
 
 from jinja2 import TemplateSyntaxError
-from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -105,7 +103,6 @@ class ChatTemplate:
         self.ends = re.compile(f"(?:{self.control.pattern})+")
         self.roles: set[str] = set()  # those that are known to make a difference
         self.remarks: Counter[str] = Counter()  # what the log says, and how often
-        self.backend = _exact(tokenizer.backend_tokenizer)
         if "strftime_now(" in self.source:
             raise Refused(
                 f"data=chat: {self.name} writes today's date in a way that cannot be held still, and the tokens would "
@@ -193,8 +190,8 @@ class ChatTemplate:
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
-            text, tags = self._render(messages[: i + 1], tools)
-        prompt = self._render(messages[:i], tools, True)[0]
+            text, tags = self.rendering(messages[: i + 1], tools)
+        prompt = self.rendering(messages[:i], tools, True)[0]
         row = Row(text, tags, i + 1)
         if text.startswith(prompt):
             row.spans[i] = len(prompt), len(text)
@@ -205,9 +202,9 @@ class ChatTemplate:
         """Returns the row of an answer that does not begin as the prompt does. Either the header, behind all parts of
         the prompt, goes on otherwise, as one that opens a thought, and the answer begins where both differ; or the
         template writes what is before otherwise, and the answer is put behind the prompt, as the model writes it."""
-        text, other = row.text, self._render(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
+        text, other = row.text, self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         others = Replaced(messages[:i], tools)
-        header = len(prompt) - _alike_at_end(prompt, self._render(others.messages, others.tools, True)[0])
+        header = len(prompt) - _alike_at_end(prompt, self.rendering(others.messages, others.tools, True)[0])
         same = self._before(text, len(commonprefix([prompt, text, other])))
         if same >= header:
             row.spans[i] = same, len(text)
@@ -232,7 +229,7 @@ class ChatTemplate:
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
         """Returns where answer `i`, the last of a text, ends: with the first control tokens behind its parts."""
-        other = self._render(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
+        other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
 
@@ -244,19 +241,19 @@ class ChatTemplate:
         """Returns the conversation with the arguments of calls as the template needs them, and its rendering: objects;
         or texts of JSON, if it raises an error or writes an object as Python does."""
         if not any(True for message in messages for _ in functions(message)):
-            return messages, *self._render(messages, tools)
+            return messages, *self.rendering(messages, tools)
         objects, texts = (with_arguments(messages, as_text) for as_text in (False, True))
         try:
-            text, spans = self._render(objects, tools)
+            text, spans = self.rendering(objects, tools)
         except BadRecord as error:
             try:
-                text, spans = self._render(texts, tools)
+                text, spans = self.rendering(texts, tools)
             except BadRecord:
                 raise error from None
             objects = texts
         others, written = self._others(objects, tools, text)
         if any(_is_python(function.get("arguments"), written) for message in others for function in functions(message)):
-            text, spans = self._render(texts, tools)
+            text, spans = self.rendering(texts, tools)
             objects = texts
             others, written = self._others(objects, tools, text)
         _check_spelling(self.name, written, others)
@@ -268,7 +265,7 @@ class ChatTemplate:
         other values."""
         other = Replaced(messages, tools)
         try:
-            return other.messages, self._render(other.messages, other.tools)[0]
+            return other.messages, self.rendering(other.messages, other.tools)[0]
         except BadRecord:  # it wants one of certain values
             return messages, text
 
@@ -307,9 +304,9 @@ class ChatTemplate:
 
     def _shown(self, other: Replaced, row: Row) -> tuple[str, list[Span]]:
         """Renders another conversation as that of a row."""
-        text, tags = self._render(other.messages, other.tools)
+        text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
-            text += self._render(other.messages[:-1], other.tools, True)[0]
+            text += self.rendering(other.messages[:-1], other.tools, True)[0]
         return text, tags
 
     def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: Row) -> bool:
@@ -328,15 +325,15 @@ class ChatTemplate:
             swapped = message | {"role": "assistant" if role == "user" else "user"}
             others = [*messages[:i], swapped, *messages[i + 1 :]]
             try:  # with tools the template may have a place for the first message, whose role it knows
-                is_same = self._render(others, tools)[0] == text
-                is_same = is_same and self._render(others)[0] == self._render(messages)[0]
+                is_same = self.rendering(others, tools)[0] == text
+                is_same = is_same and self.rendering(others)[0] == self.rendering(messages)[0]
             except BadRecord:  # so it does make a difference
                 is_same = False
             if is_same:
                 raise BadRecord(f"the role of message {i + 1} ({role}) makes no difference to what {self.name} writes")
             self.roles.add(role)
 
-    def _render(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
+    def rendering(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
         """Returns the text and the template's own spans. Args: asks: append the header of an answer."""
         try:
             texts, spans = render_jinja_template(
@@ -354,82 +351,6 @@ class ChatTemplate:
                 f"{self.name} does not take it ({' '.join(str(error).split()) or type(error).__name__})"
             ) from None
         return texts[0], spans[0] if spans else []
-
-    def encode(self, rows: list[Rendered]) -> list[Encoding]:
-        encodings = self._encode([row.text for row in rows])
-        return [self._divided(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
-
-    def _encode(self, texts: list[str]) -> list[Encoding]:
-        return self.backend.encode_batch(texts, add_special_tokens=False)
-
-    def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
-        """Returns the tokens of a row, where a header is encoded by itself, as at generation, if one of them joined its
-        end to what the template writes behind it, such as an empty thought."""
-        cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
-        if not cuts:
-            return encoding
-        parts = self._encode([row.text[a:b] for a, b in pairwise([0, *cuts, len(row.text)])])
-        divided = Encoding.merge(parts, growing_offsets=True)
-        texts = [self.backend.decode(each.ids, skip_special_tokens=False) for each in (encoding, divided)]
-        is_right = texts[0] == texts[1] and encoding.offsets[-1] == divided.offsets[-1]
-        return divided if is_right else encoding
-
-    def learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
-        """Returns the tokens of the learnt spans: those that are completely inside, and the control token that ends an
-        answer.
-
-        Raises:
-            BadRecord: a token holds the end of a header and the beginning of an answer.
-            Refused: a template with which the model would never learn to stop.
-        """
-        spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
-        if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
-            how = (
-                "has the token that ends an answer outside of its generation tag"
-                if self.tagged
-                else "has no token that ends an answer: as in GLM-4.5, the header of the next message does that, and "
-                "nothing is behind the last one"
-            )
-            raise Refused(
-                f"data=chat: {self.name} {how}: the model would never learn to stop. Type data.template=chatml, or "
-                "data.template=<a file> with a copy of it that ends every answer with its token."
-            )
-        return spans
-
-    @cached_property
-    def stops(self) -> frozenset[int]:
-        """Returns the control tokens that may end an answer: those that are special, and of the others, such as
-        </tool_call>, the one that ends an answer without calls."""
-        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            ids = self._encode([self._render(plain)[0].rstrip()])[0].ids
-        except BadRecord:
-            ids = []
-        return self.specials | (self.controls & {*ids[-1:]})
-
-    def text_bytes(self, rendered: Rendered) -> int:
-        """Returns the bytes of the text without its control tokens."""
-        return len(self.control.sub("", rendered.text).encode())
-
-    def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
-        """Returns the tokens of a span of characters."""
-        text = rendered.text
-        begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
-        if _joins(encoding, start, len(text)):
-            instead = (
-                "Take the white space off the beginning of the answer"
-                if text[start].isspace() and start not in rendered.written
-                else "Type data.template=<a file> with a copy of it whose header ends in no white space"
-            )
-            raise BadRecord(
-                f"an answer begins with {text[start : start + 20]!r}, which the tokenizer joins to the header before "
-                f"it, so its first token is half the template's. {instead}"
-            )
-        if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.controls:
-            stop += 1  # some tokens include the white space after them
-        # templates write white space after the token that ends an answer, some inside of their generation tag
-        last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
-        return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
 
 
 def _alike_at_end(text: str, other: str) -> int:
@@ -488,25 +409,3 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
     """Returns a pattern of these tokens, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
-
-
-def _exact(backend: Tokenizer) -> Tokenizer:
-    """Returns a copy of the tokenizer with true positions of its tokens: GPT-2's leaves the space before a word out of
-    its position, and would hide a header's space."""
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.post_processor = None
-    copy.no_padding()
-    copy.no_truncation()
-    return copy
-
-
-def _joins(encoding: Encoding, at: int, length: int) -> bool:
-    """Returns whether a token has characters before a position and behind it."""
-    token = _token_from(encoding, at, length)
-    return token < len(encoding) and encoding.token_to_chars(token)[0] < at
-
-
-def _token_from(encoding: Encoding, at: int, length: int) -> int:
-    """Returns the first token with a character from `at` on: a normaliser may have dropped some."""
-    tokens = (encoding.char_to_token(char) for char in range(at, length))
-    return next((token for token in tokens if token is not None), len(encoding))

@@ -1,0 +1,135 @@
+"""Makes tokens of the rows of conversations: which of them are learnt, and that each answer ends in a token.
+
+A tokenizer joins characters, so a token may hold the end of a header and the beginning of an answer. Its first half
+would be the template's, so such a row is a bad record, unless the header can be encoded by itself, as at generation.
+"""
+
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.data.sources.bad_record import BadRecord
+from lowmem.data.sources.chat_template import ChatTemplate, Rendered, Span
+from lowmem.data.sources.source import Encoded
+from lowmem.system.errors import Refused
+
+
+class ChatTokens:
+    """Encodes rows that a template has rendered. Args: tokenizer: the one that the template was opened with."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.template, self.backend = template, _exact(tokenizer.backend_tokenizer)
+
+    def encode(self, rows: list[Rendered]) -> list[Encoding]:
+        encodings = self._encode([row.text for row in rows])
+        return [self._divided(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
+
+    def document(self, rendered: Rendered, encoding: Encoding) -> Encoded:
+        """Returns the document of a row.
+
+        Raises:
+            BadRecord: nothing of it is learnt, or a token holds the end of a header and the beginning of an answer.
+            Refused: a template with which the model would never learn to stop.
+        """
+        ids = np.array(encoding.ids, np.uint32)
+        learnt = np.zeros(len(ids), bool)
+        for start, stop in self._learnt(rendered, encoding, encoding.ids):
+            learnt[start:stop] = True
+        if not learnt.any():
+            raise BadRecord(f"{self.template.name} leaves nothing of it to learn: no token is the assistant's")
+        text_bytes = len(self.template.control.sub("", rendered.text).encode())  # control tokens are no text
+        return Encoded(ids, learnt, text_bytes)
+
+    def _encode(self, texts: list[str]) -> list[Encoding]:
+        return self.backend.encode_batch(texts, add_special_tokens=False)
+
+    def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
+        """Returns the tokens of a row, where a header is encoded by itself, as at generation, if one of them joined its
+        end to what the template writes behind it, such as an empty thought."""
+        cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
+        if not cuts:
+            return encoding
+        parts = self._encode([row.text[a:b] for a, b in pairwise([0, *cuts, len(row.text)])])
+        divided = Encoding.merge(parts, growing_offsets=True)
+        texts = [self.backend.decode(each.ids, skip_special_tokens=False) for each in (encoding, divided)]
+        is_right = texts[0] == texts[1] and encoding.offsets[-1] == divided.offsets[-1]
+        return divided if is_right else encoding
+
+    def _learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
+        """Returns the tokens of the learnt spans: those that are completely inside, and the control token that ends an
+        answer.
+
+        Raises:
+            BadRecord: a token holds the end of a header and the beginning of an answer.
+            Refused: a template with which the model would never learn to stop.
+        """
+        spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
+        if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
+            how = (
+                "has the token that ends an answer outside of its generation tag"
+                if self.template.tagged
+                else "has no token that ends an answer: as in GLM-4.5, the header of the next message does that, and "
+                "nothing is behind the last one"
+            )
+            raise Refused(
+                f"data=chat: {self.template.name} {how}: the model would never learn to stop. Type "
+                "data.template=chatml, or data.template=<a file> with a copy of it that ends every answer with its "
+                "token."
+            )
+        return spans
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """Returns the control tokens that may end an answer: those that are special, and of the others, such as
+        </tool_call>, the one that ends an answer without calls."""
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids
+        except BadRecord:
+            ids = []
+        return self.template.specials | (self.template.controls & {*ids[-1:]})
+
+    def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
+        """Returns the tokens of a span of characters."""
+        text = rendered.text
+        begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
+        if _joins(encoding, start, len(text)):
+            instead = (
+                "Take the white space off the beginning of the answer"
+                if text[start].isspace() and start not in rendered.written
+                else "Type data.template=<a file> with a copy of it whose header ends in no white space"
+            )
+            raise BadRecord(
+                f"an answer begins with {text[start : start + 20]!r}, which the tokenizer joins to the header before "
+                f"it, so its first token is half the template's. {instead}"
+            )
+        if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
+            stop += 1  # some tokens include the white space after them
+        # templates write white space after the token that ends an answer, some inside of their generation tag
+        last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
+        return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
+
+
+def _exact(backend: Tokenizer) -> Tokenizer:
+    """Returns a copy of the tokenizer with true positions of its tokens: GPT-2's leaves the space before a word out of
+    its position, and would hide a header's space."""
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.post_processor = None
+    copy.no_padding()
+    copy.no_truncation()
+    return copy
+
+
+def _joins(encoding: Encoding, at: int, length: int) -> bool:
+    """Returns whether a token has characters before a position and behind it."""
+    token = _token_from(encoding, at, length)
+    return token < len(encoding) and encoding.token_to_chars(token)[0] < at
+
+
+def _token_from(encoding: Encoding, at: int, length: int) -> int:
+    """Returns the first token with a character from `at` on: a normaliser may have dropped some."""
+    tokens = (encoding.char_to_token(char) for char in range(at, length))
+    return next((token for token in tokens if token is not None), len(encoding))

@@ -396,6 +396,13 @@ def test_the_end_of_a_call_is_no_end_of_an_answer():
     assert made.decode(encoded(made, {"messages": [USER, LOOKS]}).ids).endswith(f"</call>{END}")
 
 
+def test_a_token_that_is_not_special_ends_answers_if_it_ends_one_without_calls():
+    made = tokenizer(turns("{{ m.content }}", end="<end>"), (START, END, "</s>"))
+    made.add_tokens([AddedToken("<end>", special=False, normalized=False)])
+    row = encoded(made, {"messages": [USER, ANSWER]})
+    assert made.convert_ids_to_tokens(row.ids[row.learnt].tolist())[-1] == "<end>"
+
+
 # ---- empty turns, records that are left out, counts
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +60,19 @@ def flipped(file):
     file.write_bytes(content)
 
 
+def of_another_type(file):
+    """JSON that can be read, and says that ids have other widths."""
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"meta": said["meta"] | {"dtype": "uint8"}}))
+
+
 FILES = ("train.bin", "train_ends.bin", "train_text_bytes.bin", "val.bin", "tokenizer.json", "meta.json")
 
 
-@pytest.mark.parametrize("damaged", [cut, emptied, flipped, Path.unlink])
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("file", "damaged"),
+    [*product(FILES, (cut, emptied, flipped, Path.unlink)), ("meta.json", of_another_type)],
+)
 def test_a_damaged_file_of_the_cache_is_made_again_and_told_in_one_line(tokens, tmp_path, caplog, file, damaged):
     right = tokens()
     damaged(folder_of(tmp_path) / file)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -198,6 +199,14 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
 def test_a_place_that_is_none_is_told_before_torch(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
         check.check_places(settled(composed(cli.prepare(lines))))
+
+
+def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for line, says in (("data=notes", "Type data=text data.path=notes."), ("data=note", "there is no data/note.")):
+        with pytest.raises(Refused, match=re.escape(says)):
+            cli.prepare([line])
 
 
 def test_every_error_is_told_at_once():

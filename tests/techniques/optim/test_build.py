@@ -45,6 +45,21 @@ def test_the_first_step_has_the_size_of_adamws(config, optim):
     assert rms(change) == pytest.approx(rms(adamw), rel=0.2)
 
 
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_settings_that_are_typed_for_a_resume_win_over_the_saved_ones(config, optim):
+    """torch and bitsandbytes restore the settings of the groups. `lr` is restored: a schedule moves it."""
+    model = network()
+    saved = optimizer(config(f"optim={optim}", "lr=1e-3", "optim.weight_decay=0.1"))(model)
+    made = optimizer(config(f"optim={optim}", "lr=1e-2", "optim.weight_decay=0.37"))(model)
+    made.load_state_dict(saved.state_dict())
+    assert {group["role"]: group["weight_decay"] for group in made.param_groups} == {
+        "matrix": 0.37,
+        "embedding": 0.37,
+        "vector": 0.0,
+    }
+    assert [float(group["lr"]) for group in made.param_groups] == pytest.approx(3 * [1e-3])
+
+
 @pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
 def test_muons_first_step_of_a_matrix_stays_a_little_below(config, shape):
     """The band that the README states."""

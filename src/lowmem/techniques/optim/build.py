@@ -5,7 +5,7 @@ of parameters by role, state that is restored in the dtype in which it was saved
 AdamW's order of decay and update, and embeddings whose state keeps 32 bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -63,6 +63,7 @@ class MakeOptimizer:
         if getattr(optimizer, "is_paged", False):
             _restore_paged(optimizer)
         _restore_in_saved_dtypes(optimizer, restored)
+        _keep_settings(optimizer, getattr(self.make, "keywords", {}))  # theirs: a partial's
         return optimizer
 
     @property
@@ -134,6 +135,22 @@ def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
 def _replace_zero(scale: Tensor | None) -> None:
     if scale is not None:
         scale[0] = scale[1] / 2
+
+
+def _keep_settings(optimizer: Optimizer, named: Iterable[str]) -> None:
+    """Makes a restored optimizer keep its settings, such as the weight decay that was typed for a resume: torch
+    restores the saved ones. `lr` is the schedule's. Args: named: the settings that the yaml names; others may be a
+    part of the optimizer's state."""
+    theirs = optimizer.load_state_dict
+    kept = {*named} - {"lr", "params"}
+    own = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
+
+    def load_state_dict(state_dict: dict) -> None:
+        theirs(state_dict)
+        for group, settings in zip(optimizer.param_groups, own, strict=True):
+            group.update(settings)
+
+    optimizer.load_state_dict = load_state_dict
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 ONE_KIND = {  # what follows from answers of one kind, by split
     "train": ", so this loss compares them with nothing. Check data.label=, give answers of both kinds, or learn from "
     "desirable ones with data=jsonl or data=chat.",
-    "val": ": figures of the absent kind are empty, and early_stop.watch=accuracy ends no run. Type a larger "
-    "data.val_fraction=, or data.val_path=<a file with both kinds>.",
+    "val": ": figures of the absent kind are empty, and early_stop.watch=accuracy ends no run. Type "
+    "data.val_path=<a file with both kinds>, or a larger data.val_fraction= if validation comes from data.path.",
 }
 
 

@@ -227,6 +227,23 @@ def test_the_first_record_with_an_answer_says_what_the_others_are(tmp_path):
     assert documents(tokens_of(tmp_path, source)) == FORMATS["texts"][2]
 
 
+def as_json(record):
+    return {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in record.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, (record, _, _) in FORMATS.items() if as_json(record) != record])
+def test_messages_that_a_column_holds_as_a_text_of_json_are_messages(tmp_path, name):
+    record, typed, expected = FORMATS[name]
+    assert read(tmp_path, as_json(record), like=list, **typed) == expected
+
+
+def test_an_answer_that_is_json_and_holds_no_messages_is_a_text(tmp_path):
+    assert read(tmp_path, TEXT | {"chosen": '["a"]', "rejected": '{"b": 1}'}) == [
+        f'hi[["a"]{END}]',
+        f'hi[{{"b": 1}}{END}]',
+    ]
+
+
 @pytest.mark.parametrize("kind", ["padded", "documents"])
 def test_show_prints_both_answers(tmp_path, kind):
     made = tokens_of(tmp_path, opened(tmp_path, TEXT))

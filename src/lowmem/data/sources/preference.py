@@ -174,7 +174,7 @@ class ByPrompt(Reader):
     def all_records(self, split: SplitName) -> Iterator[Record]:
         for record in self.reader.all_records(split):
             if isinstance(record.fields, dict):
-                answer = record.fields.get(self.fields.answered(record.fields))
+                answer = _listed(record.fields.get(self.fields.answered(record.fields)))
                 asked = record.fields.get(self.fields.prompt) or (answer[:-1] if isinstance(answer, list) else None)
                 record = record._replace(identity=identity({"": asked}) if asked else record.identity)
             yield record
@@ -229,7 +229,7 @@ class Answers(Encoder):
     def chats(self) -> dict[str, Chat]:
         """Returns the encoder of the conversation of each field with answers; empty if records hold texts."""
         first, names = self.first(), (*self.names, self.fields.completion)
-        if isinstance(first.get(self.fields.answered(first)), str) and self.fields.answered(first) in names:
+        if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
         check_no_bos(self.bos)
         from lowmem.data.sources.chat import Chat  # templates are slow to import
@@ -355,9 +355,8 @@ class Answers(Encoder):
         """Returns the messages of a prompt and its answer, which may hold the prompt or the end of it. An answer that
         is no list is returned as it is, to be refused by its encoder. Raises: BadRecord: it has another user message
         in place of the prompt."""
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(prompt)
-        read = read_json(answer)
-        messages = _listed(read if isinstance(read, list) else answer)
+        prompt, messages = _listed(prompt), _listed(answer)
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not (isinstance(prompt, list) and isinstance(messages, list)):
             return messages
         asked, said = [_content_of(message) for message in prompt], [_content_of(message) for message in messages]
@@ -389,10 +388,12 @@ class Answers(Encoder):
 
 def _listed(value: object) -> object:
     """Returns messages without fields that are null, of which a table's column may have more than another; a single one
-    as a list of it. Other values are returned as they are."""
-    messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list):
-        return messages
+    as a list of it. A column may hold them as a text of JSON. Other values are returned as they are."""
+    read = read_json(value)
+    messages = [read] if isinstance(read, dict) else read
+    is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))
+    if is_text or not isinstance(messages, list):
+        return value
     return [
         {key: field for key, field in message.items() if field is not None} if isinstance(message, dict) else message
         for message in messages

@@ -109,8 +109,17 @@ def says_only(command: str) -> bool:
     return "--help" in command or " -sc " in command
 
 
+def with_choices(command: str) -> str:
+    """Returns a command with the choices of its experiment as if they were typed; those that are typed stand first."""
+    named = re.search(r"experiment=(\w+)", command)
+    preset = ROOT / "conf" / "experiment" / f"{named[1]}.yaml" if named else None
+    chosen = re.findall(r"override /(\w+): (\S+)", preset.read_text()) if preset and preset.exists() else []
+    return " ".join([command, *(f"{group}={choice}" for group, choice in chosen if f" {group}=" not in command)])
+
+
 def beside(command: str) -> list[str]:
     """Returns what a test of two steps types in addition."""
+    command = with_choices(command)
     if "train.py" not in command or "sweep.resume" in command or says_only(command):
         return []
     if "generate=" in command or "show=" in command:

@@ -187,7 +187,7 @@ def test_a_run_is_quiet_but_for_the_line_that_says_where_it_is(no_account, comma
     assert len(own) == 2 and "recorded offline; `wandb sync" in own[0] and own[1] == f"wrote {tmp_path}/run/wandb"
 
 
-@pytest.mark.matrix
+@pytest.mark.process
 def test_the_jobs_of_a_sweep_are_named_by_what_differs_in_one_group_with_what_was_chosen(command, tmp_path):
     code, said = command("-m", "logger=wandb", "precision=32,bf16", "lr=1e-3", "optim=sgd", "max_steps=1")
     assert code == 0, said

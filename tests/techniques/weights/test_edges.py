@@ -1,6 +1,7 @@
 """Embedding and head in host memory: the bits of a run whose weights are resident, and neither is on the device."""
 
-import time
+import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -91,7 +92,9 @@ def test_streamed_edges_equal_resident_ones_with_skipped_steps(config, kind, mon
 
 
 def looked_up_before_the_update(monkeypatch):
-    start, step = Edge.start, SplitHostWeight.step
+    """Every update waits until the next step has looked up its rows: 3 steps of 2 micro-batches each."""
+    start, gathered, step = Edge.start, Edge._gathered, SplitHostWeight.step
+    lookups, steps, changed = [], Counter(), threading.Condition()
 
     class Hasty(Home):
         def __init__(self, home):
@@ -100,8 +103,23 @@ def looked_up_before_the_update(monkeypatch):
         def wait_for_updates(self):
             pass
 
+    def looked_up(self, at):
+        rows = gathered(self, at)
+        with changed:
+            lookups.append(at)
+            changed.notify_all()
+        return rows
+
+    def late(master, *of):
+        with changed:
+            steps[master] += 1
+            lookup_of_next = min(2 * steps[master] + 1, 6)
+            assert changed.wait_for(lambda: not lookups or len(lookups) >= lookup_of_next, timeout=60)
+        step(master, *of)
+
     monkeypatch.setattr(Edge, "start", lambda self, home, *of: start(self, Hasty(home), *of))
-    monkeypatch.setattr(SplitHostWeight, "step", lambda *of: time.sleep(0.002) or step(*of))
+    monkeypatch.setattr(Edge, "_gathered", looked_up)
+    monkeypatch.setattr(SplitHostWeight, "step", late)
 
 
 def tied_gradients_each_on_its_own(monkeypatch):

@@ -143,6 +143,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
         ("gpt2-xl", 1557.61),
         ("llama-3.2-1b", 1235.81),
         ("llama-3.2-1b-instruct", 1235.81),
+        ("smollm2-135m", 134.52),
         ("llama-3.1-8b", 8030.26),
         ("llama-3.1-70b", 70553.71),
         ("qwen3-0.6b", 596.05),

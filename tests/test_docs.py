@@ -58,7 +58,7 @@ def test_the_page_shows_an_optimizer_a_policy_and_a_precision_and_a_row_for_each
     places = [where for _, where, _ in BLOCKS if where]
     for group in ("optim", "gradient_checkpointing", "precision"):
         assert any(place.startswith(f"file=conf/{group}/") for place in places)
-        assert any(place.startswith(f"row=README.md after={group}=") for place in places)
+        assert any(place.startswith(f"row=docs/techniques.md after={group}=") for place in places)
 
 
 def test_the_copy_is_tested_and_not_the_original(copy):
@@ -84,7 +84,13 @@ def test_their_proofs_hold(copy):
     assert code == 0, said
     passed = [line for line in said.splitlines() if line.startswith("PASSED")]
     for name in ("unit", "every_other", "odd"):
-        for proof in ("is_the_oracle", "wrong_variant", "saves_what_it_declares", "does_nothing_is_caught", "readme"):
+        for proof in (
+            "is_the_oracle",
+            "wrong_variant",
+            "saves_what_it_declares",
+            "does_nothing_is_caught",
+            "row_on_a_page",
+        ):
             assert any(proof in line and name in line for line in passed), (proof, name)
     for proof in ("unbroken_run[optim=unit]", "unbroken_run[precision=bf16-odd]", "of_adamws[unit]"):
         assert any(proof in line for line in passed), proof
@@ -92,7 +98,12 @@ def test_their_proofs_hold(copy):
 
 # file, what is not in it, the test that asks for it, what it then says
 LEFT_OUT = [
-    ("README.md", "| `optim=unit` | 4 B | one step size per tensor |\n", "conf.py -k unit", "a row `optim=unit`"),
+    (
+        "docs/techniques.md",
+        "| `optim=unit` | 4 bytes: one moment | one step size per tensor |\n",
+        "conf.py -k unit",
+        "a row `optim=unit`",
+    ),
     (
         "tests/support/oracle.py",
         'RULES["unit"] = unit',

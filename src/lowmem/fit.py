@@ -1,8 +1,9 @@
 """Runs the main job: check -> plan -> train -> report -> export. The command line and notebooks call `fit`.
 
+from pathlib import Path
 from hydra import compose, initialize
 from lowmem.fit import fit
-with initialize(config_path="conf", version_base=None):
+with initialize(config_path="conf", version_base="1.3"):
     cfg = compose("config", overrides=["max_steps=20", "logger=csv"])
 summary = fit(cfg, Path("outputs/notebook"))
 """

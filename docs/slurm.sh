@@ -1,7 +1,8 @@
 #!/bin/bash
-# sbatch docs/slurm.sh: two machines of eight devices, which see one folder. One task per machine, and torchrun in it.
-# All processors of a machine for its task, which has one otherwise; and ten minutes for a last checkpoint, for which
-# torch 2.11 has no --shutdown-timeout: leave it out there, and 30 seconds are left.
+# sbatch docs/slurm.sh: an example with two nodes of eight GPUs each, which share one file system.
+# One task per node, and torchrun in it. --cpus-per-task gives the task all processors of the node (the default is one).
+# --signal and --shutdown-timeout leave ten minutes for the last checkpoint. torch 2.11 has no --shutdown-timeout: remove
+# the option there, and the ranks have 30 seconds.
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --signal=TERM@600
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / 8))

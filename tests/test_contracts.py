@@ -56,6 +56,6 @@ def test_a_loss_says_by_its_verify_that_it_makes_the_logits_itself():
 def test_an_object_that_is_no_loss_is_refused(made):
     """Its `verify` would not be called, and its buffers not be saved."""
     with pytest.raises(
-        Refused, match=r"which is no loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"
+        Refused, match=r"is not a loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"
     ):
         as_loss(made)

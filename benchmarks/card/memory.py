@@ -185,8 +185,8 @@ def out_of_memory(here: Here) -> dict:
         said = str(error)
     file = here.folder / "run" / FILE
     found = {
-        "says what was held": "Held at the peak, by category" in said,
-        "says what to try": "Try, one after the other" in said,
+        "says what was held": "Memory at the peak, by category" in said,
+        "says what to try": "Try these overrides" in said,
         "its snapshot tells of the end": ("oom" in actions(file)) == here.on_card,
     }
     size = os.path.getsize(file) if file.exists() else None

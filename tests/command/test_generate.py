@@ -113,7 +113,7 @@ def test_an_adapter_stands_on_its_base(command, run, tmp_path):
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
     code, said = command(f"generate={tmp_path / 'adapter'}", *lines)
-    assert code == 1 and "does not say which model it belongs to" in said
+    assert code == 1 and "does not name its base model" in said
 
 
 def test_what_cannot_be_is_a_sentence(command, tmp_path):

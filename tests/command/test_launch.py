@@ -146,14 +146,14 @@ def test_of_the_first_rank_the_last_lines_are_those_of_the_runs_log(ranks):
 def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
     """Rank 0 sees a connection that closes before anybody sees that rank 1 has died; rank 2 aborts."""
     launch.SETTLE = 2.0  # put back by the fixture
-    lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank is gone.')\n"
+    lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank has exited.')\n"
     lost += "if rank == 2: os.abort()\ntime.sleep(0.15)\n"
     said = message(ranks, meet("once") + lost + "os.kill(os.getpid(), signal.SIGKILL)", 3)
     assert said.startswith("Rank 1 of 3: killed by SIGKILL")
     trace = "Traceback (most recent call last):\\n  line 3\\nZeroDivisionError: a bug"
     said = message(ranks, meet("again") + lost + f"fails('failed', '{trace}')", 3)
     assert said.startswith("Rank 1 of 3: ZeroDivisionError: a bug\nIts last lines") and "\n    line 3\n" in said
-    assert "another rank is gone" not in said
+    assert "another rank has exited" not in said
 
 
 @pytest.mark.process

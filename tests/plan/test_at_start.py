@@ -72,7 +72,7 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
     line = re.search(r"predicted to need a tenth less, ([\d.]+) GiB \(.*\):\n  (python train.py .*)\n", said)
     assert float(line[1]) <= 0.9 * need + 0.01
     assert "precision=32 model.architecture.n_embd=256" in line[2]
-    assert "Try, one after the other" in said
+    assert "Try these overrides" in said
 
 
 def test_with_plan_off_a_run_starts_without_a_prediction(fit):
@@ -172,7 +172,7 @@ def test_a_run_says_how_long_it_takes_if_rates_are_stored(fit, monkeypatch, tmp_
     rates.save()
     caplog.clear()
     assert (seconds := counted(16)) > 0
-    assert f"16 steps of about {seconds:.2g} s take about" in caplog.text
+    assert f"16 steps of about {seconds:.2g} s each take about" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "measured_on": null}'])

@@ -83,5 +83,5 @@ def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch
 
 def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
-    with pytest.raises(Refused, match="not even one sequence"):
+    with pytest.raises(Refused, match=r"even one sequence of seq_len=\d+ does not fit"):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))

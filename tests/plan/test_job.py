@@ -197,7 +197,7 @@ def test_a_card_by_its_name(planned):
         (["gpu=abc"], "gpu=abc: give a size such as 12GiB"),
         (["may_change=model"], "may_change=model: give precision, optim, both as in precision,optim, or null"),
         (["rows=-1"], "rows=-1: give a whole number of at least 1"),
-        (["batch_size=auto", "search=false"], "batch_size=auto: one run has one size"),
+        (["batch_size=auto", "search=false"], "batch_size=auto: search=false predicts one run"),
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(planned, typed, says):

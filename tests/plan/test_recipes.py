@@ -219,7 +219,7 @@ def test_a_card_without_bf16_products_is_given_fp16():
 
 
 def test_and_what_was_typed_for_it_is_refused():
-    with pytest.raises(Refused, match=r"no units for it.*Type precision=16, 16-master or 32"):
+    with pytest.raises(Refused, match=r"no bf16 units.*Type precision=16, 16-master or 32"):
         recipes.search(typed("precision=bf16", "batch_size=8"), Target(True, cards.named("t4")))
 
 

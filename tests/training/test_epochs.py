@@ -75,8 +75,8 @@ def test_what_is_said_of_data_is_said_once_in_a_run_of_epochs(fit, caplog):
     with caplog.at_level("INFO"):
         fit(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")
     assert caplog.text.count("data.packing=documents, train") == caplog.text.count("data.packing=documents, val") == 1
-    assert caplog.text.count("val_sequences=2: an evaluation reads so many of") == 1
-    assert caplog.text.count("depends on data.packing") == 1
+    assert caplog.text.count("val_sequences=2: each evaluation reads the first 2 of") == 1
+    assert caplog.text.count("data.packing, data.too_long and seq_len decide") == 1
 
 
 @pytest.mark.parametrize("typed", ["epochs=3", "max_steps=7", "scheduler.warmup=0.1", "scheduler.warmup_steps=3"])

@@ -61,9 +61,13 @@ def computed(caplog):
     caplog.set_level(logging.INFO, "lowmem")
 
     def count() -> int:
-        said = [record.getMessage() for record in caplog.records if "The reference computes" in record.getMessage()]
+        said = [
+            record.getMessage()
+            for record in caplog.records
+            if "Computing the reference model's log-probabilities" in record.getMessage()
+        ]
         caplog.clear()
-        return sum(int(line.split()[3].replace(",", "")) for line in said)
+        return sum(int(line.split()[6].replace(",", "")) for line in said)
 
     return count
 
@@ -255,7 +259,7 @@ def test_a_changed_number_is_noticed_and_a_file_of_an_earlier_version_is_read(tm
         for damaged in (content, content[:-4] + b"\0", content[:100], b""):
             wanted.file.write_bytes(damaged)
             assert np.isnan(wanted.read()).all()
-    assert caplog.text.count("is not what was written, so its numbers are computed again") == 4
+    assert caplog.text.count("is damaged, so its log-probabilities are computed again") == 4
     np.save(wanted.file, numbers)  # as it was stored without a checksum
     assert np.array_equal(wanted.read(), numbers, equal_nan=True)
 
@@ -281,13 +285,13 @@ def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss)
 def test_a_resume_with_another_start_is_refused(preferring, tmp_path):
     fit_run(preferring("max_steps=2"), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(Refused, match=r"the model that this run started from.*Type the model="):
+    with pytest.raises(Refused, match=r"compares with the initial model of the run.*Type the model="):
         fit_run(preferring("max_steps=8", f"resume={tmp_path / 'run'}", "seed=1"), tmp_path / "on")
 
 
 def test_an_exported_model_does_not_know_its_reference(preferring, tmp_path):
     fit_run(preferring(), tmp_path / "run")
-    with pytest.raises(Refused, match="an exported model does not say which"):
+    with pytest.raises(Refused, match="which an exported model does not name"):
         fit_run(preferring(f"evaluate={tmp_path / 'run' / 'model'}"), tmp_path / "evaluated")
     simpo = preferring(f"evaluate={tmp_path / 'run' / 'model'}", "loss=simpo")
     assert fit_run(simpo, tmp_path / "simpo")["validation"][0]["accuracy"] >= 0
@@ -299,7 +303,7 @@ def test_numbers_that_are_not_finite_are_refused(preferring, tmp_path, monkeypat
         "predict_step",
         lambda self, batches, *_: [torch.full((len(batch.labels) // 2, 2), torch.nan) for batch in batches],
     )
-    with pytest.raises(Refused, match="a log-probability that is not finite"):
+    with pytest.raises(Refused, match=r"log-probability .* is not finite"):
         fit_run(preferring(), tmp_path / "run")
 
 

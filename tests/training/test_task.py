@@ -85,7 +85,7 @@ def test_one_command_line_starts_goes_on_and_is_done(fit, whole, caplog, no_trai
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert [int(row["step"]) for row in rows if row["train_loss"]] == [1, 2, 3, 4]  # of both lives
     no_training()
-    assert fit(*lines)[0]["val_loss"] == summary["val_loss"] and "nothing is missing" in caplog.text
+    assert fit(*lines)[0]["val_loss"] == summary["val_loss"] and "the evaluation and the export are done" in caplog.text
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over_by_auto_and_refused_otherwise(fit, copy, whole, caplog):
@@ -468,7 +468,7 @@ def test_twice_in_a_row_ends_the_run_with_the_old_checkpoint_and_the_weights_of_
     run = tmp_path / "run"
     assert f"resume={run}/checkpoints/step-00000001.ckpt goes on" in said
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["1.ckpt"] and not drafts(run)
-    assert "training ended at step 3" in said and "The weights alone, of step 3" in said
+    assert "training ended at step 3" in said and "without the optimizer state that resume= needs, of step 3" in said
     assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
 
 
@@ -484,7 +484,10 @@ def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(comm
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and "is tried once more after the last evaluation" in said
     assert "goes on, and" not in said and "There is no checkpoint to go on from." in said
-    assert summary_of(run)["steps"] == 4 and "The weights alone" in (run / "failed.txt").read_text()
+    assert (
+        summary_of(run)["steps"] == 4
+        and "without the optimizer state that resume= needs" in (run / "failed.txt").read_text()
+    )
     loss = summary_of(run)["val_loss"]
     for typed in (f"evaluate={run}/model", f"generate={run}/model", f"model=hf model.name={run}/model"):
         assert typed in said
@@ -497,7 +500,7 @@ def test_without_room_for_the_weights_either_it_says_what_is_left(command, full,
     full(model_folder, "_write", {1})
     code, said = command("save_every=2")
     run = tmp_path / "run"
-    assert code == 1 and "Traceback" not in said and f"Nor can {run}/model: File too large" in said
+    assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written either: File too large" in said
     assert "resume=" in said and "step-00000002.ckpt goes on" in said and not (run / "model").exists()
     assert summary_of(run)["steps"] == 4  # what else fits is written
 

@@ -98,7 +98,7 @@ class MemoryMeter(Callback):
         self.ledger.own("optimizer", plugin.device_tensors)
         self.ledger.own("other", plugin.host_tensors, "host")
         if self.compiled:
-            log.info("Memory by category is off: compiled code allocates inside its graphs, where it cannot be seen.")
+            log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = trainer.global_step
         self._window = {"load": self._read("load") | self._drive_row()}

@@ -44,8 +44,8 @@ def _dump(file: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(file))
     except OSError as error:  # it must not hide the error that ended the run
-        log.info(f"{file} could not be written: {error.strerror}.")
+        log.info(f"The memory snapshot {file} could not be written: {error.strerror}.")
         return
     page = str(file.with_suffix(".html"))
     opened = f"python -m torch.cuda._memory_viz trace_plot {shlex.quote(str(file))} -o {shlex.quote(page)}"
-    log.info(f"The allocator's snapshot is {file}. To open it: {opened}")
+    log.info(f"The CUDA memory snapshot is {file}. To view it: {opened}")

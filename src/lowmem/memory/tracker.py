@@ -163,7 +163,9 @@ class StorageTracker(TorchDispatchMode):
             self.events.append((self.phase, serial, size))
             self.now += size if self._side(serial) == "device" else 0
         if self.limit is not None and self.now > self.limit:
-            raise OverLimit(f"The device is out of memory: {self.now} bytes of live tensors, {self.limit} allowed")
+            raise OverLimit(
+                f"Out of memory: live tensors on the device take {self.now} bytes, and memory.limit allows {self.limit}"
+            )
 
     def _follow(self, storage: UntypedStorage) -> int:
         """Gives a storage a serial number and records when it is freed. Serials are never used twice; torch reuses the

@@ -23,14 +23,14 @@ def out_of_memory(
         choices: group -> what the run used.
         planned: what the plan says.
     """
-    lines = [f"Out of memory on the {side}. Held {'at the peak' if side == 'device' else 'there'}, by category:"]
+    lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]
     lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
     lines += [planned] if planned else []
     tries = advice(choices, batch_size, seq_len)
     if side == "host":  # other techniques save memory of the device, some of them by moving it to the host
         state = ("optim=",) if held.get("optimizer") else ()
         tries = [line for line in tries if line.startswith((*state, "batch_size=", "seq_len="))]
-    return "\n".join([*lines, "Try, one after the other:", *(f"  {line}" for line in tries)])
+    return "\n".join([*lines, "Try these overrides, one at a time:", *(f"  {line}" for line in tries)])
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:

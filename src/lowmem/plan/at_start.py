@@ -46,19 +46,20 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     if plan.chosen is None:
         least, gpu = plan.recipes[0], plan.target.device_memory
         others = [group for group in CHANGEABLE if group not in may_change]
-        instead = f"may_change={','.join(CHANGEABLE)}, and it may take others, or " if others else ""
+        instead = f"may_change={','.join(CHANGEABLE)} to allow another {' or '.join(others)}, or " if others else ""
+        typed_ones = f" with the typed {' and '.join(others)}" if others else ""
         drive, size = plan.target.drive, least.prediction.drive
         if drive is not None and size > drive.size:
-            instead += f"a weights.drive= with {size / MIB:,.0f} MiB (it has {drive.size / MIB:,.0f}), or "
+            instead += f"a weights.drive= with {size / MIB:,.0f} MiB free (it has {drive.size / MIB:,.0f}), or "
         raise Refused(
-            f"plan={run.plan}: nothing fits{' that computes what was typed' if others else ''}. The smallest recipe, "
-            f"{command(typed, least)}, needs {least.prediction.device_need / GIB:.2f} GiB of the device and "
-            f"{least.prediction.host_need(gpu) / GIB:.1f} of the host. Type {instead}a smaller seq_len or model."
+            f"plan={run.plan}: no recipe fits{typed_ones}; the smallest one, {command(typed, least)}, needs "
+            f"{least.prediction.device_need / GIB:.2f} GiB of device memory and "
+            f"{least.prediction.host_need(gpu) / GIB:.1f} GiB of host memory. Type {instead}a smaller seq_len or model."
         )
     log.info(
-        f"plan={run.plan}: {' '.join(plan.chosen.overrides) or 'nothing to change'} ({plan.chosen.says}), the fastest "
+        f"plan={run.plan}: chose {' '.join(plan.chosen.overrides) or 'no changes'} ({plan.chosen.says}), the fastest "
         f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless}). It needs "
-        f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of the device."
+        f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of device memory."
     )
     return _composed(run, typed, as_mapping(plan.chosen.overrides))
 
@@ -88,7 +89,7 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
     """After memory ran out in spite of a prediction, returns a sentence with a recipe that should need a tenth less."""
     if prediction is None:
         return None
-    log.info("Out of memory: looking for a recipe that needs less ...")
+    log.info("Out of memory: searching for a recipe that needs less memory ...")
     try:
         less = round(LESS * prediction.device_need)
         plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
@@ -96,13 +97,13 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
         log.info(f"No recipe was found: {error}")
         return None
     predicted = f"{prediction.device_need / GIB:.2f} GiB"
-    reason = f"Predicted were {predicted} of the device, so either more was taken or less was free."
+    reason = f"The prediction was {predicted} of device memory: either the run used more, or less was free."
     if plan.chosen is None:
-        return f"{reason} No recipe is predicted to need a tenth less: type a smaller seq_len or model."
+        return f"{reason} No recipe is predicted to need at least 10 % less: type a smaller seq_len or model."
     need = plan.chosen.prediction.device_need / GIB
     return (
-        f"{reason} The fastest recipe that is predicted to need a tenth less, {need:.2f} GiB ({plan.chosen.says}):\n  "
-        + command(typed, plan.chosen)
+        f"{reason} The fastest recipe that is predicted to need at least 10 % less, {need:.2f} GiB "
+        f"({plan.chosen.says}):\n  " + command(typed, plan.chosen)
     )
 
 
@@ -115,14 +116,16 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
             return None
         return of_trace(rates, run, prediction.trace).seconds
     except Exception as error:  # an estimate must not end a run
-        log.info(f"How long a step takes is not known: {error}")
+        log.info(f"The time per step is not known: {error}")
         return None
 
 
 def log_duration(steps: int, seconds: float) -> None:
     """Logs how long the steps take if it is more than a minute. Args: seconds: of one step."""
     if steps * seconds > LONG:
-        log.info(f"{steps} steps of about {seconds:.2g} s take about {duration(steps * seconds)}, without evaluation.")
+        log.info(
+            f"{steps} steps of about {seconds:.2g} s each take about {duration(steps * seconds)}, without evaluation."
+        )
 
 
 def _rates(run: Run, prediction: Prediction) -> Machine | None:
@@ -171,16 +174,17 @@ def _host() -> int:
 def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target: Target) -> str:
     by_category = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
     lines = [
-        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of the device ({by_category}; highest "
-        f"in {prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of the host."
+        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of device memory ({by_category}; "
+        f"highest in {prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of host "
+        "memory."
     ]
     if target.device_memory is not None:
         lines.append(f"The device has {target.device_memory / GIB:.2f} GiB free.")
     lines.append(f"The host has {target.host_memory / GIB:.1f} GiB.")
     if prediction.drive and prediction.drive > target.drive.size:
         lines.append(
-            f"weights.drive={target.drive.folder} would take {prediction.drive / MIB:,.0f} MiB, and has "
-            f"{target.drive.size / MIB:,.0f} MiB free: type a folder on a drive with more."
+            f"weights.drive={target.drive.folder} needs {prediction.drive / MIB:,.0f} MiB and has "
+            f"{target.drive.size / MIB:,.0f} MiB free: type a folder on a drive with more space."
         )
     try:
         plan = _searched(run, typed, target.card)
@@ -191,12 +195,12 @@ def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target
         )
     except Refused as error:
         lines.append(str(error))
-    return " ".join([*lines, "Type plan=off to start it all the same."])
+    return " ".join([*lines, "Type plan=off to start the run anyway."])
 
 
 def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Collection[str] | None = None) -> Plan:
     if not GlobalHydra.instance().is_initialized():
-        raise Refused("Without the command line no recipes can be composed: type python plan.py <overrides>.")
+        raise Refused("Only the command line can search recipes: type python plan.py <overrides>.")
     typed_run = Typed(run, typed, lambda recipe: _composed(run, typed, recipe), may_change)
     return search(typed_run, replace(_target(run), card=card))
 

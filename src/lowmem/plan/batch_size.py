@@ -41,10 +41,12 @@ def resolve(run: Run) -> Run:
         size = largest(sizes, lambda batch_size: fits(run, batch_size))
     if size is None:
         raise Refused(
-            f"batch_size=auto: not even one sequence of seq_len={run.seq_len} fits. Type a smaller seq_len, "
+            f"batch_size=auto: even one sequence of seq_len={run.seq_len} does not fit. Type a smaller seq_len, "
             "gradient_checkpointing=every_layer, or loss=chunked."
         )
-    log.info(f"batch_size=auto: {size}, so {total // (size * devices)} micro-batches per optimizer step.")
+    log.info(
+        f"batch_size=auto: chose {size}, which makes {total // (size * devices)} micro-batches per optimizer step."
+    )
     return run.knowing(batch_size=size)
 
 
@@ -78,7 +80,7 @@ def fits(run: Run, batch_size: int) -> bool:
         [sys.executable, "-m", "lowmem.plan.batch_size"], input=json.dumps(trial), capture_output=True, text=True
     )
     if done.returncode not in (0, DOES_NOT_FIT):
-        raise Refused(f"batch_size=auto: the try with batch_size={batch_size} failed:\n{done.stderr.strip()}")
+        raise Refused(f"batch_size=auto: the trial with batch_size={batch_size} failed:\n{done.stderr.strip()}")
     log.info(f"batch_size={batch_size} {'fits' if done.returncode == 0 else 'does not fit'}.")
     return done.returncode == 0
 

@@ -45,7 +45,10 @@ def plan(
     check_values(run)
     card, ram = cards.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
     if run.batch_size == "auto" and not run.search:
-        raise Refused("batch_size=auto: one run has one size. Type a number, or leave search=false out.")
+        raise Refused(
+            "batch_size=auto: search=false predicts one run, which needs a fixed batch size. Type a number, or remove "
+            "search=false."
+        )
     on_card = card is not None or run.runs_on == "cuda"
     run = resolved(shared(run, typed), on_card)
     check(run, choices)

@@ -121,9 +121,9 @@ def _tell_cut(val: ValidationLoader) -> None:
     every = len(val.sequences)
     if val.count < every and not isinstance(val.sequences, Joined):
         log.info(
-            f"val_sequences={val.count}: an evaluation{f' of {val.name}' if val.name else ''} reads so many of "
-            f"{every:,} rows, and which documents those hold depends on data.packing, data.too_long and seq_len. Type "
-            f"val_sequences={every} to compare runs that differ in these."
+            f"val_sequences={val.count}: each evaluation{f' of {val.name}' if val.name else ''} reads the first "
+            f"{val.count} of {every:,} rows, and data.packing, data.too_long and seq_len decide which documents are in "
+            f"these rows. Type val_sequences={every} to compare runs that differ in these keys."
         )
 
 
@@ -136,14 +136,16 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
     if data.get("streaming"):
         instead = "Type a larger data.val_rows="
     elif data.get("val_path") or data.get("val_split"):
-        instead = "Give more of them"
+        instead = "Add more validation data"
     else:
         total = count + train.report.get("documents", len(train))
         share = min(0.5, max(2 * data["val_fraction"], math.ceil(100 * FEW / total) / 100))
         other = "val_path=<a file or folder>" if "val_path" in data else "val_split=<another split>"
         instead = f"Type data.val_fraction={share:.2g} for more, or data.{other}"
     own = f"{count} {units if count > 1 else units[:-1]}"
-    log.info(f"validation{f' of {val.name}' * bool(val.name)} has {own}, so its figures are mostly chance. {instead}.")
+    log.info(
+        f"validation{f' of {val.name}' * bool(val.name)} has only {own}, so its results are mostly noise. {instead}."
+    )
 
 
 def _sources(data: Node) -> dict[str, Openable]:
@@ -206,7 +208,7 @@ def _check(run: Run, network: PreTrainedModel) -> None:
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.any("freezes_base")):
-        check_holds(network, torch.float16, "Type export_dtype=bfloat16 in place of export_dtype=float16.")
+        check_holds(network, torch.float16, "Type export_dtype=bfloat16 instead of export_dtype=float16.")
     loading.check_causal(network)
 
 
@@ -271,9 +273,9 @@ def _loss(run: Run) -> Loss:
     makes = type(source_class(data.target).example(data.arguments, 1, 1))
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
         raise Refused(
-            f"loss._target_={run.loss.target}: it is a mean over {loss.needs.UNIT} and needs a {loss.needs.__name__}, "
-            f"and data._target_={data.target} makes a {makes.__name__}. Type another loss= or other data=: texts go "
-            "with loss=full, chunked or tiled, and data=preference with loss=dpo, ipo, orpo, simpo or kto."
+            f"loss._target_={run.loss.target}: this loss averages over {loss.needs.UNIT} and needs a "
+            f"{loss.needs.__name__}, but data._target_={data.target} produces a {makes.__name__}. Type another loss= "
+            "or data=: loss=full, chunked or tiled for texts; loss=dpo, ipo, orpo, simpo or kto for data=preference."
         )
     return loss
 

@@ -31,14 +31,14 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
         _write(training, command, summary)
     except OSError as error:
         raise Refused(
-            f"{command.folder / 'model'} cannot be written: {error.strerror}. Everything else of this run is in place. "
-            f"Make room, and type {_export_again(command)}."
+            f"{command.folder / 'model'} cannot be written: {error.strerror}. All other files of this run are "
+            f"complete: free disk space, then type {_export_again(command)}."
         ) from error
     except OverflowError as error:
         dtype = command.run.export_dtype
         raise Refused(
-            f"export_dtype={dtype}: {error} Everything else of this run is in place: type "
-            f"{_export_again(command)} export_dtype={_wider(dtype)}."
+            f"export_dtype={dtype}: {error} All other files of this run are complete: type {_export_again(command)} "
+            f"export_dtype={_wider(dtype)}."
         ) from error
 
 
@@ -99,11 +99,11 @@ def _left(training: Training, command: Command, summary: Mapping[str, object]) -
         with fail_together(training.module.ranks):
             _write(training, command, summary)
     except OSError as error:
-        return f"Nor can {folder}: {error.strerror}. Make room."
+        return f"{folder} cannot be written either: {error.strerror}. Free disk space."
     except OverflowError as error:
-        return f"Nor can {folder} be written with export_dtype={command.run.export_dtype}: {error}"
+        return f"{folder} cannot be written either, with export_dtype={command.run.export_dtype}: {error}"
     return (
-        f"The weights alone, of step {summary['steps']}, are in {folder}. Type {in_shell('evaluate', folder)}, "
-        f"{in_shell('generate', folder)} prompt='...', or {start} to start another run from them. Without the "
-        "optimizer's state resume= cannot go on from them."
+        f"The weights of step {summary['steps']} are in {folder}, without the optimizer state that resume= needs. Type "
+        f"{in_shell('evaluate', folder)}, {in_shell('generate', folder)} prompt='...', or {start} to start another run "
+        "from these weights."
     )

@@ -33,10 +33,10 @@ class NonFiniteSteps:
         self.in_a_row += 1
         message = describe(module, loss, window)
         if not self.skips:
-            raise NotFinite(f"{message} Nothing of it was saved.")
+            raise NotFinite(f"{message} This step was not saved.")
         if self.in_a_row > IN_A_ROW:
-            raise NotFinite(f"{message} So were the {IN_A_ROW} windows before.")
-        log.warning(f"{message} The step is skipped.")
+            raise NotFinite(f"{message} The {IN_A_ROW} steps before it were not finite either.")
+        log.warning(f"{message} Skipping this step.")
 
 
 def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
@@ -47,10 +47,10 @@ def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     )  # each rank knows its own shard
     name = next(filter(None, names), None)
     faults = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
-    faults += [f"the gradient of {name}, the first such parameter of the model, is not finite"] if name else []
+    faults += [f"the gradient of {name} (the first such parameter) is not finite"] if name else []
     sequences = trainer.train_dataloader.between(module.position, window.end)
     listed = ", ".join(map(str, sequences[:NAMED])) + (" ..." if len(sequences) > NAMED else "")
     return (
-        f"In step {trainer.global_step + 1} {' and '.join(faults) or 'the norm of the gradients is not finite'}. Its "
-        f"window is sequences {listed} of the training split ({len(sequences)}, in epoch {module.position.epoch})."
+        f"In step {trainer.global_step + 1} {' and '.join(faults) or 'the gradient norm is not finite'}. The step "
+        f"read sequences {listed} of the training split ({len(sequences)} in all, epoch {module.position.epoch})."
     )

@@ -56,7 +56,7 @@ class Wanted:
                 if stored.shape == (self.rows.unit_count, 2):
                     return np.where(np.isfinite(stored), stored, np.nan)
             except (OSError, EOFError, ValueError):
-                log.info(f"cache_dir: {self.file} is not what was written, so its numbers are computed again.")
+                log.info(f"cache_dir: {self.file} is damaged, so its log-probabilities are computed again.")
         return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
@@ -74,8 +74,8 @@ class Wanted:
                 out.write(_checksum(written))
         except OSError as error:
             raise Refused(
-                f"cache_dir: the reference's log-probabilities cannot be written to {self.file.parent} "
-                f"({error.strerror}). Type cache_dir=<a folder that has room, and that you may write to>."
+                f"cache_dir: the reference model's log-probabilities cannot be written to {self.file.parent} "
+                f"({error.strerror}). Type cache_dir=<a writable folder with free space>."
             ) from error
 
 
@@ -118,9 +118,9 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
         built = again(None)
         if built.identity["start"] != start:
             raise Refused(
-                f"{saved.asked}: the loss compares with the model that this run started from. Its log-probabilities "
-                "are not all in cache_dir, and the model= is another now. Type the model=, adapter=, precision= and, "
-                "after a random start, seed= of that run."
+                f"{saved.asked}: this loss compares with the initial model of the run, whose log-probabilities are not "
+                "all in cache_dir, and the initial model is now a different one. Type the model=, adapter=, "
+                "precision= and, after a random start, seed= of that run."
             )
     for split, rows in unknown:
         if not ranks.divides:
@@ -134,13 +134,13 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
 def _check(run: Run, start: str | None, saved: Saved | None) -> None:
     if saved is not None and start is None:
         raise Refused(
-            f"{saved.asked}: this run was trained with a loss without a reference, and loss= compares with one. Type "
-            "the loss= of that run."
+            f"{saved.asked}: this run was trained with a loss that has no reference model, and the typed loss= needs "
+            "one. Type the loss= of that run."
         )
     if saved is None and run.evaluate is not None:
         raise Refused(
-            f"evaluate={run.evaluate}: loss= compares with the model that training started from, and an exported model "
-            "does not say which that was. Type evaluate=<the run folder>, or loss=simpo, which compares with none."
+            f"evaluate={run.evaluate}: this loss= compares with the initial model of a run, which an exported model "
+            "does not name. Type evaluate=<the run folder>, or loss=simpo, which needs no reference model."
         )
 
 
@@ -169,8 +169,8 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:
         log.info(
-            f"The reference computes {computed.size:,} {rows.batch.UNIT} of the {split.name} split before training; "
-            "they are stored."
+            f"Computing the reference model's log-probabilities of {computed.size:,} {rows.batch.UNIT} of the "
+            f"{split.name} split before training; they are stored."
         )
         split.store(known)  # a folder that cannot be written to is noticed now
     rows.reference = None
@@ -195,9 +195,9 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
             split.store(known)
     if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
         raise Refused(
-            f"loss=: the reference gives {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the {split.name} split a "
-            "log-probability that is not finite, so nothing can be compared with it. Type precision=bf16, which has "
-            "fp32's range and weights, or another model=."
+            f"loss=: the reference model's log-probability of {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the "
+            f"{split.name} split is not finite, so the loss cannot compare with it. Type precision=bf16, which has the "
+            "range of fp32 and fp32 weights, or another model=."
         )
 
 

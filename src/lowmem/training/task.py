@@ -106,8 +106,8 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
     name = base_of(place) if adapter else str(place)
     if name is None:
         raise Refused(
-            f"{key}={folder}: this adapter does not say which model it belongs to. Write base_model_name_or_path "
-            "into its adapter_config.json, or type merge=true with the run that made it."
+            f"{key}={folder}: this adapter does not name its base model. Write base_model_name_or_path into its "
+            "adapter_config.json, or export its run again with merge=true."
         )
     model = {"name": name, "pretrained": True}
     run = run.replacing("model.architecture", None).knowing(model=model, tokenizer=str(place) if adapter else None)
@@ -130,14 +130,15 @@ def _left(saved: Saved, max_steps: int, auto: bool) -> Work:
         return "train"
     if saved.steps <= max_steps:
         if not summary:
-            log.info(f"{saved.asked}: its {saved.steps} steps are done, its last evaluation is missing.")
+            log.info(f"{saved.asked}: all {saved.steps} steps are done; running the missing last evaluation.")
             return "evaluate"
         if not (saved.run / "model").is_dir():
-            log.info(f"{saved.asked}: it is trained and evaluated, its export is missing.")
+            log.info(f"{saved.asked}: training and evaluation are done; writing the missing export.")
             return "export"
         if auto:
-            log.info(f"{saved.asked}: its {saved.steps} steps are done, and nothing is missing.")
+            log.info(f"{saved.asked}: all {saved.steps} steps, the evaluation and the export are done.")
             return "nothing"
     raise Refused(
-        f"{saved.asked}: {saved.steps} steps are done and max_steps={max_steps}. Type max_steps={2 * saved.steps}."
+        f"{saved.asked}: {saved.steps} steps are done and max_steps={max_steps}. Type a larger max_steps, such as "
+        f"max_steps={2 * saved.steps}."
     )

@@ -144,12 +144,12 @@ def training_session(
     except DriveFailed as error:
         raise Refused(f"{error} {_resume(training, output_dir)}") from error
     except MisconfigurationException as error:
-        raise Refused(f"trainer, callbacks: Lightning says: {error}") from error
+        raise Refused(f"trainer, callbacks: Lightning refuses them: {error}") from error
     except (RuntimeError, MemoryError, OSError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
-                f"precision: the code of {type(network).__name__} computes partly in fp32, which does not "
-                f"fit its 16-bit weights ({error}). Type precision=bf16, which has fp32 weights."
+                f"precision: {type(network).__name__} mixes fp32 activations with its 16-bit weights ({error}). Type "
+                "precision=bf16, which has fp32 weights."
             ) from error
         side = out_of_memory(error)
         if side is None:
@@ -190,7 +190,9 @@ def _compare(data: build.Data, ranks: OneDevice) -> None:
         "the training data": (data.train.order, rows(data.train.sequences)),
         "the validation data": [(loader.name, loader.count, rows(loader.sequences)) for loader in data.val],
     }
-    require_same(ranks, digests, "read other data. Give all of them the same files, and a cache_dir built from these")
+    require_same(
+        ranks, digests, "read different data. Give all ranks the same files, and a cache_dir built from these files"
+    )
 
 
 def _work(training: Training, data: build.Data, task: Task) -> None:
@@ -221,17 +223,17 @@ def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
     share = ""
     if run.data.arguments.get("val_path", "") is None:
         share = (
-            f". They are the share of data.path that is held out, data.val_fraction={run.data.val_fraction}; "
-            "data.val_path=<it> evaluates all of another text"
+            f". They are held out from data.path (data.val_fraction={run.data.val_fraction}); type data.val_path=<a "
+            "file or folder> to evaluate all of another text"
         )
-    return f"evaluate={run.evaluate}: on {counts} (val_sequences={run.val_sequences}){share}."
+    return f"evaluate={run.evaluate}: evaluating {counts} (val_sequences={run.val_sequences}){share}."
 
 
 def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
     """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
     instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
-        instead.append("precision=bf16 or bf16-master, which have fp32's range")
+        instead.append("precision=bf16 or bf16-master, which have the range of fp32")
     if not (run.on_nonfinite == "skip" or run.in_backward or run.early):
         instead.append("on_nonfinite=skip")
     return f"{error} Type {', or '.join(instead)}. {_resume(training, output_dir)}"
@@ -241,7 +243,7 @@ def _resume(training: Training | None, output_dir: Path) -> str:
     last = checkpoint.complete(output_dir / "checkpoints") or [training and training.resumed_from]
     if not last[-1]:
         return "There is no checkpoint yet."
-    return f"{in_shell('resume', last[-1])} goes on from the last checkpoint."
+    return f"{in_shell('resume', last[-1])} continues from the last checkpoint."
 
 
 def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, task: Task, keeps: bool) -> Training:
@@ -281,8 +283,8 @@ def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
     if not ranks.any(any(micro_batch.weight for micro_batch in val)):
         raise Refused(
             f"early_stop.patience={run.early_stop.patience}: the first {val.count:,} validation sequences have no "
-            "token to learn, so there is no loss to watch. Type a larger val_sequences, another data.val_path, or "
-            "early_stop.patience=null."
+            "token that counts in the loss, so there is no loss to watch. Type a larger val_sequences, another "
+            "data.val_path, or early_stop.patience=null."
         )
 
 
@@ -295,7 +297,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
         watch = run.early_stop.watch
         if watch not in ("val_loss", *loss.shows):
             raise Refused(
-                f"early_stop.watch={watch}: loss={run.loss.target.rpartition('.')[2]} has none. Type "
+                f"early_stop.watch={watch}: loss={run.loss.target.rpartition('.')[2]} does not report {watch}. Type "
                 "early_stop.watch=val_loss, or train on pairs: data=preference loss=dpo."
             )
         mode = "min" if watch == "val_loss" else "max"

@@ -216,7 +216,7 @@ def test_of_no_label_at_all_the_loss_is_nothing(batch):
 
 @pytest.mark.parametrize("columns", [0, -3, "abc", None, True, 1.5])
 def test_a_tile_has_at_least_one_token(columns):
-    with pytest.raises(Refused, match=r"whole number of tokens of the vocabulary.* loss\.columns=4096"):
+    with pytest.raises(Refused, match=r"whole number of vocabulary entries.* loss\.columns=4096"):
         Tiled(columns)
 
 
@@ -234,7 +234,7 @@ def test_logits_that_are_no_function_of_their_tile_are_refused(changed, instead,
     model = network().eval()
     Tiled(COLUMNS).verify(model, batch)
     model.__class__ = changed
-    with pytest.raises(Refused, match=f"another function would be trained. Type loss={instead}."):
+    with pytest.raises(Refused, match=f"a different function. Type loss={instead}."):
         Tiled(COLUMNS).verify(model, batch)
 
 

@@ -243,7 +243,7 @@ def test_too_little_host_memory_is_refused_with_the_numbers_and_fit_off_starts_i
     monkeypatch.setattr(process, "available_bytes", lambda: 100_000 - process.rss_bytes())
     with monkeypatch.context() as patch:
         patch.setattr("lowmem.fit.training_session", None)  # calling it would be another error
-        with pytest.raises(Refused, match=r"GiB of the host.*The host has 0.0 GiB"):
+        with pytest.raises(Refused, match=r"GiB of host memory.*The host has 0.0 GiB"):
             fit("precision=bf16-master", "plan=check")
     assert fit("precision=bf16-master", "plan=off")[0]["steps"] == 4
 

@@ -219,7 +219,7 @@ def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):
     before = torch.get_float32_matmul_precision()
     with caplog.at_level(logging.INFO, logger="lowmem"):
         fp32_weights.TensorFloat32("cpu").convert_module(torch.nn.Identity())
-    assert "runs in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
+    assert "run in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
 
 
 def test_tf32_is_switched_on_by_a_run_alone_and_back_after_it(monkeypatch):

@@ -26,10 +26,10 @@ SEAM = {
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
 REFUSED_BY_CONFIG |= {"gradient_checkpointing=budget", "compile=blocks", "adapter=qlora"}
 REFUSED = {
-    ("tensor_parallel", "adapter=dora"): "DoRA measures rows of whole matrices",
-    ("tensor_parallel", "adapter=qlora"): "NF4Linear, and linear layers are divided",
-    ("tensor_parallel", "a mixture's auxiliary loss"): "divided in a way that is not known here",
-    ("pipeline", "freeze"): "has nothing to train on stage 0",
+    ("tensor_parallel", "adapter=dora"): "DoRA needs the norms of full rows",
+    ("tensor_parallel", "adapter=qlora"): "NF4Linear, and only linear layers can be sharded",
+    ("tensor_parallel", "a mixture's auxiliary loss"): "unsupported sharding style",
+    ("pipeline", "freeze"): "has no trainable weights on stage 0",
     ("pipeline", "a mixture's auxiliary loss"): "adds an auxiliary loss",
 }
 REFUSED |= {(f"fsdp_{strategy}", name): why for (strategy, name), why in REFUSED.items() if strategy != "pipeline"}

@@ -64,7 +64,7 @@ def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_s
 
     monkeypatch.setattr(DataParallel, "before_training", with_one_more)
     monkeypatch.setattr(DataParallel, "clear_gradients", lambda self: steps.append(self))
-    with pytest.raises(Refused, match="the last micro-batch of this window has not used every weight"):
+    with pytest.raises(Refused, match="the last micro-batch of this optimizer step did not use every weight"):
         fit("strategy=ddp", "max_steps=2", "accumulation=fixed", "accumulation.batches=2")
     assert steps == []
 

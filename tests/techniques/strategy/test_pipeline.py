@@ -132,9 +132,14 @@ def test_stages_wait_while_the_pipeline_fills_and_drains(pair):
 @pytest.mark.parametrize(
     ("name", "changes", "lines", "says"),
     [
-        ("gemma4", {}, [], "another function when its blocks are on several stages"),
+        ("gemma4", {}, [], "different results when its blocks are divided into stages"),
         ("qwen3_moe", {"output_router_logits": True}, [], "auxiliary loss"),
-        ("llama", {}, ["freeze=[model.embed_tokens*,model.layers.0*,model.layers.1*]"], "nothing to train on stage 0"),
+        (
+            "llama",
+            {},
+            ["freeze=[model.embed_tokens*,model.layers.0*,model.layers.1*]"],
+            "no trainable weights on stage 0",
+        ),
         ("llama", {}, ["freeze=[model.embed_tokens*]"], None),
     ],
 )

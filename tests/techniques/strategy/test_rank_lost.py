@@ -44,8 +44,8 @@ TORCH = "/site/torch/distributed/distributed_c10d.py"
 @pytest.mark.parametrize(
     ("names", "said", "sentence"),
     [
-        (("wrapper", "all_reduce"), CLOSED, "all_reduce: another rank is gone."),
-        (("broadcast_object_list", "wrapper", "broadcast"), RESET, "broadcast: another rank is gone."),
+        (("wrapper", "all_reduce"), CLOSED, "all_reduce: another rank has exited."),
+        (("broadcast_object_list", "wrapper", "broadcast"), RESET, "broadcast: another rank has exited."),
         (("all_gather_single", "_wait"), SILENT, "all_gather_single: another rank did not answer within 60 seconds"),
         (("barrier",), "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms", "barrier: another rank did not"),
     ],
@@ -53,22 +53,22 @@ TORCH = "/site/torch/distributed/distributed_c10d.py"
 def test_the_innermost_public_function_is_named(names, said, sentence):
     lost = lost_ranks.rank_lost(raised(TORCH, names, RuntimeError(said)), 60)
     assert isinstance(lost, RankLost) and str(lost).startswith(sentence)
-    assert ("strategy.timeout=<seconds>" in str(lost)) == ("is gone" not in str(lost))
+    assert ("strategy.timeout=<seconds>" in str(lost)) == ("has exited" not in str(lost))
 
 
 def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
     error = raised("/site/torch/autograd/graph.py", ("_engine_run_backward",), RuntimeError(CLOSED))
-    assert str(lost_ranks.rank_lost(error, 60)) == "backward's all_reduce of gradients: another rank is gone."
+    assert str(lost_ranks.rank_lost(error, 60)) == "backward's all_reduce of gradients: another rank has exited."
     error = raised(f"{lost_ranks.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
     assert str(lost_ranks.rank_lost(error, 60)).startswith(
-        "A collective in all_sum (several.py:1): another rank is gone."
+        "A collective in all_sum (several.py:1): another rank has exited."
     )
 
 
 def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_package():
     torch = "/home/lowmem/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     error = raised(torch, ("all_reduce", "_wait"), RuntimeError(CLOSED))
-    assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank is gone."
+    assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank has exited."
 
 
 @pytest.mark.parametrize(

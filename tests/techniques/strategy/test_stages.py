@@ -116,7 +116,7 @@ def test_more_stages_than_blocks_are_refused():
 
 
 def test_a_model_that_is_more_than_its_blocks_is_refused():
-    with pytest.raises(Refused, match="is its own body"):
+    with pytest.raises(Refused, match="has no base model separate from its head"):
         divided(a_model("llama4_text")[0], 2)
 
     model, _ = a_model("llama")

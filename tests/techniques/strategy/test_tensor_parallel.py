@@ -169,12 +169,15 @@ def test_one_group_takes_no_size():
 
 def test_what_cannot_be_divided_is_refused_by_name():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    for kind, shape, why in (("qwen3_moe", experts, "experts"), ("opt", {"ffn_dim": 48}, "brings no plan")):
-        with pytest.raises(Refused, match=rf"ForCausalLM cannot be divided by layers: .*{why}.*Type another strategy="):
+    for kind, shape, why in (
+        ("qwen3_moe", experts, "experts"),
+        ("opt", {"ffn_dim": 48}, "without a tensor-parallel plan"),
+    ):
+        with pytest.raises(Refused, match=rf"cannot shard .*ForCausalLM: .*{why}.*Type another strategy="):
             divide(built(kind, **shape), group(2))
 
 
-@pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA measures"), (QLoRA, "and linear layers are divided")])
+@pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA needs"), (QLoRA, "and only linear layers can be sharded")])
 def test_adapters_that_read_whole_matrices_are_refused(adapter, why):
     network = built("llama", dtype=torch.float32, hidden_size=64, intermediate_size=64)
     adapter(r=4)(network)

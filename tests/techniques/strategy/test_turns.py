@@ -75,13 +75,13 @@ def test_one_that_is_not_heard_of_is_lost(ranks):
     """A process that is stopped has no thread that beats, either."""
     ranks[0].turns._say("rank 0", "7")
     other(turn_of(ranks[0], 10, beats=False))
-    with pytest.raises(RankLost, match="Rank 0 was to read the data, and has not been heard of for 0"):
+    with pytest.raises(RankLost, match="Rank 0 was to read the data, and has sent no heartbeat for 0"):
         waited(ranks[1])
 
 
 def test_one_whose_store_gives_no_answer_is_lost(ranks):
     ranks[1].turns.store = SimpleNamespace(check=lambda _: time.sleep(10))
-    with pytest.raises(RankLost, match="has not been heard of"):
+    with pytest.raises(RankLost, match="has sent no heartbeat"):
         waited(ranks[1])
 
 

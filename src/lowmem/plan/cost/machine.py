@@ -80,8 +80,9 @@ class Machine:
         name = self.fp32_products if name == "float32" else name
         if name not in self.flops:
             raise Refused(
-                f"This run multiplies matrices in {name}, and {self.name} has rates for {', '.join(self.flops)}: how "
-                "long it takes is not known. To predict its memory alone, type plan=check, or search=false to plan.py."
+                f"The speed of {self.name} is known for {', '.join(self.flops)}, but this run multiplies matrices in "
+                f"{name}, so its time cannot be predicted. To predict its memory alone, type plan=check, or "
+                "search=false to plan.py."
             )
         return self.flops[name]
 
@@ -105,7 +106,10 @@ def store(rates: dict[str, object], file: Path) -> None:
             draft.write_text(json.dumps(rates, indent=2), encoding="utf-8")
             draft.replace(file)
     except OSError as error:
-        _tell(f"Rates of this machine cannot be kept in {CACHE} ({error.strerror}): name a folder in LOWMEM_RATES.")
+        _tell(
+            f"The measured speeds of this machine cannot be stored in {CACHE} ({error.strerror}): name a writable "
+            "folder in the environment variable LOWMEM_RATES."
+        )
 
 
 def stored(kind: type[Rates], file: Path) -> Rates | None:

@@ -29,8 +29,8 @@ from lowmem.techniques.weights.streamed import HOLDS
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
-    "This precision multiplies in bf16, and the card has no units for it: torch emulates them, at half the pace of "
-    "fp32. Type precision=16, 16-master or 32."
+    "precision: this card has no bf16 units, so torch emulates bf16 products at half the speed of fp32. Type "
+    "precision=16, 16-master or 32."
 )
 
 
@@ -264,20 +264,21 @@ def depth_and_period(run: Run) -> tuple[int, int]:
     config, strategy = describe(run, plans=True).grown, run.technique("strategy")
     if strategy.overlaps_micro_batches or strategy.package:
         raise Refused(
-            "strategy: recipes are derived from traces of a few blocks, and this strategy divides a few blocks in "
-            "another way than the full model. Type search=false to plan.py to predict one run at a time."
+            "strategy: a search extrapolates from traces of a few blocks, and this strategy shards a few blocks "
+            "differently from the full model. Type search=false to plan.py to predict one run at a time."
         )
     depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
     turn = period(kinds) if kinds else 1
     if not depth or turn is None:
         raise Refused(
-            f"model.name={run.model.name}: recipes are derived from a stack of blocks that are equal, or whose kinds "
-            "repeat in a fixed order; this model's do not. Type search=false to plan.py to predict one run at a time."
+            f"model.name={run.model.name}: a search extrapolates from traces of a few blocks, so all blocks must be "
+            "equal or their kinds must repeat in a fixed order; the blocks of this model do not. Type search=false to "
+            "plan.py to predict one run at a time."
         )
     if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, turn):
         raise Refused(
-            "freeze=, adapter.target=: recipes are derived from a stack of blocks that are equal, and here some blocks "
-            "are frozen or adapted and others are not. Type search=false to plan.py to predict one run at a time."
+            "freeze=, adapter.target=: a search extrapolates from traces of a few blocks, and here some blocks are "
+            "frozen or adapted and others are not. Type search=false to plan.py to predict one run at a time."
         )
     return depth, turn
 

@@ -44,7 +44,7 @@ def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int
             raise
         except Exception as error:
             raise Refused(
-                f"model.name={run.model.name}: recipes are derived from traces, and {untraceable(error)} Type "
+                f"model.name={run.model.name}: a search needs traces of the model, and {untraceable(error)} Type "
                 "search=false to plan.py for an estimate of one run."
             ) from None
         done()

@@ -35,7 +35,9 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         yield OneDevice()
         return
     if dist.is_initialized():
-        raise Refused("No recipe can be searched while other ranks wait: type the same overrides after python plan.py.")
+        raise Refused(
+            "A process of a multi-process run cannot search recipes. Type the same overrides after python plan.py."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)

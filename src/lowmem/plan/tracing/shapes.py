@@ -96,7 +96,7 @@ class ShapeMode(LeanFakeTensorMode):
         if func.namespace == "aten" and self.phase != "update":
             self.operators += 1
             if self.operators > OPERATORS * self.micro_batches:
-                raise TooLong(f"more than {OPERATORS:,} operators, or a loop that waits for numbers")
+                raise TooLong(f"more than {OPERATORS:,} operators, or a loop that ends only on certain tensor values")
         if func is READ_A_NUMBER and isinstance(args[0], FakeTensor):
             return _yes(args[0].dtype)
         if func in COMPARES:

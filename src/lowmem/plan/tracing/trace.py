@@ -80,7 +80,7 @@ def untraceable(error: Exception) -> str:
     while cause.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
         cause = cause.__cause__
     if not isinstance(cause, TooLong) and not _raised_by_a_model(cause):
-        error.add_note("This is a fault of the planner. Type plan=off to start without a prediction.")
+        error.add_note("This is a bug in the planner. Type plan=off to start without a prediction.")
         raise error
     return f"this model cannot be traced by shape ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})."
 

@@ -32,15 +32,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         named = [p for name, p in every if fnmatchcase(name, pattern)]
         if not named:
             raise Refused(
-                f"freeze: no parameter of {type(model).__name__} has a name like {pattern}. They are called "
-                f"{every[0][0]}, ..., {every[-1][0]}; type a pattern such as '{every[0][0].rpartition('.')[0]}.*'."
+                f"freeze: no parameter name of {type(model).__name__} matches {pattern}. Names go from {every[0][0]} "
+                f"to {every[-1][0]}; type a pattern such as '{every[0][0].rpartition('.')[0]}.*'."
             )
         if before.issuperset(named):
-            log.warning(f"freeze: {pattern} changes nothing: what it names is frozen by adapter= already.")
+            log.warning(
+                f"freeze: {pattern} has no effect, because adapter= already freezes the parameters that it matches."
+            )
         for p in named:
             p.requires_grad_(False)
     left, total = sum(p.numel() for _, p in trainable(model)), sum(p.numel() for p in model.parameters())
     if not left:
-        raise Refused(f"freeze={list(patterns)}: nothing is left to train. Leave one of these patterns out.")
+        raise Refused(
+            f"freeze={list(patterns)}: these patterns freeze every parameter, so nothing is left to train. Remove one "
+            "of them."
+        )
     if patterns:
-        log.info(f"freeze: {left:,} of {total:,} parameters are trained.")
+        log.info(f"freeze: {left:,} of {total:,} parameters are trainable.")

@@ -92,8 +92,8 @@ class LoRA:
                 inject_adapter_in_model(config, model)
         except (ValueError, NotImplementedError) as error:
             raise Refused(
-                f"adapter: peft cannot adapt this {type(model).__name__} ({str(error).splitlines()[0]}) Type "
-                "adapter.target=[<names of other linear layers>], or adapter=none."
+                f"adapter: PEFT cannot adapt this {type(model).__name__} ({str(error).splitlines()[0].rstrip('.')}). "
+                "Type adapter.target=[<names of other linear layers>], or adapter=none."
             ) from None
         adapted = _adapted(model)
         if self.path is not None:
@@ -104,8 +104,8 @@ class LoRA:
             _measure(layer)
         added = sum(p.numel() for _, p in trainable(model))
         log.info(
-            f"adapter: {len(adapted)} of {len(linear)} linear layers are adapted ({_kinds(adapted)}), and {added:,} "
-            f"parameters are trained beside {own_count:,}. Not adapted: {_left_out(model)}."
+            f"adapter: {len(adapted)} of {len(linear)} linear layers have an adapter ({_kinds(adapted)}): {added:,} "
+            f"trainable parameters beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
         )
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
@@ -113,50 +113,60 @@ class LoRA:
 
         line = f"adapter.path={self.path}"
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
-            raise Refused(f"{line}: there are no {CONFIG} and {WEIGHTS}. Give a folder that peft or merge=false wrote.")
+            raise Refused(
+                f"{line}: the folder must contain {CONFIG} and {WEIGHTS}. Type a folder written by PEFT, or by a run "
+                "with merge=false."
+            )
         try:
             config = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError) as error:
-            raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Give another folder.") from None
+            raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Type another folder.") from None
         more = [name for name in NOT_HERE if getattr(config, name, None)]
         more += ["bias"] if getattr(config, "bias", "none") != "none" else []  # theirs: peft's
         if not isinstance(config, LoraConfig) or more:
-            problem = f"has {', '.join(more)}" if more else f"is a {getattr(config, 'peft_type', None)} adapter"
+            problem = f"has {', '.join(more)}" if more else f"is of type {getattr(config, 'peft_type', None)}"
             raise Refused(
-                f"{line}: it {problem}, which is not trained here. Give a LoRA or DoRA of linear layers alone."
+                f"{line}: this adapter {problem}, which is not supported. Type a folder with a LoRA or DoRA adapter of "
+                "linear layers only."
             )
         if config.use_dora != self.magnitudes:
-            kind = "with" if config.use_dora else "without"
-            raise Refused(f"{line}: it was trained {kind} DoRA's magnitudes. Type the other adapter=.")
+            plain = "qlora" if stands_on_4_bits(folder) else "lora"
+            kind, instead = ("DoRA", "dora") if config.use_dora else ("LoRA", plain)
+            raise Refused(f"{line}: this is a {kind} adapter. Type adapter={instead}.")
         self._check_base(folder)
         for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
             if typed is not None and typed != stored:
-                raise Refused(f"adapter.{name}={typed}: {self.path} has {stored}. Leave adapter.{name} out.")
+                raise Refused(
+                    f"adapter.{name}={typed}: the adapter in {self.path} has {name}={stored}. Remove adapter.{name}."
+                )
         config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
-        log.info(f"{line}: it was trained on {config.base_model_name_or_path or 'a base that it does not name'}.")
+        log.info(f"{line}: this adapter was trained on {config.base_model_name_or_path or 'an unnamed base model'}.")
         return config
 
     def _check_base(self, folder: Path) -> None:
         """Checks a folder against this run's base: peft's configuration does not say whether the base was quantised."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
-                f"adapter.path={self.path}: it was trained on a base in 4 bits, and this adapter= does not quantise "
-                "its base. Type adapter=qlora."
+                f"adapter.path={self.path}: this adapter was trained on a base model quantised to 4 bits, and this "
+                "adapter= does not quantise its base model. Type adapter=qlora."
             )
         if self.in_4_bits and not stands_on_4_bits(folder):
             log.warning(
-                f"adapter.path={self.path}: nothing in it says that its base was in 4 bits. If it was not, type "
-                "adapter=lora."
+                f"adapter.path={self.path}: this adapter does not say that its base model was quantised to 4 bits. If "
+                "it was not, type adapter=lora."
             )
 
     def _check_targets(self, model: nn.Module, adapted: dict[str, nn.Module], linear: dict[str, nn.Module]) -> None:
         if beyond := [name for name in adapted if name not in linear]:
             raise Refused(
-                f"adapter.path={self.path}: it adapts {beyond[0]}, and embeddings and heads are not adapted here. Give "
-                "a folder without it."
+                f"adapter.path={self.path}: this adapter changes {beyond[0]}, but embeddings, heads and routers cannot "
+                "be adapted. Type a folder whose adapter has only other linear layers."
             )
         if self.target is not None and {*adapted} != {*_chosen(model, linear, self.target)}:
-            raise Refused(f"adapter.target={self.target}: {self.path} adapts others ({_kinds(adapted)}). Leave it out.")
+            raise Refused(
+                f"adapter.target={self.target}: the adapter in {self.path} has other target layers "
+                f"({_kinds(adapted)}). Remove adapter.target."
+            )
 
 
 class DoRA(LoRA):
@@ -202,8 +212,8 @@ def load(model: PreTrainedModel, path: str) -> None:
         wrong = [str(error).strip().splitlines()[-1].strip()]
     if wrong:
         raise Refused(
-            f"adapter.path={path}: its tensors are not those of this model's layers ({wrong[0]}). Type the model= that "
-            "it was trained on."
+            f"adapter.path={path}: the tensors of this adapter do not match the layers of this model ({wrong[0]}). "
+            "Type the model= that the adapter was trained on."
         )
 
 
@@ -237,12 +247,13 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
     for pattern in target:
         if not any(_meant(name, pattern) for name in linear):
             named = [name for name, _ in model.named_modules() if name and _meant(name, pattern)]
-            reason = f"{named[0]} is not one of them" if named else f"{type(model).__name__} has no layer of that name"
-            ends = sorted({name.rpartition(".")[2] for name in linear})
-            raise Refused(
-                f"adapter.target={pattern}: linear layers are adapted, without the head, and {reason}. Type some of "
-                f"[{','.join(ends)}], or {ALL}."
+            reason = (
+                f"{named[0]} is not a linear layer that can be adapted (the head cannot)"
+                if named
+                else f"{type(model).__name__} has no layer of this name"
             )
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            raise Refused(f"adapter.target={pattern}: {reason}. Type some of [{','.join(ends)}], or {ALL}.")
     return [name for name in linear if any(_meant(name, pattern) for pattern in target)]
 
 
@@ -279,6 +290,6 @@ def _left_out(model: PreTrainedModel) -> str:
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     left_out = ["embeddings"]
     if head is not None:
-        left_out.append("the head, which is tied to them" if head.weight is tied else "the head")
+        left_out.append("the head (tied to them)" if head.weight is tied else "the head")
     fused = [name for name, p in model.named_parameters() if p.dim() > 2]
-    return ", ".join([*left_out, *([f"{len(fused)} fused tensors of experts such as {fused[0]}"] if fused else [])])
+    return ", ".join([*left_out, *([f"{len(fused)} fused expert tensors such as {fused[0]}"] if fused else [])])

@@ -82,7 +82,7 @@ for _operator in (_round, _join):
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype != dtype:
-        raise TypeError(f"A weight is split or joined in {dtype} here, and this tensor has {tensor.dtype}.")
+        raise TypeError(f"expected a {dtype} tensor, got {tensor.dtype}")
     return tensor.detach().view(torch.int32 if dtype == torch.float32 else torch.int16)
 
 

@@ -53,8 +53,7 @@ def _compiled(block: nn.Module, backend: str) -> Callable:
                 return compiled(*args, **kwargs)
         except compilation_errors() as error:
             raise Refused(
-                f"compile=blocks: torch.compile gives up on {type(block).__name__} ({_reason(error)}). Type "
-                "compile=none."
+                f"compile=blocks: torch.compile failed on {type(block).__name__} ({_reason(error)}). Type compile=none."
             ) from error
 
     return forward

@@ -30,7 +30,7 @@ class OnDevice:
 
     def fetch(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("A checkpointed activation was changed in place: its block cannot be computed again.")
+            raise RuntimeError("A checkpointed activation was modified in place, so its block cannot be recomputed.")
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 

@@ -38,7 +38,9 @@ def every_layer(model: nn.Module) -> None:
 def every_k(model: nn.Module, k: int) -> None:
     """Every k-th block keeps only its input: n / k boundaries and the interior of k blocks."""
     if not isinstance(k, int) or k < 1:
-        raise Refused(f"gradient_checkpointing.k={k}: a segment has at least one block. Type 1 or more.")
+        raise Refused(
+            f"gradient_checkpointing.k={k}: a segment needs at least 1 block. Type a whole number of at least 1."
+        )
     stack = blocks(model)
     for start in range(0, len(stack), k):
         _segment(stack[start : start + k])
@@ -85,7 +87,7 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
         backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
     """
     if not 0 <= fraction <= 1:
-        raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
+        raise Refused(f"gradient_checkpointing.fraction={fraction}: type a number between 0 and 1.")
 
     choosing = within_budget(fraction, backend)
     torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of recompilations
@@ -217,9 +219,9 @@ class Call:
 def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
     if any(isinstance(argument, Cache) for argument in (*args, *kwargs.values())):
         raise Refused(
-            f"gradient_checkpointing: {type(block).__name__} adds its keys and values to a cache in training too, and "
-            "would add them again when it is computed again. Type gradient_checkpointing=none, and loss=chunked or a "
-            "smaller batch_size to save memory."
+            f"gradient_checkpointing: {type(block).__name__} writes to a KV cache during training, and recomputation "
+            "would write its keys and values twice. Type gradient_checkpointing=none, and loss=chunked or a smaller "
+            "batch_size to save memory."
         )
 
 

@@ -155,8 +155,8 @@ class HandBack(Mode):
         if func in self.operators and not _paused.get():
             if not self.results or self.results[0].func is not func:
                 raise RuntimeError(
-                    f"gradient_checkpointing: a block was computed again and called {func} where the first pass did "
-                    "not, or backward ran a second time. Type gradient_checkpointing=every_layer."
+                    f"gradient_checkpointing: the recomputation of a block called {func} where its forward pass did "
+                    "not, or backward ran twice. Type gradient_checkpointing=every_layer."
                 )
             if (out := self.results.popleft().hand_back()) is not None:
                 return out

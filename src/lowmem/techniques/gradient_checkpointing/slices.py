@@ -57,7 +57,9 @@ class Tiles:
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         self.tokens = tokens
         if asked_for(model):
-            raise self._refused("the loss of output_router_logits=true would send no gradient into a slice")
+            raise self._refused(
+                "output_router_logits=true adds a loss whose gradient does not reach modules computed in slices"
+            )
         try:
             stack = blocks(model)
         except Refused:
@@ -80,11 +82,11 @@ class Tiles:
             for module in self.sliced:
                 module.comparing = False
         if wrong := {name(module) for module in self.sliced if module.agrees is False}:
-            raise self._refused(f"in slices of the sequence {', '.join(sorted(wrong))} is another function")
+            raise self._refused(f"{', '.join(sorted(wrong))} computes different results in slices of the sequence")
         cut = {name(module) for module in self.sliced if module.agrees}
         if not cut:
-            raise self._refused(f"no part of the blocks of {type(model).__name__} acts on each token by itself")
-        log.info(f"tile.tokens={self.tokens}: {', '.join(sorted(cut))} are computed in slices of so many tokens.")
+            raise self._refused(f"no module in the blocks of {type(model).__name__} processes each token independently")
+        log.info(f"tile.tokens={self.tokens}: {', '.join(sorted(cut))} are computed in slices of {self.tokens} tokens.")
 
     def _refused(self, why: str) -> Refused:
         return Refused(f"tile.tokens={self.tokens}: {why}. Type tile.tokens=null.")

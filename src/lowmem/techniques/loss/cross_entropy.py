@@ -93,7 +93,7 @@ def as_loss(loss: object) -> Loss:
     if isinstance(loss, FunctionType | partial):
         return Function(loss)
     raise Refused(
-        f"loss._target_: this makes a {type(loss).__name__}, which is no loss. Derive it from Loss of "
+        f"loss._target_: {type(loss).__name__} is not a loss. Derive it from Loss of "
         "lowmem.techniques.loss.cross_entropy, and from nn.Module as well if it has weights or buffers, or name a "
         "function and type loss._partial_=true."
     )
@@ -109,7 +109,7 @@ class Chunked(Loss):
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise Refused(f"loss.rows={rows}: give a whole number of tokens, at least 1, such as loss.rows=1024.")
+            raise Refused(f"loss.rows={rows}: type a whole number of tokens, at least 1, such as loss.rows=1024.")
         self.rows = rows
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -122,8 +122,8 @@ class Chunked(Loss):
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         if not agrees(model, batch.inputs):
             raise Refused(
-                f"loss=chunked: computed in chunks the logits of {type(model).__name__} are not the model's own, and "
-                "another function would be trained. Type loss=full."
+                f"loss=chunked: logits of {type(model).__name__} computed in chunks differ from the model's own, so "
+                "training would optimise a different function. Type loss=full."
             )
 
 

@@ -52,7 +52,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         if get_ident() != here:  # another micro-batch is under way in its own thread
             return None
         if not args:
-            raise _refused(model, "calls its head by keyword")
+            raise _refused(model, "calls its head with keyword arguments")
         entered.append(args[0])
         return (args[0][:, :1], *args[1:])
 
@@ -79,11 +79,11 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         for hook in hooks:
             hook.remove()
     if len(entered) != 1 or entered[0].shape[:-1] != inputs["input_ids"].shape:
-        raise _refused(model, "does not apply its head once to every token")
+        raise _refused(model, "does not apply its head exactly once to every token")
     if _untouched(logits, *products[0]):
         return Head(head, entered[0], None)
     if body is model:
-        raise _refused(model, "changes its logits after the head, and has no body apart from itself")
+        raise _refused(model, "changes its logits after the head and has no base model separate from the head")
 
     def finish(product: Tensor) -> Tensor:
         with _answering(body, lambda *_, **__: outputs[0]), _answering(head, lambda *_, **__: product[None]):
@@ -156,7 +156,10 @@ def _answering(module: nn.Module, answer: Callable) -> Iterator[None]:
 
 
 def _refused(model: nn.Module, why: str) -> Refused:
-    return Refused(f"loss=chunked, loss=tiled: {type(model).__name__} {why}. Type loss=full.")
+    return Refused(
+        f"loss: {type(model).__name__} {why}, so this loss cannot compute its logits in pieces. Type loss=full, or "
+        "another model= for data=preference."
+    )
 
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:

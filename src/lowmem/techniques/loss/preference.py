@@ -77,8 +77,8 @@ class PreferenceLoss(Tiled):
     def verify(self, model: PreTrainedModel, batch: AnswerBatch) -> None:
         if not agrees(model, batch.inputs, tiled=True):
             raise Refused(
-                f"loss: computed in tiles of the vocabulary the logits of {type(model).__name__} are not the model's "
-                "own, and another function of the answers would be trained. Type another model=."
+                f"loss: logits of {type(model).__name__} computed in tiles of the vocabulary differ from the model's "
+                "own, so training would optimise a different function. Type another model=."
             )
 
     def losses(self, answers: Answers) -> Tensor:
@@ -190,7 +190,7 @@ class KTO(PreferenceLoss):
         self.weights = [_number(key, weight) for key, weight in weights.items()]
         if not any(self.weights):
             raise Refused(
-                "loss.desirable_weight=0, loss.undesirable_weight=0: nothing would be learnt. Type 1 for both."
+                "loss.desirable_weight=0, loss.undesirable_weight=0: the model would learn nothing. Type 1 for both."
             )
         self._kl = torch.zeros(())  # z
 
@@ -239,20 +239,20 @@ def _logistic(margin: Tensor, smoothing: float = 0.0) -> Tensor:
 
 def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise Refused(f"loss.{key}={value}: give a number of at least 0.")
+        raise Refused(f"loss.{key}={value}: type a number of at least 0.")
     return float(value)
 
 
 def _positive(key: str, value: object) -> float:
     if _number(key, value) == 0:
-        raise Refused(f"loss.{key}={value}: nothing would be learnt. Give a number above 0, such as 0.1.")
+        raise Refused(f"loss.{key}={value}: the model would learn nothing. Type a number above 0, such as 0.1.")
     return float(value)
 
 
 def _below_half(value: object) -> float:
     if _number("label_smoothing", value) >= 0.5:
         raise Refused(
-            f"loss.label_smoothing={value}: from half of the pairs on, the rejected answer would be preferred. Give a "
-            "number below 0.5."
+            f"loss.label_smoothing={value}: from 0.5 on, the loss would prefer the rejected answers. Type a number "
+            "below 0.5."
         )
     return float(value)

@@ -30,7 +30,7 @@ class Tiled(Loss):
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
             raise Refused(
-                f"loss.columns={columns}: give a whole number of tokens of the vocabulary, at least 1, such as "
+                f"loss.columns={columns}: type a whole number of vocabulary entries, at least 1, such as "
                 "loss.columns=4096."
             )
         self.columns = columns
@@ -52,8 +52,8 @@ class Tiled(Loss):
         if not agrees(model, batch.inputs, tiled=True):
             instead = "loss=chunked" if agrees(model, batch.inputs) else "loss=full"
             raise Refused(
-                f"loss=tiled: computed in tiles of the vocabulary the logits of {type(model).__name__} are not the "
-                f"model's own, and another function would be trained. Type {instead}."
+                f"loss=tiled: logits of {type(model).__name__} computed in tiles of the vocabulary differ from the "
+                f"model's own, so training would optimise a different function. Type {instead}."
             )
 
 

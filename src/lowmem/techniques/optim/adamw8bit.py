@@ -132,7 +132,7 @@ def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: di
     wide = p if rest is None else None
     tensors = [tensor for tensor in (wide, rounded, rest) if tensor is not None]
     if (wide is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("HostAdamW8bit steps contiguous fp32 parameters: call .float().contiguous() on them first.")
+        raise ValueError("HostAdamW8bit needs contiguous fp32 parameters: call .float().contiguous() on them first.")
     g = g.contiguous()
     native.adamw8bit(
         *(address(wide), address(g), DTYPES[g.dtype]),

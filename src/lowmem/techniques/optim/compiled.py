@@ -39,7 +39,7 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        return _without(source, "no C++ compiler is on the PATH")
+        return _without(source, "there is no C++ compiler on the PATH")
     try:
         return ctypes.CDLL(str(_built(compiler, source, (*FLAGS, *flags))))
     except (OSError, subprocess.SubprocessError) as error:
@@ -48,7 +48,9 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 
 def _without(source: Path, why: str) -> None:
-    log.info(f"optim={source.stem}: {why}, so its step runs as torch operators, some five times as long.")
+    log.info(
+        f"optim={source.stem}: {why}, so the optimizer step runs as torch operators and takes about 5 times as long."
+    )
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:

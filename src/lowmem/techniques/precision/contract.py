@@ -60,7 +60,10 @@ class BasePrecision(Precision):
         before they move to the device and before anything is computed or tracked; it calls `teardown` in the end,
         come what may. A parameter keeps its identity for the whole run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
-            log.info(f"This CPU has no {NAMES[self.dtype]} products: they are computed in fp32 and rounded once.")
+            log.info(
+                f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
+                "rounded once."
+            )
         return module
 
     def load_rests(self, rests: Mapping[str, Tensor]) -> None:

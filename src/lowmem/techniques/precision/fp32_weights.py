@@ -33,7 +33,7 @@ class TensorFloat32(FullPrecision):
             self._run.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
         else:
-            log.info("precision=tf32: this device has no TF32 products; it runs in fp32.")
+            log.info("precision=tf32: this device does not support TF32, so matrix products run in fp32.")
         return super().convert_module(module)
 
 

@@ -69,8 +69,8 @@ class MasterWeights(Callback):
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         if self.on_host and self.early and not bool(loss.isfinite()):
             raise NotFinite(
-                f"The loss became {loss.item():g} in step {trainer.global_step + 1}, and no gradient of it was used. "
-                "With clip=1.0 every gradient is checked before any is used, and on_nonfinite=skip works."
+                f"The loss is {loss.item():g} in step {trainer.global_step + 1}, before any weight was updated. With "
+                "clip=1.0 all gradients are checked before any update, and on_nonfinite=skip works."
             )
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:

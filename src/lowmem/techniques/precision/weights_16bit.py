@@ -55,8 +55,8 @@ class SixteenBitWeights(BasePrecision):
     def extra_state(self, p: nn.Parameter) -> ExtraState:
         if self._divided:
             raise Refused(
-                f"precision: {type(self).__name__} stores extra state for each weight, which checkpoints of a "
-                "divided model do not hold. Type strategy=ddp."
+                f"precision: {type(self).__name__} stores extra state for each weight, which checkpoints of a sharded "
+                "model cannot hold. Type strategy=ddp."
             )
         if p not in self._extra_state:
             self._extra_state[p] = self.new_extra_state(p)

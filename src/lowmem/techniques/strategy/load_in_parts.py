@@ -82,8 +82,8 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
     theirs = ranks.broadcast(ours)  # each rank looks by itself; rank 0 has nothing to compare
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
-            f"strategy: the weights of {type(model).__name__} have another {differing[0]} than its architecture, so "
-            "that it cannot be loaded in parts. Type strategy=ddp."
+            f"strategy: {differing[0]} of {type(model).__name__} differs between the stored weights and the model's "
+            "architecture, so the weights cannot be loaded in shards. Type strategy=ddp."
         )
 
 

@@ -43,30 +43,30 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
         return None
     if re.search(TAKEN, message):
         return RankLost(
-            "The port at which the ranks were to meet has been taken by another program since it was free. Type the "
-            "same command again."
+            "Another program took the rendezvous port of the ranks before they could open it. Type the same command "
+            "again."
         )
     if any(frame.name in JOINING for frame in frames):
         return RankLost(
-            f"Not all ranks have come together within {timeout} seconds: one did not start, or cannot be reached. If "
-            "they are only slow to start, type a larger strategy.timeout=<seconds>; where nobody has started several, "
-            "unset RANK and WORLD_SIZE."
+            f"Not all ranks joined the process group within {timeout} seconds: at least one did not start or cannot be "
+            "reached. If the ranks are slow to start, type a larger strategy.timeout=<seconds>; if you started a "
+            "single process, unset RANK and WORLD_SIZE."
         )
     call = collective(frames)
     if re.search(SILENT, message):
         return RankLost(
-            f"{call}: another rank did not answer within {timeout} seconds: it hangs, or does other work than this "
-            "one. If it is only slow, type a larger strategy.timeout=<seconds>."
+            f"{call}: another rank did not answer within {timeout} seconds: it hangs, or runs different code. If it is "
+            "only slow, type a larger strategy.timeout=<seconds>."
         )
-    return RankLost(f"{call}: another rank is gone.")
+    return RankLost(f"{call}: another rank has exited.")
 
 
 def watchdog_message(words: str) -> str | None:
     """Returns the sentence for what NCCL's watchdog prints before it aborts the process; None: it is something else."""
     if match := WATCHDOG.search(words):
         return (
-            f"{match[1].lower()}: another rank did not answer in time: it hangs, or does other work than this one. If "
-            "it is only slow, type a larger strategy.timeout=<seconds>."
+            f"{match[1].lower()}: another rank did not answer in time: it hangs, or runs different code. If it is only "
+            "slow, type a larger strategy.timeout=<seconds>."
         )
     return None
 

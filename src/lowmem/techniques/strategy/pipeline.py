@@ -88,16 +88,16 @@ class Pipeline(Divided):
         """Compares the stages with the full model. Raises: Refused."""
         model = module.model
         if asked_for(model):
-            raise refused(model, "adds an auxiliary loss, of which the last stage would know its own blocks' alone")
+            raise refused(model, "adds an auxiliary loss, which the last stage can compute only for its own blocks")
         for stage in range(self.size):
             if not any(p.requires_grad and stage in stages for p, stages in division.holders.items()):
-                raise refused(model, f"has nothing to train on stage {stage}, among what freeze= and adapter= leave")
+                raise refused(model, f"has no trainable weights on stage {stage} with this freeze= and adapter=")
         training = model.training
         try:
             model.eval()  # without dropout
             shown = _shown(model)
             if not same(model, division, shown):
-                raise refused(model, "is another function when its blocks are on several stages")
+                raise refused(model, "computes different results when its blocks are divided into stages")
             with torch.no_grad():
                 module.loss.verify(model, shown)
         finally:
@@ -108,7 +108,7 @@ class Pipeline(Divided):
             f"{first} to {end - 1} ({division.bytes(stage) / GIB:.2f} GiB)"
             for stage, (first, end) in enumerate(pairwise(division.cuts))
         )
-        return f"strategy=pipeline: blocks and bytes of weights by stage: {cuts}."
+        return f"strategy=pipeline: blocks (bytes of weights) of each stage: {cuts}."
 
     @property
     def neediest(self) -> tuple[int, ...]:

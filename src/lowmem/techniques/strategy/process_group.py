@@ -111,7 +111,9 @@ def _compare(ranks: OneDevice, run: Run) -> None:
     another model."""
     values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    require_same(ranks, values, "would not train one model. Start all of them with the same command and the same code")
+    require_same(
+        ranks, values, "would not train the same model. Start all ranks with the same command and the same code"
+    )
 
 
 def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:

@@ -87,14 +87,14 @@ class Turns:
                     beat, since = look.beat, time.monotonic()
                 if time.monotonic() - since > self.timeout:
                     raise RankLost(
-                        f"Rank 0 was to {work}, and has not been heard of for {self.timeout:g} seconds: it is stopped, "
+                        f"Rank 0 has sent no heartbeat for {self.timeout:g} seconds (its task: {work}): it is stopped, "
                         "or cannot be reached."
                     )
         finally:
             look.ended.set()
             look.thread.join(EVERY)  # as above, if the store answers
         if look.how != DONE:
-            raise RankLost(f"Rank 0 was to {work}, and has failed or is gone.")
+            raise RankLost(f"Rank 0 failed or exited before it finished its task ({work}).")
 
 
 class _Look:

@@ -52,18 +52,18 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         Refused: a model that is more than a list of blocks with modules before and after them.
     """
     if model.base_model is model:
-        raise refused(model, "is its own body")
+        raise refused(model, "has no base model separate from its head")
     stack = blocks(model)
     inside = {module for block in stack for module in block.modules()}
     edges = [
         module for module in model.modules() if module not in inside and any(True for _ in module.parameters(False))
     ]
     if any(block in set(edge.modules()) for edge in edges for block in stack):
-        raise refused(model, "holds weights beside its blocks")
+        raise refused(model, "has weights in a module that contains its blocks")
     called, outputs = _called(model, [*edges, *stack])
     start, end = called.index(stack[0]), len(called) - called[::-1].index(stack[-1])
     if called[start:end] != stack or set(called[:start]) & set(called[end:]):
-        raise refused(model, "does not call its blocks one after the other")
+        raise refused(model, "does not call its blocks one after another")
     after = called[end:]
     return Anatomy([edge for edge in edges if edge not in after], stack, after, outputs)
 
@@ -77,7 +77,7 @@ def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.M
         several = isinstance(output, tuple)
         hidden = output[0] if several else output
         if not isinstance(hidden, Tensor):
-            raise refused(model, f"hands on no hidden states but {type(hidden).__name__}")
+            raise refused(model, f"has a module that returns a {type(hidden).__name__} instead of hidden states")
         outputs[module] = Output(hidden.shape, hidden.dtype, len(output) - 1 if several else None)
 
     hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in watched]
@@ -100,8 +100,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
     """
     if stages > len(sizes):
         raise Refused(
-            f"strategy=pipeline: devices={stages} are more than the {len(sizes)} blocks of this model, and each stage "
-            f"holds at least one. Type devices={len(sizes)} or fewer."
+            f"strategy=pipeline: devices={stages} is more than the {len(sizes)} blocks of this model, and each device "
+            f"needs at least one block. Type devices={len(sizes)} or fewer."
         )
     count = len(sizes)
 
@@ -240,7 +240,7 @@ class Stage:
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
             raise refused(
-                self.model, f"has {hidden.dtype} hidden states between blocks whose weights have another dtype"
+                self.model, f"has {hidden.dtype} hidden states between blocks, although its weights have another dtype"
             )
         return hidden.flatten(0, 1)
 
@@ -295,4 +295,4 @@ def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
 
 
 def refused(model: nn.Module, why: str) -> Refused:
-    return Refused(f"strategy=pipeline: {type(model).__name__} {why}. Type strategy=fsdp, which divides any model.")
+    return Refused(f"strategy=pipeline: {type(model).__name__} {why}. Type strategy=fsdp, which shards any model.")

@@ -99,12 +99,12 @@ def styles_of(network: PreTrainedModel) -> dict[str, str]:
     named = (*modules, *(name for name, _ in network.named_parameters()))  # experts in one tensor are not modules
     styles = {name: plan[pattern] for name in named if (pattern := re.sub(NUMBER, "*", name)) in plan}
     if not {*styles.values()} & {*ROWS}:
-        raise _refused(network, "it brings no plan of which layers are divided and how")
+        raise _refused(network, "the model comes without a tensor-parallel plan (tp_plan) for its layers")
     for name, style in styles.items():
         if style not in (*COLUMNS, *ROWS, SUMMED):
-            raise _refused(network, f"{name} is divided in a way that is not known here ({style})")
+            raise _refused(network, f"{name} has an unsupported sharding style ({style})")
         if style != SUMMED and name not in modules:
-            raise _refused(network, f"{name} is divided, which is no layer")
+            raise _refused(network, f"the model's plan shards {name}, which is not a layer")
         if style != SUMMED:
             _check_kind(network, name, modules[name])
     return styles
@@ -113,9 +113,9 @@ def styles_of(network: PreTrainedModel) -> dict[str, str]:
 def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
     layer = _base(module)
     if type(layer) not in (nn.Linear, Conv1D):
-        raise _refused(network, f"{name} is a {type(layer).__name__}, and linear layers are divided")
+        raise _refused(network, f"{name} is a {type(layer).__name__}, and only linear layers can be sharded")
     if getattr(module, "lora_magnitude_vector", None):
-        raise _refused(network, "DoRA measures rows of whole matrices")
+        raise _refused(network, "DoRA needs the norms of full rows of each matrix")
 
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
@@ -128,7 +128,8 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
             groups = [n for n in fits if size % n == 0]
             instead = f"Type devices={fits[-1]}" if fits and not grouped else "Type another strategy=, such as fsdp"
             raise Refused(
-                f"{type(network).__name__} cannot be divided over {size} ranks: {name} has {count} {unit}. {instead}"
+                f"strategy: {type(network).__name__} cannot be sharded over {size} ranks: {name} has {count} {unit}, "
+                f"not a multiple of {size}. {instead}"
                 + (f", or strategy=fsdp_tensor_parallel strategy.tensor_parallel_size={groups[-1]}." if groups else ".")
             )
 
@@ -147,7 +148,8 @@ def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
 
 def _refused(network: nn.Module, why: str) -> Refused:
     return Refused(
-        f"{type(network).__name__} cannot be divided by layers: {why}. Type another strategy=, such as fsdp."
+        f"strategy: tensor parallelism cannot shard {type(network).__name__}: {why}. Type another strategy=, such as "
+        "fsdp."
     )
 
 
@@ -173,8 +175,8 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
         log.info(
-            f"strategy: each device has the full embedding and head: {group.size} does not divide their tokens, or "
-            "they are not torch's own modules."
+            "strategy: embedding and head are not sharded, so each device holds both in full: their token counts are "
+            f"not multiples of {group.size}, or they are not plain torch modules."
         )
         return {}
     tied = embedding.weight is head.weight
@@ -211,7 +213,7 @@ class TensorParallel(Divided):
         size = devices if tensor_parallel_size is None else tensor_parallel_size
         if size < 1 or devices % size:
             raise Refused(
-                f"strategy.tensor_parallel_size={size}: devices={devices} cannot be divided into groups of so many. "
+                f"strategy.tensor_parallel_size={size}: devices={devices} cannot be divided into groups of {size}. "
                 f"Type devices={max(size, 1) * 2}, or a size that divides {devices}."
             )
         return devices // size
@@ -254,8 +256,8 @@ class TensorParallel(Divided):
         for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:
                 raise Refused(
-                    f"strategy: {self._names[p]} has another gradient on each device of a group: the model's plan "
-                    "leaves out that they are added. Type another strategy=, such as fsdp."
+                    f"strategy: the gradient of {self._names[p]} differs between the devices of a group: the model's "
+                    "tensor-parallel plan lacks an all-reduce for it. Type another strategy=, such as fsdp."
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:

@@ -144,9 +144,8 @@ class ByLayer:
             self._place = place
         elif place != self._place and not (END in (place, self._place) and self._end_alone):
             raise Refused(
-                "weights.order=by_layer: a micro-batch goes through other blocks than the first one of its window, as "
-                "in a model that leaves out blocks at random, and the two cannot share a block's turn. Type "
-                "weights.order=by_micro_batch."
+                "weights.order=by_layer: two micro-batches of an optimizer step ran different blocks (for example "
+                "because of layer dropout), but all must run the same blocks. Type weights.order=by_micro_batch."
             )
         self.passes[self.current].pause()
 
@@ -160,7 +159,9 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted or not and
     the stream by thread. Autocast is kept by thread, too, but no precision that streams weights has it. There backward
     runs in the thread that calls it on a card, too, so that its hooks may wait."""
-    assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), "micro-batches by layer would lose autocast"
+    assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), (
+        "weights.order=by_layer does not carry autocast into its threads"
+    )
     modes, wanted, inference = modes_of_this_thread(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     stream = torch.accelerator.current_stream(device) if device.type in CARDS else None
 

@@ -423,16 +423,16 @@ def failures_told(drive: Drive) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        instead = "a folder of a drive with more room" if full else "a folder of another drive"
+        instead = "a folder on a drive with more space" if full else "a folder on another drive"
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EFBIG):
             limit = "ulimit -f unlimited" if error.errno == errno.EFBIG else f"ulimit -n {OPEN_FILES}"
             raise DriveFailed(
-                f"weights.drive={drive.folder}: the system allows this process no more ({why}). Type {limit} before "
-                "the command, or weights.drive=null to keep everything in memory."
+                f"weights.drive={drive.folder}: this process reached a limit of the operating system ({why}). Type "
+                f"{limit} before the command, or weights.drive=null to keep everything in host memory."
             ) from error
         raise DriveFailed(
-            f"weights.drive={drive.folder}: this drive failed ({why}). Type {instead}, or weights.drive=null to keep "
-            "everything in memory."
+            f"weights.drive={drive.folder}: reading or writing this drive failed ({why}). Type {instead}, or "
+            "weights.drive=null to keep everything in host memory."
         ) from error
 
 

@@ -92,8 +92,8 @@ class Edge(HeadSource):
             number = self.under_way()
             if number in self._rows and self._rows[number]() is not None:
                 raise Refused(
-                    f"weights=streamed: this model looks up its {type(self.embedding).__name__} twice in one forward "
-                    "pass, and the gradient of either would be taken for the sum of both. Type weights=resident."
+                    f"weights=streamed: this model calls its {type(self.embedding).__name__} twice in one forward "
+                    "pass, and streaming would lose one of the two gradients. Type weights=resident."
                 )
             self._rows[number] = ref(rows)
             rows.register_post_accumulate_grad_hook(partial(self._leave, at))

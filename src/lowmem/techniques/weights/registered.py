@@ -37,12 +37,12 @@ class Registered:
         self._unregistered = {storage_key(tensor) for tensor, _ in refused}
         if self._memory:
             size, seconds = sum(tensor.nbytes for tensor in self._memory), time.perf_counter() - start
-            log.info(f"Registered {size / GIB:.1f} GiB of host memory for the card in {seconds:.1f} s.")
+            log.info(f"Pinned {size / GIB:.1f} GiB of host memory (cudaHostRegister) in {seconds:.1f} s.")
         if self._unregistered:
             size, why = sum(tensor.nbytes for tensor, _ in refused), refused[0][1]
             log.warning(
-                f"{size / GIB:.1f} GiB of host memory could not be registered ({why}); copies go through {SLOTS} x "
-                f"{slot_bytes / MIB:.0f} MiB of staging, at about half the speed."
+                f"{size / GIB:.1f} GiB of host memory could not be pinned ({why}): copies use {SLOTS} pinned staging "
+                f"buffers of {slot_bytes / MIB:.0f} MiB and run at about half the speed."
             )
         self._through_thread = reads or bool(self._unregistered)
         if self._through_thread:

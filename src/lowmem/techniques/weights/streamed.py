@@ -79,20 +79,21 @@ class Streamed(Resident):
         stack = blocks(network)
         if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(
-                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and two must be left "
-                f"to stream. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
-                "weights=resident for all."
+                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and at least 2 must "
+                f"be streamed. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
+                "weights=resident to keep all blocks on the device."
             )
         if slots < 2:
             raise Refused(
-                f"weights.slots={slots}: one block computes while the next one travels. Type weights.slots=2."
+                f"weights.slots={slots}: streaming needs at least 2 slots (one block computes while the next is "
+                "copied). Type weights.slots=2."
             )
         owned = _of_one_block_alone(network, stack)
         self.blocks = [block for block in spread(stack, len(stack) - resident_blocks) if owned[block]]
         if len(self.blocks) < 2:
             raise Refused(
-                f"weights=streamed: in {type(network).__name__}, {len(self.blocks)} of the blocks to stream have "
-                "weights of their own, and two are needed: one travels while another computes. Type weights=resident."
+                "weights=streamed: streaming needs at least 2 blocks whose weights no other module shares, and "
+                f"{type(network).__name__} has {len(self.blocks)} to stream. Type weights=resident."
             )
         self.slot_count = min(slots, len(self.blocks))
         self._owned = [owned[block] for block in self.blocks]
@@ -103,11 +104,11 @@ class Streamed(Resident):
         self._sink: GradientSink | None = None
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         if drive_holds not in HOLDS:
-            raise Refused(f"weights.drive_holds={drive_holds}: there is no such choice. Type {' or '.join(HOLDS)}.")
+            raise Refused(f"weights.drive_holds={drive_holds}: unknown value. Type {' or '.join(HOLDS)}.")
         if drive is not None and drive_holds == "state" and not any(p.requires_grad for p in self._taken):
             raise Refused(
-                f"weights.drive={drive}: all weights that stream are frozen, so that they have no masters and no state "
-                "to put there. Type weights.drive_holds=all, which puts the weights there, or weights.drive=null."
+                f"weights.drive={drive}: all streamed weights are frozen, so there are no masters and no optimizer "
+                "state to store there. Type weights.drive_holds=all to store the weights there, or weights.drive=null."
             )
         self._holds_weights = drive_holds == "all"
         self._reads = drive is not None and self._holds_weights  # the blocks' 16-bit weights are on the drive, too
@@ -293,8 +294,8 @@ class Streamed(Resident):
         hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if hidden is None and output is not None:  # None: it raised
             raise Refused(
-                f"weights=streamed: a {type(self.blocks[number]).__name__} returns a {type(output).__name__} without "
-                "any tensor whose gradient could be waited for. Type weights=resident."
+                f"weights=streamed: {type(self.blocks[number]).__name__} returned a {type(output).__name__} without a "
+                "tensor, so its backward pass cannot be detected. Type weights=resident."
             )
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._reached(number))
@@ -336,7 +337,7 @@ class Streamed(Resident):
             return True
         for slot in self._slots:
             if slot.home is self.homes[number]:
-                assert not (slot.bound and in_backward()), "a block was stepped that backward still reads"
+                assert not (slot.bound and in_backward()), "a block was updated while backward still reads its weights"
                 self._free(slot)  # they are from before a step
         slot = next((slot for slot in self._slots if slot.home is None), None)
         if slot is None:

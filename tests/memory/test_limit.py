@@ -138,7 +138,7 @@ SAID = [
     (RuntimeError, "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory", "host"),
     (RuntimeError, "unable to mmap 4096 bytes from file </f>: Cannot allocate memory (12)", "host"),
     (MemoryError, "", "host"),
-    (OverLimit, "The device is out of memory: 3 bytes of live tensors, 2 allowed", "device"),
+    (OverLimit, "The device is out of memory: live tensors take 3 bytes, and memory.limit allows 2", "device"),
     (RuntimeError, "CUDA error: an illegal memory access was encountered", None),
     (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)", None),
     (ValueError, "out of memory", None),

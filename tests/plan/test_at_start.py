@@ -68,8 +68,8 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
     monkeypatch.setattr(cross_entropy, "full", too_much)
     code, said = command("plan=check", "precision=32", "model.architecture.n_embd=256")
     assert code == 1 and "Traceback" not in said
-    need = float(re.search(r"Predicted were ([\d.]+) GiB of the device", said)[1])
-    line = re.search(r"predicted to need a tenth less, ([\d.]+) GiB \(.*\):\n  (python train.py .*)\n", said)
+    need = float(re.search(r"The prediction was ([\d.]+) GiB of device memory", said)[1])
+    line = re.search(r"predicted to need at least 10 % less, ([\d.]+) GiB \(.*\):\n  (python train.py .*)\n", said)
     assert float(line[1]) <= 0.9 * need + 0.01
     assert "precision=32 model.architecture.n_embd=256" in line[2]
     assert "Try these overrides" in said
@@ -134,15 +134,15 @@ ONE_WAY = ("precision=32", "gradient_checkpointing=none", "loss=full", "weights=
 @pytest.mark.process
 def test_nothing_that_fits_is_said(command):
     code, said = command("plan=1KiB", *ONE_WAY, "optim=adamw", "may_change=precision,optim")
-    assert code == 1 and "plan=1KiB: nothing fits. The smallest recipe, python train.py" in said
+    assert code == 1 and "plan=1KiB: no recipe fits; the smallest one, python train.py" in said
 
 
 @pytest.mark.process
 def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
     """AdamW's state is too large here."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
-    assert code == 1 and "plan=900KiB: nothing fits that computes what was typed. The smallest recipe" in said
-    assert "Type may_change=precision,optim, and it may take others" in said
+    assert code == 1 and "plan=900KiB: no recipe fits with the typed precision and optim; the smallest one" in said
+    assert "Type may_change=precision,optim to allow another precision or optim" in said
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1", "may_change=optim")
     assert code == 0 and re.search(r"plan=900KiB: optim=\w+ \(.* for adamw\), the fastest", said), said
 

@@ -51,7 +51,9 @@ GRADIENT = "transformer.h.1.mlp.c_fc.weight"
 def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path, lines, what):
     broken(what, {3})
     named = "the loss is nan" if what == "loss" else rf"the gradient of model\.{re.escape(what)}"
-    with pytest.raises(Refused, match=f"In step 3 {named}.*sequences .*resume=.*step-00000002.ckpt goes on") as refused:
+    with pytest.raises(
+        Refused, match=f"In step 3 {named}.*sequences .*resume=.*step-00000002.ckpt continues"
+    ) as refused:
         fit("save_every=1", *lines)
     saved = complete(tmp_path / "run" / "checkpoints")
     assert [path.name[-6:] for path in saved] == ["1.ckpt", "2.ckpt"]

@@ -288,7 +288,7 @@ def test_early_stop_refuses_a_validation_set_in_which_nothing_is_learnt(command,
 
 
 def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
-    with pytest.raises(Refused, match=r"So were the 20 windows before\. Type a smaller lr") as refused:
+    with pytest.raises(Refused, match=r"The 20 steps before it were not finite either\. Type a smaller lr") as refused:
         fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
     assert "precision=" not in str(refused.value)
 

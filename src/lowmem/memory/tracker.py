@@ -164,7 +164,7 @@ class StorageTracker(TorchDispatchMode):
             self.now += size if self._side(serial) == "device" else 0
         if self.limit is not None and self.now > self.limit:
             raise OverLimit(
-                f"Out of memory: live tensors on the device take {self.now} bytes, and memory.limit allows {self.limit}"
+                f"The device is out of memory: live tensors take {self.now} bytes, and memory.limit allows {self.limit}"
             )
 
     def _follow(self, storage: UntypedStorage) -> int:

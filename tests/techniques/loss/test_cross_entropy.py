@@ -247,7 +247,7 @@ def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype
     loss = losses.Chunked(ROWS)
     loss.verify(model, batch)
     model.__class__ = AcrossTokens
-    with pytest.raises(Refused, match="another function"):
+    with pytest.raises(Refused, match="a different function"):
         loss.verify(model, batch)
 
 
@@ -294,14 +294,14 @@ def test_a_place_a_mask_or_a_head_of_its_own_kind_hides_nothing(batch):
     loss = losses.Chunked(ROWS)
     model = network().eval()
     model.__class__ = ByPlace
-    with pytest.raises(Refused, match="another function"):
+    with pytest.raises(Refused, match="a different function"):
         loss.verify(model, batch)
     model.__class__ = Masked
     model.factor = 3.0
     loss.verify(model, batch)
     model = network("llama", tie_word_embeddings=False).eval()
     model.lm_head.register_forward_hook(lambda _, __, product: product * 3)
-    with pytest.raises(Refused, match="another function"):
+    with pytest.raises(Refused, match="a different function"):
         loss.verify(model, batch)
     model = network("llama", tie_word_embeddings=False).eval()
     model.lm_head.__class__ = Readout

@@ -229,7 +229,7 @@ def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch
     right = CausalLM.manual_backward
     monkeypatch.setattr(CausalLM, "manual_backward", lambda self, loss: right(self, loss * float("nan")))
     monkeypatch.setattr(HostMasters, "_update", lambda *_, **__: stepped.append(True))
-    with pytest.raises(Refused, match="The loss became nan in step 1"):
+    with pytest.raises(Refused, match="The loss is nan in step 1"):
         fit("precision=bf16-master", "clip=null")
     assert not stepped
 

@@ -42,5 +42,5 @@ def test_the_same_data_are_the_same(of):
 )
 def test_other_data_of_another_rank_are_refused(config, of, typed, what):
     data = build.data(config())
-    with pytest.raises(Refused, match=f"Rank 1 and rank 0 differ in .*{what}.*: they read other data. Give all of"):
+    with pytest.raises(Refused, match=f"Rank 1 and rank 0 differ in .*{what}.*: they read different data. Give all"):
         training._compare(data, Two(of(typed)))

@@ -253,7 +253,7 @@ def test_a_model_that_is_another_one_without_its_weights_is_refused(config, monk
         untied = dict(build.module(cfg, data).model.named_parameters())
         told = {name: (p.shape, p.dtype) for name, p in untied.items()} | {"lm_head.weight": (301, 32)}
         ranks.broadcast = lambda said: told if isinstance(said, dict) else said
-        with pytest.raises(Refused, match=r"LlamaForCausalLM have another lm_head.weight .* Type strategy=ddp"):
+        with pytest.raises(Refused, match=r"lm_head\.weight of LlamaForCausalLM differs.* Type strategy=ddp"):
             build.module(cfg, data, None, ranks)
 
 

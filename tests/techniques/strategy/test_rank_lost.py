@@ -72,7 +72,7 @@ def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"), [(NOBODY, "Not all ranks have come together within 60"), (TAKEN, "port")]
+    ("said", "sentence"), [(NOBODY, "Not all ranks joined the process group within 60"), (TAKEN, "port")]
 )
 def test_ranks_that_do_not_meet(said, sentence):
     error = raised(
@@ -109,4 +109,4 @@ def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):
         monkeypatch.setenv(key, value)
     with pytest.raises(RuntimeError) as error:
         dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-    assert "have come together within 1 seconds" in str(lost_ranks.rank_lost(error.value, 1))
+    assert "joined the process group within 1 seconds" in str(lost_ranks.rank_lost(error.value, 1))

@@ -121,7 +121,7 @@ def test_a_model_that_is_more_than_its_blocks_is_refused():
 
     model, _ = a_model("llama")
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(Refused, match="one after the other"):
+    with pytest.raises(Refused, match="one after another"):
         divided(model, 2)
 
 

@@ -135,11 +135,11 @@ def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(
 @pytest.mark.parametrize(
     ("call", "after", "number", "words"),
     [
-        ("read", 4, errno.EIO, "this drive failed (Input/output error)"),
-        ("write", 8, errno.EIO, "this drive failed (Input/output error)"),
-        ("write", 8, errno.ENODEV, "this drive failed (No such device)"),
-        ("reserve", 6, errno.ENOSPC, "Type a folder of a drive with more room"),
-        ("create", 3, errno.EROFS, "this drive failed (Read-only file system)"),
+        ("read", 4, errno.EIO, "reading or writing this drive failed (Input/output error)"),
+        ("write", 8, errno.EIO, "reading or writing this drive failed (Input/output error)"),
+        ("write", 8, errno.ENODEV, "reading or writing this drive failed (No such device)"),
+        ("reserve", 6, errno.ENOSPC, "Type a folder on a drive with more space"),
+        ("create", 3, errno.EROFS, "reading or writing this drive failed (Read-only file system)"),
     ],
 )
 @pytest.mark.parametrize("lane", [None, 0], ids=["here", "other thread"])

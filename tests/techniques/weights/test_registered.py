@@ -61,8 +61,8 @@ def bytes_(count):
 @pytest.mark.parametrize(
     ("loss", "most", "said"),
     [
-        ("full", 9, "Registered 0.0 GiB"),
-        ("full", 1, "through 2 x 0 MiB of staging"),
+        ("full", 9, "Pinned 0.0 GiB"),
+        ("full", 1, "2 pinned staging buffers of 0 MiB"),
         ("full", 0, WHY),
         ("tiled", 0, WHY),
     ],

@@ -47,6 +47,23 @@ def table(results: dict) -> str:
             words = f"{fast:.3f}{'' if fast >= limit else ' (missed)'} | >= {limit} | {rounds}"
             words += f" | {small:.4f}{'' if small <= PEAK else ' (missed)'} | <= {PEAK}"
             lines.append(f"| {recipe} | {other} | {words} |")
+    return "\n".join([*lines, "", summary(results)])
+
+
+def summary(results: dict) -> str:
+    """Return a table with one row per recipe: lowmem's losses, speed and peak memory against the other loops."""
+    lines = [
+        "| recipe | losses against a plain loop | speed against a plain loop | against Lightning "
+        "| against transformers.Trainer | peak memory against a plain loop |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe in dict.fromkeys(name.split(" ")[0] for name in results):
+        ours, *others = (results[f"{recipe} {loop}"] for loop in LOOPS)
+        equal = ours[0]["losses"] == others[0][0]["losses"]
+        losses = "equal bits" if equal else apart(ours[0]["losses"], others[0][0]["losses"])
+        speeds = " | ".join(f"{speed_ratio(ours, theirs, WARM_UP):.3f}" for theirs in others)
+        peak = ratio(results, f"{recipe} lowmem", f"{recipe} plain", "peak_bytes")
+        lines.append(f"| {recipe} | {losses} | {speeds} | {peak:.4f} |")
     return "\n".join(lines)
 
 

@@ -11,7 +11,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.loops import RECIPES
 from benchmarks.pages import tables
+from benchmarks.side_by_side import summary
 from benchmarks.techniques import ROWS, table
 from lightning.pytorch import Trainer
 
@@ -271,7 +273,12 @@ def test_the_tables_that_are_results_say_so():
         for name in results:
             (first, *others) = tables((RESULTS / f"{name}.md").read_text())
             assert any(f"results/{name}.md -->\n{one}" in docs(page) for one in (first, *others)), name
-    assert len(tables(docs("speed"))[0].splitlines()) > 20
+
+
+def test_the_speed_of_each_recipe_is_what_was_measured():
+    rounds = json.loads((RESULTS / "side_by_side.json").read_text())["rounds"]
+    assert summary(rounds) + "\n" in docs("speed"), "python -m benchmarks.side_by_side, then python -m benchmarks.pages"
+    assert summary(rounds).count("equal bits") == len(RECIPES)
 
 
 def test_the_table_of_the_techniques_is_that_of_what_was_measured_and_of_what_is_refused():

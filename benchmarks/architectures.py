@@ -199,8 +199,8 @@ class Windows:
 
     def __iter__(self) -> Iterator[Window]:
         for _ in range(2):
-            tokens = self.micro_batch.tokens
-            yield Window([self.micro_batch], tokens, tokens, START)
+            tokens = self.micro_batch.learned_tokens
+            yield Window([self.micro_batch], tokens, tokens, tokens, START)
 
 
 def masters(architecture: dict) -> str:

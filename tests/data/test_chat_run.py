@@ -1,8 +1,10 @@
 """Conversations in a run: their own tokenizer, the template in the exported model, a resume, and what is refused."""
 
+import csv
 import json
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from conftest import ROOT
@@ -11,6 +13,7 @@ from lowmem.data.loader import IGNORED
 from lowmem.data.sources.chat_template import CHATML
 from lowmem.system.errors import Refused
 from lowmem.training import build
+from lowmem.training.module import CausalLM
 
 CHAT = (
     "data=chat",
@@ -64,6 +67,29 @@ def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_te
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
     )
     assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_label(run, chat, tmp_path, packing):
+    """Padding counts nowhere. A run of an earlier version counted learned tokens only, and goes on from these."""
+    typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
+    summary = run(*typed)
+    windows = [next(windows) for windows in [iter(build.data(chat(*typed)).train)] for _ in range(2)]
+    batches = [batch for window in windows for batch in window.micro_batches]
+    assert all(batch.real is not None for batch in batches)
+    tokens = sum(int(batch.real.sum()) for batch in batches)
+    learned = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+    assert (summary["tokens"], summary["learned_tokens"]) == (tokens, learned) and learned < 0.8 * tokens
+    assert summary["learned_tokens_per_second"] == pytest.approx(summary["tokens_per_second"] * learned / tokens)
+    with (tmp_path / "run" / "metrics.csv").open() as lines:
+        last = [row for row in csv.DictReader(lines) if row["train_loss"]][-1]
+    assert (int(last["tokens"]), int(last["learned_tokens"])) == (tokens, learned)
+    resumed = CausalLM.__new__(CausalLM)
+    torch.nn.Module.__init__(resumed)
+    saved = {"position": {}, "tokens": 7, "skipped_steps": 0}
+    for more, expected in (({}, 7), ({"learned_tokens": 5}, 5)):
+        resumed.on_load_checkpoint({"lowmem": saved | more})
+        assert (resumed.tokens, resumed.learned_tokens) == (7, expected)
 
 
 def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):

@@ -91,7 +91,7 @@ def test_accumulation_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
     whole = trained(config, tmp_path / "whole", "batch_size=4")
     parts = trained(config, tmp_path / "parts", *SPLIT)
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
-    monkeypatch.setattr(Pairs, "weight", MicroBatch.tokens)
+    monkeypatch.setattr(Pairs, "weight", MicroBatch.learned_tokens)
     assert trained(config, tmp_path / "wrong", *SPLIT)["val_loss"] != pytest.approx(whole["val_loss"], rel=1e-3)
 
 
@@ -110,7 +110,7 @@ def test_rows_of_a_pair_stay_on_one_device():
     assert [len(one.input_ids) for one in (first, second, third)] == [2, 2, 2]
     assert torch.equal(torch.cat([one.margin for one in (first, second, third)]), batch.margin)
     empty = Share(1, 3, 4).rows_of(batch)
-    assert empty.weight == empty.tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
+    assert empty.weight == empty.learned_tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
 
 
 def test_named_tensors_move_and_join():

@@ -190,7 +190,7 @@ def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
         if epoch == 3:
             break
         epochs[epoch] += [pair for batch in read([window]) for pair in batch]
-        assert window.tokens == sum(map(len, read([window])))
+        assert window.learned_tokens == sum(map(len, read([window])))
     assert [sorted(epoch) for epoch in epochs] == [following(texts())] * 3
     assert epochs[0] != epochs[1] != epochs[2]
 

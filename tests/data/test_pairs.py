@@ -98,7 +98,7 @@ def test_no_pair_is_divided_over_devices(kind):
         found += [pair for batch in batches for pair in answers_in(batch)]
         assert [batch.weight for batch in batches] == [len(answers_in(batch)) for batch in batches]
     assert sorted(found) == sorted(expected)
-    assert batches[-1].weight == 0 and batches[-1].tokens == 0  # a device without a row takes part
+    assert batches[-1].weight == 0 and batches[-1].learned_tokens == 0  # a device without a row takes part
 
 
 @pytest.mark.wrong
@@ -112,7 +112,7 @@ def test_nothing_of_a_batch_has_its_shape_and_no_weight():
     for kind in KINDS.values():
         batch = kind(drawn()[0], SEQ_LEN, "drop", "train").micro_batch(np.arange(3))
         assert len(batch.nothing.input_ids) == batch.ROWS == len(batch.nothing.lengths)
-        assert (batch.nothing.weight, batch.nothing.tokens) == (0, 0) != (batch.weight, batch.tokens)
+        assert (batch.nothing.weight, batch.nothing.learned_tokens) == (0, 0) != (batch.weight, batch.learned_tokens)
 
 
 @both_kinds

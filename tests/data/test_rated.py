@@ -106,7 +106,7 @@ def test_devices_share_the_answers_and_one_without_a_row_takes_part():
             assert batch.weight == batch.ahead.weight == int(unit < len(rows))
             check(batch, [unit] if batch.weight else [])
             found += batch.weight
-    assert found == len(UNITS) and batches[-1].tokens == batches[-1].ahead.tokens == 0
+    assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].ahead.learned_tokens == 0
 
 
 def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():

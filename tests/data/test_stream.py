@@ -163,7 +163,7 @@ def test_what_fills_no_row_of_a_block_begins_the_next(tmp_path, tokenizer, block
     """A block of two documents has not one row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
-    learnt = sum(window.tokens for window in windows)
+    learnt = sum(window.learned_tokens for window in windows)
     assert learnt == (100 * 6 - 1) // 32 * 32  # a document has five bytes and an end; the tail of all is left out
     read = texts_of(windows, tokenizer)
     assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # others stand across two rows

@@ -37,7 +37,7 @@ def window(*ignored):
         labels = ids[:, 1:].clone()
         labels[0, :count] = losses.IGNORED
         batches.append(MicroBatch(ids[:, :-1], labels))
-    return Window(batches, tokens := sum(batch.tokens for batch in batches), tokens, START)
+    return Window(batches, tokens := sum(batch.learned_tokens for batch in batches), tokens, tokens, START)
 
 
 def gradients(config, model, loss, window):
@@ -67,9 +67,9 @@ def expected(model, window, factor=FACTOR):
     total = 0.0
     for batch in window.micro_batches:
         output = model(input_ids=batch.input_ids, use_cache=False)
-        total += losses.full(model, batch) + factor * output.aux_loss * batch.tokens
+        total += losses.full(model, batch) + factor * output.aux_loss * batch.learned_tokens
     model.zero_grad()
-    (total / window.tokens).backward()
+    (total / window.learned_tokens).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -93,7 +93,7 @@ def test_of_one_micro_batch_it_is_what_the_model_returns_for_labels(config):
     batch = MicroBatch(row[:, :-1], row[:, 1:])
     model = mixture()
     output = model(input_ids=batch.input_ids, labels=torch.full_like(batch.input_ids, 7), use_cache=False)
-    plain = losses.full(model, batch) / batch.tokens
+    plain = losses.full(model, batch) / batch.learned_tokens
     assert (output.loss - plain).item() == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-4)
 
 
@@ -170,9 +170,9 @@ def test_filler_changes_no_gradient(config, loss):
     filled = torch.nn.functional.pad(short.input_ids, (0, 7))
     labels = torch.nn.functional.pad(short.labels, (0, 7), value=losses.IGNORED)
     padded = MicroBatch(filled, labels, real=torch.arange(12)[None] < 5)
-    alone, right = (gradients(config, mixture(), loss, Window([b], 5, 5, START)) for b in (short, padded))
+    alone, right = (gradients(config, mixture(), loss, Window([b], 5, 5, 5, START)) for b in (short, padded))
     assert worst(right, alone) < 1e-5
-    wrong = gradients(config, mixture(), loss, Window([replace(padded, real=None)], 5, 5, START))
+    wrong = gradients(config, mixture(), loss, Window([replace(padded, real=None)], 5, 5, 5, START))
     assert worst(wrong, alone) > 1e-3
 
 

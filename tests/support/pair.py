@@ -368,7 +368,7 @@ def _mean_of_means(stack):
     run_window = CausalLM.run_window
 
     def wrong(self, window):
-        own = sum(micro_batch.tokens for micro_batch in window.micro_batches)
+        own = sum(micro_batch.learned_tokens for micro_batch in window.micro_batches)
         return run_window(self, window._replace(weight=max(1, own)))
 
     stack.enter_context(patch.object(CausalLM, "run_window", wrong))

@@ -166,7 +166,7 @@ def trained(case: Case, ranks: deepspeed.ZeRO2 | None) -> tuple[Module, dict[str
         return [ranks.gathered(p, get(part)) if ranks else get(part).clone() for p, part in given if part.requires_grad]
 
     for number, window in enumerate(windows()):
-        tokens = sum(one.tokens for one in window)
+        tokens = sum(one.learned_tokens for one in window)
         for micro_batch in window:
             backward(case, ranks, module, micro_batch, tokens, micro_batch is window[-1])
         if ranks:

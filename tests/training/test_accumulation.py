@@ -79,7 +79,9 @@ def last_micro_batch_dropped(self, window, index):
 
 def mean_of_means(self, window, index):
     """Every micro-batch counts the same, however many of its tokens do (Lightning #20350)."""
-    weights = [window.tokens / (len(window.micro_batches) * batch.tokens) for batch in window.micro_batches]
+    weights = [
+        window.learned_tokens / (len(window.micro_batches) * batch.learned_tokens) for batch in window.micro_batches
+    ]
     loss, calls = self.loss, iter(weights)
     self.loss = lambda *batch: loss(*batch) * next(calls)
     try:
@@ -110,7 +112,7 @@ def test_the_logged_loss_is_the_mean_over_tokens(fit):
 
 def masked_tokens_counted(self, window, index):
     every = sum(batch.labels.numel() for batch in window.micro_batches)
-    return RIGHT(self, window._replace(tokens=every, weight=every), index)
+    return RIGHT(self, window._replace(learned_tokens=every, weight=every), index)
 
 
 @pytest.mark.parametrize("wrong", [None, masked_tokens_counted])
@@ -120,7 +122,7 @@ def test_masked_tokens_count_nowhere(config, monkeypatch, wrong):
 
     def recording(self, window, index):
         out = (wrong or RIGHT)(self, window, index)
-        seen.append((out["loss"].item(), out["tokens"]))
+        seen.append((out["loss"].item(), out["learned_tokens"]))
         return out
 
     monkeypatch.setattr(CausalLM, "training_step", recording)
@@ -210,8 +212,8 @@ def test_micro_batches_count_the_tokens_that_have_labels():
     rows = torch.zeros(3, 5, dtype=torch.long)
     labels = rows.clone()
     labels[0, :4] = -100
-    assert MicroBatch(rows, rows).tokens == 15 and MicroBatch(rows, labels).tokens == 11
-    assert MicroBatch(rows, torch.full_like(rows, losses.IGNORED)).tokens == 0
+    assert MicroBatch(rows, rows).learned_tokens == 15 and MicroBatch(rows, labels).learned_tokens == 11
+    assert MicroBatch(rows, torch.full_like(rows, losses.IGNORED)).learned_tokens == 0
 
 
 def test_devices_share_a_window_and_know_the_tokens_of_all():
@@ -220,8 +222,8 @@ def test_devices_share_a_window_and_know_the_tokens_of_all():
     shares = [
         next(iter(WindowLoader(parity.Ragged(), Share(2, rank=r, world_size=2), fixed(2), seed=0))) for r in (0, 1)
     ]
-    assert {share.tokens for share in shares} == {whole.tokens}
-    assert sum(batch.tokens for share in shares for batch in share.micro_batches) == whole.tokens
+    assert {share.learned_tokens for share in shares} == {whole.learned_tokens}
+    assert sum(batch.learned_tokens for share in shares for batch in share.micro_batches) == whole.learned_tokens
     read, shared = (
         sorted(i for window in windows for batch in window.micro_batches for i in indices(batch))
         for windows in ([whole], shares)
@@ -265,7 +267,7 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
     class Watch(Callback):
         def on_train_batch_end(self, trainer, module, outputs, window, _):
             weights = [p.detach().to(torch.float32, copy=True) for p in module.model.parameters()]
-            read.append((outputs["stepped"], float(outputs["loss"]), window.tokens, weights))
+            read.append((outputs["stepped"], float(outputs["loss"]), window.learned_tokens, weights))
 
     callbacks = [*map(instantiate, cfg.callbacks.values()), Watch()]
     training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks)

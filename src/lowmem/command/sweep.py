@@ -123,8 +123,9 @@ SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is d
 def _line(run: folders.RunFolder) -> str:
     if run.reason:
         return f"{run.status}: {folders.line(run.reason)}"
-    values = {column: value for column in SHOWN if (value := folders.figure(run, column)) is not None}
-    figures = ", ".join(f"{folders.FIGURES[column][1].format(value)} {column}" for column, value in values.items())
+    measured = (column for column in SHOWN if folders.figure(run, column) is not None)
+    written = (folders.written([run], column) for column in measured)
+    figures = ", ".join(f"{value} {title}" for title, (value,) in written)
     return f"{run.status}: {figures}"
 
 

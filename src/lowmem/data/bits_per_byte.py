@@ -50,7 +50,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
     for micro_batch in micro_batches:
         if micro_batch.UNIT != "tokens":  # a loss of pairs has no bits per byte
             return 0, 0
-        count += micro_batch.tokens
+        count += micro_batch.learned_tokens
         inputs, labels = micro_batch.input_ids.numpy(), micro_batch.labels.numpy()
         if byte_level(tokenizer):
             text += added(labels[0, :0], labels.ravel())

@@ -40,7 +40,7 @@ class MicroBatch:
     @property
     def weight(self) -> int:
         """Returns by how much this counts in the mean of its window: a subclass may count pairs."""
-        return self.tokens
+        return self.learned_tokens
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -86,8 +86,13 @@ class MicroBatch:
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
     @property
-    def tokens(self) -> int:
-        """Returns the number of tokens that count in the loss."""
+    def input_tokens(self) -> int:
+        """Returns the number of tokens that the model computes, without padding."""
+        return self.input_ids.numel() if self.real is None else int(self.real.sum())
+
+    @property
+    def learned_tokens(self) -> int:
+        """Returns the number of tokens with a label, which the loss learns from."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -108,8 +113,9 @@ class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    tokens: int  # tokens that count, on all devices
-    weight: int  # on all devices, the sum of losses is divided by it
+    input_tokens: int  # tokens that the model computes, without padding, on all devices
+    learned_tokens: int  # tokens with a label, on all devices
+    weight: int  # divides the sum of the losses of all devices
     end: Position  # where the next window begins
 
 
@@ -234,13 +240,13 @@ class WindowLoader:
     def _window(self, order: np.ndarray, start: Position) -> Window:
         per_step, end = self.share.rows_per_step, self.after(start)
         stop = end.sequence or len(order)
-        micro_batches, tokens, weight = [], 0, 0
+        micro_batches, every = [], []
         for begin in range(start.sequence, stop, per_step):
             rows = order[begin : min(begin + per_step, stop)]  # rows of all devices
             batch = self.sequences.micro_batch(rows)
-            tokens, weight = tokens + batch.tokens, weight + batch.weight
+            every.append((batch.input_tokens, batch.learned_tokens, batch.weight))
             micro_batches.append(self.share.rows_of(batch))
-        return Window(micro_batches, tokens, weight, end)
+        return Window(micro_batches, *map(sum, zip(*every, strict=True)), end)
 
     def after(self, start: Position) -> Position:
         """Returns the end of the window that begins at `start`."""

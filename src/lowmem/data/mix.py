@@ -186,4 +186,4 @@ class Mixed(Rows):
 def _per_row(rows: Rows) -> float:
     """Returns the tokens that count in a row, on average."""
     sample = np.unique(np.linspace(0, len(rows) - 1, LOOKED_AT).astype(int))
-    return sum(rows.micro_batch(sample[i : i + 1]).tokens for i in range(len(sample))) / len(sample)
+    return sum(rows.micro_batch(sample[i : i + 1]).learned_tokens for i in range(len(sample))) / len(sample)

@@ -202,4 +202,5 @@ class StreamLoader(WindowLoader):
         """Cuts the rows of a window into micro-batches."""
         rows = rows_per_step * batch.ROWS
         cut = (batch.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(batch.input_ids), rows))
-        return Window([self.share.rows_of(micro_batch) for micro_batch in cut], batch.tokens, batch.weight, end)
+        micro_batches = [self.share.rows_of(micro_batch) for micro_batch in cut]
+        return Window(micro_batches, batch.input_tokens, batch.learned_tokens, batch.weight, end)

@@ -18,7 +18,7 @@ from lowmem.config.typed_lines import as_mapping, unquoted
 from lowmem.report.summary import highest
 from lowmem.system import folder_locks
 from lowmem.system.errors import Refused
-from lowmem.system.units import GIB, duration
+from lowmem.system.units import GIB, duration, unit
 
 FAILED = "failed.txt"  # in a run's folder: why
 WIDTH = 80  # characters of a row
@@ -113,12 +113,19 @@ def differing(runs: Sequence[RunFolder]) -> list[str]:
     return [key for key in keys if len({typed.get(key) for typed in every}) > 1]
 
 
+def _learned_rate(summary: dict) -> float:
+    """Returns the rate of tokens with a label, which an earlier version called `tokens_per_second`."""
+    ours = "learned_tokens_per_second"
+    return summary[ours if ours in summary else "tokens_per_second"]
+
+
 # column -> how it is read from a summary, and written
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
     "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0: evaluated only
+    "learned tokens/s": (lambda s: _learned_rate(s) or None, "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
     "drive GiB": (lambda s: s["drive"]["bytes"] / GIB, "{:.3f}"),
@@ -127,9 +134,15 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the names of the figures, those of a drive and of pairs only if a run has them."""
+    """Returns the names of the figures: those of a drive and of pairs only if a run has them, and the rate of learned
+    tokens only if some tokens have no label."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
-    return [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
+    found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
+    return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]
+
+
+def _has_unlearned(run: RunFolder) -> bool:
+    return figure(run, "learned tokens/s") != figure(run, "tokens/s")
 
 
 def figure(run: RunFolder, column: str) -> float | None:
@@ -151,8 +164,10 @@ def number(value: object) -> float | None:
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns a table with a row per run: its differing overrides beside its figures, or below them if too wide."""
-    keys, typed, shown = differing(runs), [as_mapping(run.overrides) for run in runs], columns(runs)
-    rows = [[name, *_figures(run, shown), run.status] for name, run in zip(names, runs, strict=True)]
+    keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
+    written_columns = dict(written(runs, column) for column in columns(runs))
+    shown, figures = [*written_columns], zip(*written_columns.values(), strict=True)
+    rows = [[name, *values, run.status] for name, values, run in zip(names, figures, runs, strict=True)]
     in_one_line = [
         [row[0], *(overrides.get(key, "-") for key in keys), *row[1:]]
         for row, overrides in zip(rows, typed, strict=True)
@@ -174,9 +189,27 @@ def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     return [f"{', '.join(alike)} {reason}" for reason, alike in shared.items()]
 
 
-def _figures(run: RunFolder, shown: Sequence[str]) -> list[str]:
-    values = {column: figure(run, column) for column in shown}
-    return ["-" if value is None else FIGURES[column][1].format(value) for column, value in values.items()]
+def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
+    """Returns a line about runs whose tokens mean something else than those of the other runs."""
+    learned_only = {
+        name: "learned_tokens" not in run.summary for name, run in zip(names, runs, strict=True) if run.summary
+    }
+    older = [name for name, is_older in learned_only.items() if is_older]
+    if len(older) in (0, len(learned_only)):
+        return []
+    return [
+        f"{', '.join(older)}: an earlier version counted only learned tokens (with a label) in tokens and tokens/s."
+    ]
+
+
+def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
+    """Returns the title of a column and its figure for each run; bytes are in MiB if all are below 1 GiB."""
+    values, form, title = [figure(run, column) for run in runs], FIGURES[column][1], column
+    if column.endswith("GiB"):
+        size, name, digits = unit(max((value * GIB for value in values if value is not None), default=GIB))
+        values = [value if value is None else value * GIB / size for value in values]
+        form, title = f"{{:,.{digits}f}}", column.replace("GiB", name)
+    return title, ["-" if value is None else form.format(value) for value in values]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

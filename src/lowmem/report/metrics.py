@@ -18,11 +18,12 @@ from tqdm import tqdm
 from lowmem.memory.meter import MemoryMeter
 from lowmem.system import csv_rows
 from lowmem.system.process import seconds_since_start
-from lowmem.system.units import GIB, duration, share_of_limit
+from lowmem.system.units import byte_size, duration, share_of_limit
 
 COLUMNS = (
     "step",
     "tokens",
+    "learned_tokens",
     "seconds",
     "train_loss",
     "val_loss",
@@ -63,7 +64,7 @@ class Metrics(Callback):
         self.evaluated: list[dict[str, object]] = []  # of each set, at the last evaluation
         self.first_step_seconds: float | None = None
         self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
-        self._seconds, self._tokens = 0.0, 0  # of the same windows
+        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # of the same windows
         self.val_loss = float("nan")
         self._lr, self.highest_lr = 0.0, 0.0  # of the window's step, and of all steps of this process
         self.auxiliary_loss: float | None = None  # what a model adds to the loss of its tokens
@@ -97,20 +98,21 @@ class Metrics(Callback):
             self.highest_lr = max(self.highest_lr, self._lr)
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds_since_start()
-        self._count_time(outputs["tokens"])
+        self._count_time(outputs["tokens"], outputs["learned_tokens"])
         self._bar.update(int(outputs["stepped"]))
         step = trainer.global_step
         if outputs["stepped"] and (step % self.log_every == 0 or step in (1, trainer.max_steps)):
             self._log_training(trainer, module)
 
-    def _count_time(self, tokens: int) -> None:
+    def _count_time(self, tokens: int, learned_tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
         if self._windows == WARM_UP_STEPS + 1:  # what was counted until here stands for a shorter run only
-            self.step_seconds, self._seconds, self._tokens = [], 0.0, 0
+            self.step_seconds, self._seconds, self._tokens, self._learned_tokens = [], 0.0, 0, 0
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
         self._tokens += tokens
+        self._learned_tokens += learned_tokens
         self._since = now
 
     def _log_training(self, trainer: Trainer, module: LightningModule) -> None:
@@ -137,10 +139,10 @@ class Metrics(Callback):
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
         device, size = self.meter.peak_bytes["device"], self.meter.size
-        peak = (device or self.meter.peak_bytes["host_rss"]) / GIB  # None: not measured
+        peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # device is None: not measured
         share = f" ({share})" if (share := share_of_limit(device, size)) else ""
         self._bar.set_postfix_str(
-            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak:.2f} GiB{share}"
+            f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak}{share}"
         )
 
     def on_train_end(self, *_) -> None:
@@ -179,7 +181,7 @@ class Metrics(Callback):
         self._write(trainer, module, "val", metrics | self.own)
         message = "; ".join(map(_evaluated, self.evaluated))
         if self._bar:  # in training
-            message = f"loss {self.train_loss:.3f}, {message}, {self.tokens_per_second():,.0f} tokens/s"
+            message = f"loss {self.train_loss:.3f}, {message}, {self._speed()}"
         tqdm.write(f"step {trainer.global_step}: {message}")
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
@@ -194,12 +196,13 @@ class Metrics(Callback):
         ]:  # the first values of a drive or of a user's metric
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
-        self._csv.writerow({"step": step, "tokens": module.tokens, "seconds": round(seconds, 3)} | row)
+        counted = {"tokens": module.tokens, "learned_tokens": module.learned_tokens}
+        self._csv.writerow({"step": step, "seconds": round(seconds, 3)} | counted | row)
         self._out.flush()
         known = {column: value for column, value in metrics.items() if value is not None}
         named = {f"{split}/{column.removeprefix(f'{split}_')}": value for column, value in known.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(named | {"tokens": module.tokens}, step=step)
+            logger.log_metrics(named | counted, step=step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,7 +214,16 @@ class Metrics(Callback):
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
+        """Returns the rate of the tokens that the model computes, without padding."""
         return self._tokens / self._seconds if self._seconds else 0.0
+
+    def learned_tokens_per_second(self) -> float:
+        """Returns the rate of the tokens with a label."""
+        return self._learned_tokens / self._seconds if self._seconds else 0.0
+
+    def _speed(self) -> str:
+        learned = f" ({self._learned_tokens / self._tokens:.0%} learned)" if self._learned_tokens < self._tokens else ""
+        return f"{self.tokens_per_second():,.0f} tokens/s{learned}"
 
     def seconds_per_step(self) -> float | None:
         return median(self.step_seconds) if self.step_seconds else None

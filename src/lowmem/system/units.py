@@ -12,6 +12,12 @@ def share_of_limit(size: int | None, limit: int | None) -> str | None:
     return f"{size / limit:.0%} of the device's limit" if size and limit else None
 
 
+def byte_size(size: float) -> str:
+    """Returns bytes for people: "12.3 MiB" below 1 GiB, and "1.234 GiB" from there on."""
+    size_of_unit, name, digits = unit(size)
+    return f"{size / size_of_unit:,.{digits}f} {name}" if size else "0 MiB"
+
+
 def unit(largest: float) -> tuple[int, str, int]:
     """Returns (bytes, name, decimals) of the unit for a table or a chart with this largest size."""
     return (GIB, "GiB", 3) if largest >= GIB else (MIB, "MiB", 1)

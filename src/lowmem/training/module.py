@@ -93,7 +93,8 @@ class CausalLM(LightningModule):
         self.auxiliary_loss = AuxiliaryLoss(model)
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # after the last completed window
-        self.tokens = 0  # tokens seen, including those of skipped steps
+        # tokens of all windows, including skipped steps: those that the model computed, and those with a label
+        self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
         # of the last window, before clipping; None: unknown, since the host stepped each gradient as it arrived
         self.gradient_norm: Tensor | None = None
@@ -137,10 +138,11 @@ class CausalLM(LightningModule):
         mean = loss_sum / window.weight
         stepped = self._step(mean, window)
         self.position = window.end
-        self.tokens += window.tokens
+        self.tokens += window.input_tokens
+        self.learned_tokens += window.learned_tokens
         auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / window.weight
-        weighed = {"tokens": window.tokens, "weight": window.weight}
-        return {"loss": mean, "auxiliary_loss": auxiliary_loss, **weighed, "stepped": stepped}
+        counted = {"tokens": window.input_tokens, "learned_tokens": window.learned_tokens, "weight": window.weight}
+        return {"loss": mean, "auxiliary_loss": auxiliary_loss, **counted, "stepped": stepped}
 
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Computes forward and backward of all micro-batches.
@@ -208,7 +210,8 @@ class CausalLM(LightningModule):
         """Skips a window without a label that counts: a step would apply weight decay and old momentum."""
         self.skipped_steps += 1
         self.position = window.end
-        return {"loss": nothing, "auxiliary_loss": None, "tokens": 0, "weight": 0, "stepped": False}
+        counted = {"tokens": 0, "learned_tokens": 0, "weight": 0}
+        return {"loss": nothing, "auxiliary_loss": None, **counted, "stepped": False}
 
     def _step(self, loss: Tensor, window: Window) -> bool:
         """Makes one optimizer step, or none if scaled gradients overflowed or a number is not finite."""
@@ -337,6 +340,7 @@ class CausalLM(LightningModule):
                 "position": self.position._asdict(),
                 "order": self.trainer.train_dataloader.order,
                 "tokens": self.tokens,
+                "learned_tokens": self.learned_tokens,
                 "skipped_steps": self.skipped_steps,
                 "optimizer": self.update.optimizer.name,
                 "stepped": [name for name, _ in by_name.stepped(self)],
@@ -348,6 +352,7 @@ class CausalLM(LightningModule):
         saved = checkpoint["lowmem"]
         self.position = Position(**saved["position"])
         self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
+        self.learned_tokens = saved.get("learned_tokens", self.tokens)  # an earlier version counted learned tokens only
         self._drawn = saved
         self._rests = checkpoint.get("rests", {})
 

@@ -29,8 +29,10 @@ def _numbers(training: Training, run: Run) -> dict:
     return {
         "steps": training.trainer.global_step,
         "skipped_steps": module.skipped_steps,
-        "tokens": module.tokens,
+        "tokens": module.tokens,  # that the model computed, without padding
+        "learned_tokens": module.learned_tokens,  # of these, tokens with a label
         "tokens_per_second": metrics.tokens_per_second(),
+        "learned_tokens_per_second": metrics.learned_tokens_per_second(),
         "seconds_per_step": metrics.seconds_per_step(),
         "first_step_seconds": metrics.first_step_seconds,
         "train_loss": metrics.train_loss,

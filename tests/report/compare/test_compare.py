@@ -115,7 +115,7 @@ def test_rows_are_at_most_80_characters_wide_and_runs_that_failed_alike_share_th
     assert [row.split()[0] for row in rows[2::2]] == [*"0123"] and rows[5] == "  batch_size=1 optim=adamw8bit"
     finished(tmp_path / "more" / "4", ["batch_size=4"])
     table = folders.table(folders.runs_below(tmp_path / "more"), ["4"])
-    assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "GiB", "GiB", "status"]
+    assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "MiB", "GiB", "status"]
 
 
 def test_a_folder_that_cannot_be_written_is_said(sweep, tmp_path):
@@ -147,7 +147,7 @@ def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == names and rows[0]["status"] == "done" and not re.search(r"\bnan|\binf", said)
     figures = folders.columns(folders.runs_below(tmp_path / "0"))
-    assert re.search(r"^0 +3\.0000 +1\.200 +1,000 +0\.781 +2\.344 +done$", said, re.MULTILINE), said
+    assert re.search(r"^0 +3\.0000 +1\.200 +1,000 +800\.0 +2\.344 +done$", said, re.MULTILINE), said
     interrupted = next(row for row in rows if row["status"] == "interrupted")
     assert [interrupted[name] for name in figures] == ["", *(rows[0][name] for name in figures[1:])]
     page = (tmp_path / "comparison.html").read_text()
@@ -158,7 +158,7 @@ def test_a_run_that_only_evaluates_has_no_speed_and_is_not_on_the_front(tmp_path
     finished(tmp_path / "trained", ["lr=1"], 900 * MIB)
     finished(tmp_path / "evaluated", ["evaluate=trained"], 100 * MIB, tokens_per_second=0.0, seconds_per_step=None)
     compare.main([str(tmp_path)])
-    assert re.search(r"^evaluated .* 3\.0000 +1\.200 +- +0\.098", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^evaluated .* 3\.0000 +1\.200 +- +100\.0", capsys.readouterr().out, re.MULTILINE)
     runs = [read(run, run.folder.name, "") for run in folders.runs_below(tmp_path)]
     assert [run.name for run in front(runs)] == ["trained"]
 
@@ -218,3 +218,27 @@ def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp
     said = capsys.readouterr().out
     assert re.search(r"^done .* done$", said, re.MULTILINE)
     assert "silent unknown: its folder cannot be listed (Permission denied)" in said
+
+
+def test_learned_tokens_have_a_rate_and_an_axis_where_some_tokens_are_not_learned(tmp_path, capsys):
+    """A run of an earlier version, which counted learned tokens only, says so beside a newer one."""
+    finished(tmp_path / "old", ["lr=1"])
+    finished(tmp_path / "new", ["lr=2"], speed=3000.0, learned_tokens=1000, learned_tokens_per_second=1000.0)
+    rows = (tmp_path / "new" / "metrics.csv").read_text().splitlines()
+    with_learned = [f"{rows[0]},learned_tokens", *(f"{row},{10 * n}" for n, row in enumerate(rows[1:], 1))]
+    (tmp_path / "new" / "metrics.csv").write_text("\n".join(with_learned) + "\n")
+    compare.main([str(tmp_path)])
+    said, page = capsys.readouterr().out, (tmp_path / "comparison.html").read_text()
+    assert re.search(r"^new +2 +3\.0000 +1\.200 +3,000 +1,000 ", said, re.MULTILINE), said
+    assert re.search(r"^old +1 +3\.0000 +1\.200 +1,000 +1,000 ", said, re.MULTILINE), said
+    note = "old: an earlier version counted only learned tokens (with a label) in tokens and tokens/s."
+    assert note in said and note in page and ">learned tokens/s</th>" in page
+    new, old = (read(run, run.folder.name, "") for run in folders.runs_below(tmp_path))
+    assert (new.loss[0][:2], new.loss[1][:2]) == ([100, 200], [10, 20]) and old.loss[0] == old.loss[1]
+    assert '"learned tokens"' in page
+    (tmp_path / "new" / "metrics.csv").write_text("\n".join(rows) + "\n")
+    alike = {"learned_tokens": 4000, "learned_tokens_per_second": 3000.0}
+    finished(tmp_path / "more" / "text", ["lr=2"], speed=3000.0, **alike)
+    compare.main([str(tmp_path / "more")])
+    assert "learned tokens" not in capsys.readouterr().out
+    assert "learned tokens" not in (tmp_path / "more" / "comparison.html").read_text().partition("plotly.js v")[0]

@@ -36,7 +36,14 @@ def seen(fit, monkeypatch):
         module.lr_schedulers().step()
         states = module.optimizers().optimizer.state.values()
         found["state"] = {value.device.type for state in states for value in state.values() if value.dim()}
-        return {"loss": torch.zeros(()), "auxiliary_loss": None, "tokens": 1, "weight": 1, "stepped": True}
+        return {
+            "loss": torch.zeros(()),
+            "auxiliary_loss": None,
+            "tokens": 1,
+            "learned_tokens": 1,
+            "weight": 1,
+            "stepped": True,
+        }
 
     def run():
         monkeypatch.setattr(Several, "place", DEVICE)

@@ -464,9 +464,8 @@ class Windows:
     """Yields the same window forever."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
-        self.window = Window(
-            micro_batches, tokens := sum(micro_batch.labels.numel() for micro_batch in micro_batches), tokens, START
-        )
+        tokens = sum(micro_batch.labels.numel() for micro_batch in micro_batches)
+        self.window = Window(micro_batches, tokens, tokens, tokens, START)
 
     def __iter__(self) -> Iterator[Window]:
         return repeat(self.window)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 
 from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
-from lowmem.report.compare.figures import Curve, Figures
+from lowmem.report.compare.figures import AXES, Curve, Figures
 from lowmem.system.units import CATEGORIES
 
 LINE = 30  # characters of a label where it is touched: a phone has room for these
@@ -45,17 +45,20 @@ def pareto(every: Sequence[Figures], front: Sequence[Figures], unit: Unit) -> go
 
 
 def loss(every: Sequence[Figures]) -> go.Figure:
-    traces, by_seconds = [], []
+    traces, places = [], {axis: [] for axis in AXES}
     for i, run in _front_last(every):
         for curve, mode, name in ((run.loss, "lines", "loss"), (run.evaluations, "markers", "validation loss")):
-            if curve[2]:
+            *axes, values = curve
+            if values:
                 label = f"{name} %{{y:.4f}}<br>at %{{x:,.0f}} %{{xaxis.title.text}}"
-                traces.append(_curve(i, run, curve[0], curve[2], label, mode))
-                by_seconds.append(curve[1])
+                traces.append(_curve(i, run, axes[0], values, label, mode))
+                for axis, x in zip(AXES, axes, strict=True):
+                    places[axis].append(x)
     figure = _figure(traces, "loss, nats per token", xaxis={"title": "tokens"})
-    titles = ("tokens", "seconds")
-    choices = zip(titles, ([trace.x for trace in traces], by_seconds), strict=True)
-    return _with_choice(figure, {title: [{"x": x}, {"xaxis.title.text": title}] for title, x in choices})
+    if places["learned_tokens"] == places["tokens"]:
+        del places["learned_tokens"]
+    choices = {axis.replace("_", " "): x for axis, x in places.items()}
+    return _with_choice(figure, {title: [{"x": x}, {"xaxis.title.text": title}] for title, x in choices.items()})
 
 
 def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:

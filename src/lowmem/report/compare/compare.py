@@ -38,14 +38,14 @@ def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
     """
     runs = list({run.folder.resolve(): run for folder in paths for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])
-    print(folded("\n".join([folders.table(runs, names), *folders.reasons(runs, names)])))
+    print(folded("\n".join([folders.table(runs, names), *folders.reasons(runs, names), *folders.notes(runs, names)])))
     to = to or (paths[0] if len(paths) == 1 else Path())
     to.mkdir(parents=True, exist_ok=True)
     table, html = to / "comparison.csv", to / "comparison.html"
     with table.open("w", newline="", encoding="utf-8") as out:
         _write(out, runs, names)
     html.write_text(page(runs, names), encoding="utf-8")
-    print(f"\nwrote {table}\nwrote {html}")
+    print(f"\nwrote {table} and {html}")
     return [table, html]
 
 

@@ -10,6 +10,7 @@ from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
 POINTS = 500  # of a curve: about as many as a chart has columns
+AXES = ("tokens", "learned_tokens", "seconds")  # of a loss
 
 Curve = list[list[float]]  # a list per column
 Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
@@ -26,12 +27,13 @@ class Figures:
     accuracy: float | None
     bits_per_byte: float | None
     tokens_per_second: float | None
+    learned_tokens_per_second: float | None
     device: float | None
     host: float | None
     drive: float | None
     drive_rate: float | None  # GB/s, read and written
     peak: dict[str, float]  # by category
-    loss: Curve  # tokens, seconds, loss
+    loss: Curve  # tokens, learned tokens, seconds, loss
     evaluations: Curve  # the same
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
@@ -47,17 +49,19 @@ class Figures:
 
 def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
+    for row in metrics:  # of an earlier version, whose `tokens` are learned tokens
+        row["learned_tokens"] = row.get("learned_tokens") or row.get("tokens")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}
     sizes = [None if (size := figure[f"{side} GiB"]) is None else size * GIB for side in ("device", "host", "drive")]
     summary = run.summary or {}
     return Figures(
         *(run, name, label, figure["validation loss"], figure["accuracy"], figure["bits per byte"]),
-        *(figure["tokens/s"], *sizes),
+        *(figure["tokens/s"], figure["learned tokens/s"], *sizes),
         drive_rate=figure["drive GB/s"],
         peak=_sizes(summary.get("peak_bytes_by_category")),
-        loss=_curve(metrics, ("tokens", "seconds", "train_loss")),
-        evaluations=_curve(metrics, ("tokens", "seconds", "val_loss")),
+        loss=_curve(metrics, (*AXES, "train_loss")),
+        evaluations=_curve(metrics, (*AXES, "val_loss")),
         device_bytes=_highest(steps, ("allocated_peak_bytes", "live_peak_bytes")),
         host_bytes=_highest(steps, ("rss_peak_bytes",)),
         drive_bytes=_highest(steps, ("drive_bytes",)),

@@ -65,7 +65,9 @@ def _lead(every: Sequence[Figures]) -> str:
     typed = [figures.run.overrides for figures in every]
     same = [line for line in typed[0] if all(line in lines for lines in typed)] if len(every) > 1 else []
     counted = f"<p>{len(every)} {'run' if len(every) == 1 else 'runs'}: {counts}.</p>"
-    return counted + (f"<p>The same in all: <code>{escape(' '.join(same))}</code></p>" if same else "")
+    shared = f"<p>Overrides that all runs share: <code>{escape(' '.join(same))}</code></p>" if same else ""
+    notes = folders.notes([figures.run for figures in every], [figures.name for figures in every])
+    return counted + shared + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 
 def _line_of_front(figures: Figures, size: Unit) -> str:
@@ -102,9 +104,15 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
         f"device {size[1]}": lambda figures: (figures.device, _size(figures.device, size)),
         f"host {size[1]}": lambda figures: (figures.host, _size(figures.host, size)),
         "tokens/s": lambda figures: (figures.tokens_per_second, _number(figures.tokens_per_second, ",.0f")),
+        "learned tokens/s": lambda figures: (
+            figures.learned_tokens_per_second,
+            _number(figures.learned_tokens_per_second, ",.0f"),
+        ),
         "val loss": lambda figures: (figures.val_loss, _number(figures.val_loss, ".4f")),
         "bits/byte": lambda figures: (figures.bits_per_byte, _number(figures.bits_per_byte, ".3f")),
     }
+    if all(figures.learned_tokens_per_second == figures.tokens_per_second for figures in every):
+        del numbers["learned tokens/s"]
     if any(figures.accuracy is not None for figures in every):
         numbers["accuracy"] = lambda figures: (figures.accuracy, _number(figures.accuracy, ".3f"))
     if any(figures.drive is not None for figures in every):

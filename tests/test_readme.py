@@ -348,7 +348,7 @@ def test_the_first_two_commands_as_a_newcomer_types_them(folder):
     for command in ("python train.py", "python train.py precision=16 optim=adam8bit"):
         said = as_typed(command, folder)
         assert "A sample:\n" in said
-        run = re.search(r"^wrote (.*)/summary\.json$", said, re.MULTILINE)[1]
+        run = re.search(r"^wrote (.*)/: .*summary\.json", said, re.MULTILINE)[1]
         summary = json.loads((folder / run / "summary.json").read_text())
         assert summary["steps"] == 450
         found.append(summary["bits_per_byte"])

@@ -15,6 +15,8 @@ from conftest import ROOT
 SUMMARY_KEYS = {
     "steps",
     "tokens",
+    "learned_tokens",
+    "learned_tokens_per_second",
     "tokens_per_second",
     "seconds_per_step",
     "first_step_seconds",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ from lowmem.plan import at_start, batch_size
 from lowmem.plan.advice import out_of_memory
 from lowmem.plan.prediction import Prediction
 from lowmem.report import folders, hints, show
+from lowmem.report.sample import example
 from lowmem.report.summary import write as write_summary
 from lowmem.system.errors import FULL, Refused
 from lowmem.system.quiet_libraries import quiet
@@ -210,8 +212,10 @@ def _left(training: Training, command: Command, task: Task, summary: dict, finis
     if training.module.ranks.rank == 0:
         if finished:
             (command.folder / folders.FAILED).unlink(missing_ok=True)
-        hints.tell_files(command.folder, "model" if task.work == "export" else "*")
-        hints.tell_commands(command.folder, task.work, summary, command.run.max_steps)
+        (hints.tell_export if task.work == "export" else hints.tell_files)(command.folder)
+        hints.tell_commands(
+            command.folder, task.work, summary, command.run.max_steps, partial(example, training.tokens)
+        )
         if exports and command.run.push is not None:
             model_folder.upload(command)
     return summary

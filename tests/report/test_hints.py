@@ -66,3 +66,17 @@ def test_an_optimizer_that_compiles_in_its_first_step_says_so_before(config, cap
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_compilation(config(f"optim={optim}"))
     assert ("the first step compiles this optimizer" in caplog.text) == (optim == "adamw4bit")
+
+
+def test_the_files_of_a_run_are_named_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run/model", "run/.hydra"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    hints.tell_files(tmp_path / "run")
+    assert capsys.readouterr().out == "wrote run/: model/, summary.json\n"
+    hints.tell_export(tmp_path / "run")
+    assert capsys.readouterr().out == "wrote run/model\n"
+    (tmp_path / "run" / "model").rmdir()
+    hints.tell_export(tmp_path / "run")
+    assert capsys.readouterr().out == ""

@@ -68,7 +68,7 @@ def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
     fit("max_steps=5")
     assert [bar["total"] for bar in made] == [5, 2] and all(bar["disable"] is None for bar in made)  # and evaluation's
     assert [n for n, _ in shown] == [1, 2, 3, 4, 5]
-    for word in ("loss ", "tokens/s", "peak ", "GiB"):
+    for word in ("loss ", "tokens/s", "peak ", " MiB"):
         assert word in shown[-1][1]
 
 

@@ -1,6 +1,7 @@
 """Samples of each evaluation: what plain transformers writes, nothing that training notices, no more memory."""
 
 import json
+import shlex
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,10 +10,13 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import ROOT
+from lowmem.config.typed_lines import in_shell
 from lowmem.data.loader import MicroBatch
 from lowmem.data.sources import jsonl
 from lowmem.report import sample
 from lowmem.system.errors import Refused
+from lowmem.training import build
 from same import last, same
 
 DRAWS = ("model.architecture.resid_pdrop=0.2", "val_every=2", "save_every=2", "max_steps=4", "log_every=4")
@@ -166,3 +170,50 @@ def test_without_any_they_begin_as_validation_does():
     assert sample.beginning(MicroBatch(ids, chat)).tolist() == [
         list(range(12))
     ]  # until the answer's first token is next
+
+
+CHAT = (
+    *("data=chat", f"data.path={ROOT / 'examples' / 'chat.jsonl'}", "model.architecture.vocab_size=400"),
+    *("model.architecture.n_positions=512", "seq_len=128"),
+)
+LLAMA_2 = (
+    "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content }}{% endfor %}"
+)
+LLAMA_2 += "{% if add_generation_prompt %} {% endif %}"
+
+
+def test_the_prompt_to_copy_is_the_first_user_message_of_a_chat(config):
+    """It stands in the validation split, below a system message."""
+    tokens = build.data(config(*CHAT)).tokens
+    asked = {
+        next(one["content"] for one in json.loads(line)["messages"] if one["role"] == "user")
+        for line in (ROOT / "examples" / "chat.jsonl").read_text().splitlines()
+    }
+    prompt = sample.example(tokens)
+    assert any(question.startswith(prompt) for question in asked) and len(prompt) > 10
+    start = tokens.val.ids[: tokens.val.ends[0]].tolist()
+    assert prompt in tokens.tokenizer.decode(start) and "<|" not in prompt
+    tokens.tokenizer.chat_template = LLAMA_2
+    turn = sample.user_turn(tokens.tokenizer)
+    assert turn.header == "[INST] " and turn.footer.startswith(" [/INST]")
+
+
+def test_the_prompt_to_copy_is_the_beginning_of_a_text(config, text_folder):
+    tokens = build.data(config("data=text", f"data.path={text_folder}")).tokens
+    prompt = sample.example(tokens)
+    first = tokens.tokenizer.decode(tokens.val.ids[: tokens.val.ends[0]].tolist())
+    assert prompt and prompt in " ".join(first.split()) and len(prompt) <= 60
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"""Draws\tit. \n' + "words " * 20, "Draws it. words words words words words words words words"),
+        ("x" * 90, "x" * 60),
+        ("It's $5; (a, b): {c}?", "It's $5; (a, b): {c}?"),
+        (" \x00\n ", ""),
+    ],
+)
+def test_words_of_a_prompt_are_typed_as_they_are(text, words, config):
+    assert sample._first_words(text) == words
+    assert shlex.split(in_shell("prompt", words)) == [f"prompt={words}"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowmem.report import summary
-from lowmem.system.units import GIB
+from lowmem.system.units import GIB, MIB, byte_size
 
 
 def test_what_was_not_measured_is_null(tmp_path):
@@ -28,7 +28,9 @@ def test_the_table(fit):
     assert float(lines["seconds per step"]) > 0  # one step is all warm-up, and all there is
     assert "seconds per step          -" in summary.table(whole | {"seconds_per_step": None})
     resident = whole["peak_bytes"]["host_rss"] / GIB  # of this process, whatever ran in it before
-    assert lines["peak host memory"].strip() == f"{resident:.3f} GiB (resident, libraries included)"
+    before = byte_size(whole["rss_before_model_bytes"])
+    said = f"{byte_size(whole['peak_bytes']['host_rss'])} ({before} before the model was loaded)"
+    assert lines["peak host memory"].strip() == said
     assert 0.2 < resident < 8
     assert "skipped" not in summary.table(whole)
     assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})
@@ -58,8 +60,38 @@ def test_each_of_several_ranks_has_a_line_and_of_many_the_least_and_the_most(fit
     assert whole == alone["ranks"][0]["weights"] == alone["ranks"][0]["gradients"] == 43264 * 4
     part = {"device": 3 * GIB, "host_rss": GIB, "weights": whole // 2, "gradients": GIB, "optimizer": 2 * GIB}
     shown = summary.table(alone | {"ranks": [part, part | {"device": None}]})
-    assert "GiB of 2 ranks" in shown and "rank 0                  3.000 and 1.000; 0.000 (50.0%), 1.000, 2.000" in shown
-    assert "rank 1                  - and 1.000" in shown
+    assert "GiB of 2 ranks" in shown and "rank 0                  3.000, 1.000; 0.000 (50.0%), 1.000, 2.000" in shown
+    assert "rank 1                  -, 1.000; " in shown
+    small = {key: value and value // 1024 for key, value in part.items()}
+    shown = summary.table(alone | {"ranks": [small, small]})
+    assert "MiB of 2 ranks" in shown and "rank 0                  3.0, 1.0; 0.0 (" in shown
     many = [part | {"device": part["device"] + (number * 7 % 64) * GIB} for number in range(64)]
     lines = [line.split()[1] for line in summary.table(alone | {"ranks": many}).splitlines() if "  rank " in line]
     assert lines == ["0", "9"]
+
+
+def test_bytes_are_in_mib_below_a_gib(fit):
+    """By one function, wherever a run prints them."""
+    assert [byte_size(size) for size in (0, MIB // 2, 12 * MIB, GIB - MIB, GIB, 3 * GIB // 2)] == [
+        *("0 MiB", "0.5 MiB", "12.0 MiB", "1,023.0 MiB", "1.000 GiB", "1.500 GiB")
+    ]
+    whole, _ = fit("max_steps=1")
+    rows = [line for line in summary.table(whole).splitlines() if "iB" in line and "host" not in line]
+    assert len(rows) > 5 and all("MiB" in line and "GiB" not in line for line in rows)
+
+
+def test_the_host_is_compared_with_its_prediction_where_the_model_fills_it():
+    pair = {"device": 2 * MIB, "host": 3 * GIB}
+    known = {"predicted": {"phases": {"step": pair}}, "peak_bytes_by_phase": {"step": pair}}
+    of_libraries = summary._plan_rows(known | {"rss_before_model_bytes": 2 * GIB})
+    of_the_model = summary._plan_rows(known | {"rss_before_model_bytes": GIB})
+    assert of_libraries[1:] == [("  step", "device 2.0 / 2.0 MiB")]
+    assert of_the_model[1:] == [("  step", "device 2.0 / 2.0 MiB, host 3.000 / 3.000 GiB")]
+    assert summary._plan_rows({"predicted": None, "rss_before_model_bytes": GIB}) == []
+
+
+def test_tokens_without_a_label_are_computed_and_not_learned(fit):
+    whole, _ = fit("max_steps=1")
+    assert whole["tokens"] == whole["learned_tokens"] and "learned" not in summary.table(whole)
+    shown = summary.table(whole | {"tokens": 30_000, "learned_tokens": 10_000})
+    assert "\ntokens                    30,000\n  learned                 10,000 (33% of" in shown

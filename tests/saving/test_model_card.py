@@ -11,6 +11,7 @@ import yaml
 
 from lowmem.config.settle import run_of
 from lowmem.saving.model_card import card, command
+from lowmem.system.units import byte_size
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_it_is_made_of_the_summary_alone(whole):
         f"{summary['val_loss']:.4g}",
         f"{summary['validation'][0]['perplexity']:.4g}",
         f"{summary['train_loss']:.4g}",
-        f"{summary['peak_bytes']['device'] / 2**30:.3f} GiB",
+        byte_size(summary["peak_bytes"]["device"]),
         f"torch {summary['versions']['torch']}",
         "Trained from a random start on text",
         "python train.py",
@@ -116,7 +117,7 @@ def test_without_a_network_it_is_a_sentence_and_the_run_is_whole(command, tmp_pa
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and not (run / "failed.txt").exists()
     assert "model/ could not be uploaded" in said and f"export={run} push=me/it" in said
-    assert said.index(f"wrote {run}/model") < said.index("could not be uploaded") and said.count("be uploaded") == 1
+    assert said.index(f"wrote {run}/: ") < said.index("could not be uploaded") and said.count("be uploaded") == 1
     assert (run / "model" / "README.md").exists() and json.loads((run / "summary.json").read_text())["steps"] == 1
 
 

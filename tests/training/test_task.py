@@ -419,9 +419,11 @@ def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for interrupted, steps, expected in (
         (True, 2, ["evaluate=run", "resume=run"]),
-        (False, 2, ["generate=run prompt='Once upon a time'", "evaluate=run", "resume=run"]),
+        (False, 2, ["generate=run 'prompt=It is 1 o'\"'\"'clock'", "evaluate=run", "resume=run"]),
     ):
-        hints.tell_commands(tmp_path / "run", "train", {"interrupted": interrupted, "steps": steps}, 4)
+        hints.tell_commands(
+            tmp_path / "run", "train", {"interrupted": interrupted, "steps": steps}, 4, lambda: "It is 1 o'clock"
+        )
         assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
 
 

@@ -6,6 +6,8 @@ training stores for one sequence of that length.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from posixpath import commonprefix
+from typing import NamedTuple
 
 import torch
 from jinja2 import TemplateError
@@ -16,7 +18,7 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-ANSWER = "an answer"
+QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"  # of a conversation that shows a template
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
 
@@ -58,13 +60,36 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the first control token after an answer, if the chat template writes one."""
     if tokenizer.chat_template is None:
         return None
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
         behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(ANSWER)[2]
     except (TemplateError, ValueError):
         return None
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+
+
+class UserTurn(NamedTuple):
+    """The text that a chat template writes before and after a user's message."""
+
+    header: str
+    footer: str
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
+    """Returns the text around a user's message; None if the chat template does not show it."""
+    roles = zip(("user", "assistant", "user"), (QUESTION, ANSWER, NEXT), strict=True)
+    messages = [{"role": role, "content": content} for role, content in roles]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError):
+        return None
+    before, _, rest = text.partition(QUESTION)
+    after, _, rest = rest.partition(ANSWER)
+    between, _, end = rest.partition(NEXT)
+    header = commonprefix([before[::-1], between[::-1]])[::-1]  # without a system message, and the end of an answer
+    footer = commonprefix([after, end])
+    return UserTurn(header, footer) if header and footer else None
 
 
 @dataclass(frozen=True)

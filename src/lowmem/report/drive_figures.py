@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
 from lowmem.system.scratch_file import Drive
-from lowmem.system.units import GIB
+from lowmem.system.units import byte_size
 
 WAYS = ("read", "written")
 
@@ -46,9 +46,9 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
     """Yields the rows of the summary's table. Args: numbers: `figures`."""
     if numbers is None:
         return
-    yield "on the drive", f"{numbers['bytes'] / GIB:.3f} GiB{'' if numbers['direct'] else ' (buffered)'}"
+    yield "on the drive", f"{byte_size(numbers['bytes'])}{'' if numbers['direct'] else ' (buffered)'}"
     for way in WAYS:
-        yield f"  {way} per step", f"{numbers[f'{way}_bytes_per_step'] / GIB:.3f} GiB, {rate(numbers, way)}"
+        yield f"  {way} per step", f"{byte_size(numbers[f'{way}_bytes_per_step'])}, {rate(numbers, way)}"
     yield "  written per 1,000 steps", f"{numbers['written_tb_per_1000_steps']:.3f} TB"
 
 

@@ -2,29 +2,40 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
+from lowmem.system.terminal import folded
 from lowmem.techniques.scheduler import preview
 
 log = logging.getLogger(__name__)
 
 
-def tell_files(output_dir: Path, pattern: str = "*") -> None:
-    shown = _shown(output_dir)
-    print("\n".join(f"wrote {shown / path.name}" for path in sorted(output_dir.glob(pattern)) if path.name[0] != "."))
+def tell_files(output_dir: Path) -> None:
+    """Prints the run's folder, and in the same line its files and folders."""
+    paths = sorted(path for path in output_dir.iterdir() if path.name[0] != ".")
+    print(folded(f"wrote {_shown(output_dir)}/: {', '.join(path.name + '/' * path.is_dir() for path in paths)}"))
 
 
-def tell_commands(output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int) -> None:
-    """Prints the commands that use what the run has left, to be copied."""
+def tell_export(output_dir: Path) -> None:
+    """Prints the folder of an exported model, if one was written."""
+    if (output_dir / "model").is_dir():
+        print(f"wrote {_shown(output_dir / 'model')}")
+
+
+def tell_commands(
+    output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int, prompt: Callable[[], str]
+) -> None:
+    """Prints commands to copy: they generate text, evaluate the run and resume it. Args: prompt: returns a beginning of
+    a text for the first command."""
     if not (output_dir / ".hydra").is_dir():  # a notebook's run: nobody typed a command to repeat
         return
     shown, lines = _shown(output_dir), []
     if (output_dir / "model").is_dir() and not summary["interrupted"]:
-        lines.append(f"{in_shell('generate', shown)} prompt='Once upon a time'")
+        lines.append(f"{in_shell('generate', shown)} {in_shell('prompt', prompt())}")
     if work == "train":
         more = f" max_steps={2 * max_steps}" if summary["steps"] == max_steps else ""
         lines += [in_shell("evaluate", shown), in_shell("resume", shown) + more]

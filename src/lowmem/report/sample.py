@@ -5,11 +5,13 @@ longer than a sequence of training, so that an evaluation needs no more memory t
 """
 
 import json
+import textwrap
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
@@ -18,12 +20,15 @@ from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.data.sources.bad_record import BadRecord
 from lowmem.data.sources.jsonl import numbered, value_of
 from lowmem.data.sources.text_files import RECORDS
-from lowmem.model.generation import Prompt, TextGenerator, printable
+from lowmem.data.token_store import Tokens
+from lowmem.model.generation import Prompt, TextGenerator, printable, user_turn
 from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
 BEGINNING = 8  # tokens of a text that become its prompt if no label tells where learning begins
+EXAMPLE = 60  # characters of a prompt that is printed in a command
+DOCUMENTS, LONGEST = 8, 2048  # documents that are searched for such a prompt, and tokens of each
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
@@ -131,6 +136,34 @@ def _of_json(line: bytes, number: int, file: Path) -> object:
     if isinstance(record, BadRecord):
         raise Refused(f"sample_prompts: {file.name}, line {number}: {record}. Mend it.")
     return record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
+
+
+def example(tokens: Tokens) -> str:
+    """Returns a prompt to copy, in one line: the first user message of a conversation, or the first words of a text."""
+    for split in (tokens.val, tokens.train):
+        for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
+            stop = min(stop, start + LONGEST)
+            if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learnt(start, stop), tokens)):
+                return words
+    return "Hello"  # the data have no text
+
+
+def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
+    """Returns the first user message of a document, the text before its first learned token, or its beginning."""
+    tokenizer = tokens.tokenizer
+    if tokens.template is not None and (turn := user_turn(tokenizer)):
+        _, header, rest = tokenizer.decode(ids, skip_special_tokens=False).partition(turn.header)
+        message, footer, _ = rest.partition(turn.footer)
+        if header and footer:
+            return message
+    answer = int(learned.argmax())
+    return tokenizer.decode(ids[:answer] if answer else ids, skip_special_tokens=True)
+
+
+def _first_words(text: str) -> str:
+    """Returns complete words of a text, without quotes around them, which the command line would remove."""
+    plain = " ".join(printable(text).replace("\N{REPLACEMENT CHARACTER}", " ").split()).strip("'\" ")
+    return textwrap.shorten(plain, EXAMPLE, placeholder="").rstrip("'\" ") or plain[:EXAMPLE]
 
 
 def beginning(micro_batch: MicroBatch) -> Tensor:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
-from lowmem.system.units import GIB, share_of_limit
+from lowmem.system.units import byte_size, share_of_limit, unit
 
 RANKS = 8  # at most so many ranks have a line each
+OF_RANK = ("device", "host_rss", "weights", "gradients", "optimizer")
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
@@ -49,21 +50,29 @@ def table(summary: Mapping) -> str:
         ("optimizer", summary["optimizer"] or "-"),
         ("optimizer steps", _steps(summary)),
         *_lr_rows(summary),
-        ("tokens", f"{summary['tokens']:,}"),
+        *_token_rows(summary),
         ("train loss", _number(summary["train_loss"], ".4f")),
         *([("  auxiliary loss", _number(extra, ".4f"))] if extra is not None else []),
         ("validation loss", _number(summary["val_loss"], ".4f")),
         *_evaluation_rows(summary),
         ("tokens/s", _number(summary["tokens_per_second"] or None, ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
-        ("peak device memory", ", ".join(filter(None, (_gib(peak["device"]), share)))),
-        *((f"  {category}", f"{size / GIB:.3f} GiB") for category, size in categories.items()),
-        ("peak host memory", f"{peak['host_rss'] / GIB:.3f} GiB (resident, libraries included)"),
+        ("peak device memory", ", ".join(filter(None, (_size(peak["device"]), share)))),
+        *((f"  {category}", byte_size(size)) for category, size in categories.items()),
+        ("peak host memory", _host(peak["host_rss"], summary["rss_before_model_bytes"])),
         *drive_figures.lines(summary["drive"]),
         *_plan_rows(summary),
         *_rank_rows(summary),
     ]
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
+    """Yields the tokens that the model computed, and those with a label if not all of them have one."""
+    tokens, learned = summary["tokens"], summary["learned_tokens"]
+    yield "tokens", f"{tokens:,}"
+    if learned < tokens:
+        yield "  learned", f"{learned:,} ({learned / tokens:.0%} of the tokens have a label)"
 
 
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
@@ -108,11 +117,19 @@ def plan_ratios(summary: Mapping) -> dict[str, float]:
 
 
 def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
+    """Returns a row per phase. The host is left out while Python and its libraries are most of its memory: then the
+    ratio says nothing about the model."""
+    least = 2 * summary["rss_before_model_bytes"]
     rows = []
     for phase, sides in predicted_and_measured(summary).items():
-        each = (f"{side} {p / GIB:.3f} / {m / GIB:.3f} GiB" for side, (p, m) in sides.items())
-        rows.append((f"  {phase}", ", ".join(each)))
+        each = [_pair(side, *pair) for side, pair in sides.items() if side != "host" or pair[1] >= least]
+        rows += [(f"  {phase}", ", ".join(each))] if each else []
     return [("predicted / measured", ""), *rows] if rows else []
+
+
+def _pair(side: str, predicted: int, measured: int) -> str:
+    size, name, digits = unit(max(predicted, measured))
+    return f"{side} {predicted / size:,.{digits}f} / {measured / size:,.{digits}f} {name}"
 
 
 def highest(summary: Mapping, side: str) -> int:
@@ -128,25 +145,31 @@ def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
     if len(ranks) > RANKS:
         order = sorted(ranks, key=lambda number: ranks[number]["device"] or 0)
         ranks = {number: ranks[number] for number in (order[0], order[-1])}
-    explained = "device and host at their peaks; weights, their share of the model's, gradients, optimizer"
-    return [(f"GiB of {len(summary['ranks'])} ranks", explained)] + [
-        (f"  rank {number}", _of_rank(rank, summary["weights_bytes"])) for number, rank in ranks.items()
-    ]
+    size, name, digits = unit(max(max(rank[kind] or 0 for kind in OF_RANK) for rank in ranks.values()))
 
+    def shown(rank: Mapping) -> str:
+        known = (None if rank[kind] is None else rank[kind] / size for kind in OF_RANK)
+        device, host, weights, gradients, state = (_number(value, f",.{digits}f") for value in known)
+        share = rank["weights"] / summary["weights_bytes"]
+        return f"{device}, {host}; {weights} ({share:.1%}), {gradients}, {state}"
 
-def _of_rank(rank: Mapping, total: int) -> str:
-    device = "-" if rank["device"] is None else f"{rank['device'] / GIB:.3f}"
-    weights, gradients, state = (f"{rank[kind] / GIB:.3f}" for kind in ("weights", "gradients", "optimizer"))
-    return f"{device} and {rank['host_rss'] / GIB:.3f}; {weights} ({rank['weights'] / total:.1%}), {gradients}, {state}"
+    explained = "peak device, peak host; weights (share), gradients, optimizer"
+    rows = ((f"  rank {number}", shown(rank)) for number, rank in ranks.items())
+    return [(f"{name} of {len(summary['ranks'])} ranks", explained), *rows]
 
 
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
-    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: not finite, or too large for fp16)" if skipped else "")
+    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: inf or nan, or fp16 overflow)" if skipped else "")
 
 
-def _gib(size: int | None) -> str:
-    return "not counted: compiled code allocates unseen" if size is None else f"{size / GIB:.3f} GiB"
+def _size(size: int | None) -> str:
+    unseen = "not measured: torch.compile hides its allocations"
+    return unseen if size is None else byte_size(size)
+
+
+def _host(size: int, before_model: int) -> str:
+    return f"{byte_size(size)} ({byte_size(before_model)} before the model was loaded)"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from lowmem.config.typed_lines import EITHER, FOLDERS, key
 from lowmem.report.summary import predicted_and_measured
-from lowmem.system.units import GIB
+from lowmem.system.units import byte_size
 
 NOT_SHOWN = (*FOLDERS, "output_dir", "resume", "evaluate", "export", "push", "hydra.")
 PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # a path on a machine; a hub id begins with a name
@@ -67,15 +67,17 @@ def _evaluated(sets: Sequence[Mapping]) -> tuple[tuple[str, ...], list[tuple[str
 def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
     yield "optimizer steps", f"{summary['steps']:,}"
     yield "tokens", f"{summary['tokens']:,}"
+    if (learned := summary["learned_tokens"]) < summary["tokens"]:
+        yield "learned tokens (with a label)", f"{learned:,}"
     yield "parameters", f"{summary['parameters']:,}, of which {summary['trained_parameters']:,} were trained"
     yield "training loss", _number(summary["train_loss"])
     yield from ((name, _number(value)) for name, value in summary["metric"].items())
     for side, name in (("device", "peak memory of the device"), ("host_rss", "peak memory of the host")):
         if size := summary["peak_bytes"][side]:
-            yield name, f"{size / GIB:.3f} GiB"
+            yield name, byte_size(size)
     pairs = [sides["device"] for sides in predicted_and_measured(summary).values() if "device" in sides]
     if pairs:
-        yield "predicted for the device", f"{max(predicted for predicted, _ in pairs) / GIB:.3f} GiB"
+        yield "predicted for the device", byte_size(max(predicted for predicted, _ in pairs))
     yield "tokens per second", _number(summary["tokens_per_second"])
 
 

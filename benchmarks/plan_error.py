@@ -131,9 +131,9 @@ def table(results: dict, block: float) -> str:
     runs = {name: rounds[0] for name, rounds in results.items()}
     counted = {name: run for name, run in runs.items() if run["peak"][1] and not run["estimate"]}
     lines = [
-        f"{len(runs)} runs; live tensors are counted in {len(counted)} of them. Predicted over measured, less one.",
+        f"{len(runs)} runs; live tensors are counted in {len(counted)} of them. Error = predicted / measured - 1.",
         "",
-        "| of | runs | median of the size | worst | where |",
+        "| quantity | runs | median absolute error | largest error | run with the largest error |",
         "|---|---|---|---|---|",
     ]
 
@@ -142,20 +142,20 @@ def table(results: dict, block: float) -> str:
         middle = median(abs(e) for e in errors.values())
         return f"| {figure} | {len(errors)} | {middle:.2%} | {errors[worst]:+.2%} | {worst} |"
 
-    lines.append(line("live-tensor peak", {name: error(run["peak"]) for name, run in counted.items()}))
+    lines.append(line("live tensors, peak", {name: error(run["peak"]) for name, run in counted.items()}))
     for phase in ("load", "forward", "backward", "step", "evaluation"):
         errors = {n: error(run["phases"][phase]) for n, run in counted.items() if phase in run["phases"]}
         lines.append(line(f"live tensors, {phase}", errors))
     large = {name: run for name, run in runs.items() if run["tensors"] >= GIB and not run["estimate"]}
     lines.append(line("growth of resident memory", {name: error(run["growth"]) for name, run in large.items()}))
     estimates = {name: error(run["growth"]) for name, run in runs.items() if run["estimate"]}
-    lines.append(line("the same of estimates", estimates))
+    lines.append(line("growth of resident memory, predictions marked as estimates", estimates))
     plain = runs["(as shipped)"]
     dropped = (plain["peak"][0] - plain["state"]) / plain["peak"][1] - 1
     lines += [
         "",
-        f"Wrong on purpose: the optimizer's state dropped {dropped:+.1%}; the inside of one recomputed block dropped "
-        f"{1 / block - 1:+.1%}.",
+        f"Predictions that are wrong on purpose: without the optimizer state {dropped:+.1%}; without the activations "
+        f"inside one recomputed block {1 / block - 1:+.1%}.",
         "",
         "| run | peak GiB, predicted / measured | error | growth of resident GiB | error |",
         "|---|---|---|---|---|",

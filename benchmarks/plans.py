@@ -43,10 +43,11 @@ def row(model: str, card: str) -> dict:
 
 def table(results: dict) -> str:
     lines = [
-        f"The host has {RAM} GiB. Device: the smallest card that works, half a GiB of it assumed for the context; 2 % "
-        "of each card is kept free. None of these was run on a card.",
+        f"The host has {RAM} GiB. Device: the smallest card on which the recipe runs, with half a GiB for the CUDA "
+        "context; 2 % of each card stay free. None of these recipes was run on a card.",
         "",
-        "| model | card | the fastest recipe that fits | changes | device GiB | host GiB | that fit | s to plan |",
+        "| model | card | fastest recipe that fits | changes | device GiB | host GiB | recipes that fit "
+        "| planning time, s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (planned,) in results.items():

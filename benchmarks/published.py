@@ -163,6 +163,10 @@ TUNE_3B = decoder(
     rope_dtype="float32",
     tie_word_embeddings=True,
 )
+TUNE_3B_LAYERS = (
+    "bf16 optimizer state; RoPE in fp32; keys and values repeated to 24 heads; flex attention for packed documents"
+)
+OWN_LAYERS = "LayerNorm and GELU in elementary operations"
 CHECKPOINTED = "gradient_checkpointing=every_layer"
 TINY_STORIES = 1_150_000_000  # 2.2 GB of text, with a token per nearly 4 bytes, and 2 bytes per token; within 5 %
 
@@ -183,7 +187,7 @@ ALL = (
             decoder(32000, 2048, 22, 32, 4, 5632, repeated="before"),
         ),
         # HalfPrecision.convert_output of Lightning's Fabric casts the model's output to torch's default dtype
-        "bf16 state; Fabric hands the logits on in fp32; keys and values are repeated to 32 heads before RoPE",
+        "bf16 optimizer state; Fabric casts the logits to fp32; keys and values are repeated to 32 heads before RoPE",
     ),
     Published(
         "thunder: Qwen2.5 7B cut to 4 layers, 1 x 4096",
@@ -193,7 +197,7 @@ ALL = (
             *(*RUN, *PURE, *loss("narrow_held"), *sized(1, 4096), CHECKPOINTED),
             decoder(152064, 3584, 4, 28, 4, 18944, norm="wide-rms", qkv_bias=True),
         ),
-        "bf16 state and logits, which the loop's variable holds until the next ones are there",
+        "bf16 optimizer state and logits; the loop keeps the logits until the next ones are computed",
     ),
     Published(
         "thunder: StableCode 3B cut to 4 layers, 1 x 16384",
@@ -210,25 +214,53 @@ ALL = (
                 bias=True,
             ),
         ),
-        "as the row above; LayerNorm, GELU, attention beside the MLP",
+        "bf16 optimizer state and logits; the loop keeps the logits until the next ones are computed; LayerNorm, GELU, "
+        "attention parallel to the MLP",
     ),
     book(
         "as in the book",
         26.2617,
-        "fp32; scores of T x T, dropout and norm out of arithmetic; a float mask of T x T in each block",
+        f"fp32; T x T attention scores with dropout; {OWN_LAYERS}; each block stores a T x T float mask",
         FOREACH,
     ),
-    book("1. mask made in each pass", 26.2422, "as above but for the mask", FOREACH, mask="made"),
-    book("5. bf16", 13.7871, "as above, all in bf16 with its state", *PURE, mask="made"),
-    book("6. torch's norm and GELU", 11.5645, "as above but for both", *PURE, mask="made", own=False),
-    book("7. flash attention", 5.9004, "as above; torch's attention with dropout", *PURE, mask=None, own=False),
+    book(
+        "1. mask made in each pass",
+        26.2422,
+        f"fp32; T x T attention scores with dropout; {OWN_LAYERS}; no stored mask",
+        FOREACH,
+        mask="made",
+    ),
+    book(
+        "5. bf16",
+        13.7871,
+        f"bf16 weights and optimizer state; T x T attention scores with dropout; {OWN_LAYERS}; no stored mask",
+        *PURE,
+        mask="made",
+    ),
+    book(
+        "6. torch's norm and GELU",
+        11.5645,
+        "bf16 weights and optimizer state; T x T attention scores with dropout; torch's LayerNorm and GELU; no stored "
+        "mask",
+        *PURE,
+        mask="made",
+        own=False,
+    ),
+    book(
+        "7. flash attention",
+        5.9004,
+        "bf16 weights and optimizer state; torch's attention with dropout, LayerNorm and GELU",
+        *PURE,
+        mask=None,
+        own=False,
+    ),
     Published(
         "torchtune: Llama 3.2 3B, 5 x 2048 packed",
         *(70.52, "GiB", "active", "A100"),
         f"{TUNE[0]}/pull/2003",
         TUNE[1],
         (*RUN, *PURE, *sized(5, 2048), TUNE_3B, FOREACH),
-        "bf16 state; RoPE in fp32, keys and values repeated to 24 heads; flex attention for documents",
+        TUNE_3B_LAYERS,
     ),
     Published(
         "torchtune: Llama 3.2 3B, 2 x 4096 packed",
@@ -236,7 +268,7 @@ ALL = (
         f"{TUNE[0]}/blob/main/README.md",
         TUNE[1],
         (*RUN, *PURE, *sized(2, 4096), TUNE_3B, FOREACH),
-        "as the row above",
+        TUNE_3B_LAYERS,
     ),
     Published(
         "torchtune: Llama 2 7B, 4 x 2048, step in backward",
@@ -247,7 +279,8 @@ ALL = (
             *(*RUN, *PURE, *loss("transposed_held"), *sized(4, 2048), CHECKPOINTED),
             *("optim=sgd", "optim.in_backward=true", llama(32000, 4096, 32, 32, 11008)),
         ),
-        "paged state is managed memory, which torch does not count: planned without any; fp32 logits as (B, V, T)",
+        "paged optimizer state, which torch does not count, is left out of the prediction; fp32 logits of shape "
+        "(B, V, T)",
     ),
     Published(
         "torchao: Llama 2 1B, 4 x 2048",
@@ -255,7 +288,7 @@ ALL = (
         f"{GITHUB}/pytorch/ao/blob/main/torchao/prototype/quantized_training/README.md",
         "9acc9a4de61879d3dd6129611e722ef827d0e9a6",
         (*RUN, *PURE, *loss("sliced"), *sized(4, 2048), CHECKPOINTED, llama(32000, 1536, 24, 24, 6144)),
-        "bf16 state; all tokens of TinyStories lie on the card, about 1.15 GB",
+        "bf16 optimizer state; all tokens of TinyStories are on the card, about 1.15 GB",
         TINY_STORIES,
     ),
 )
@@ -291,10 +324,11 @@ def table(rows: dict[str, dict]) -> str:
     errors = {name: error(run) for name, run in rows.items()}
     worst = max(errors, key=lambda name: abs(errors[name]))
     lines = [
-        f"{len(rows)} figures of other projects, measured by them on real cards. Predicted over published, less one: "
-        f"median of the size {median(map(abs, errors.values())):.1%}, worst {errors[worst]:+.1%} ({worst}).",
+        f"{len(rows)} peaks that other projects measured on real cards. Error = predicted / published - 1: "
+        f"median absolute error {median(map(abs, errors.values())):.1%}, worst {errors[worst]:+.1%} ({worst}).",
         "",
-        "| figure | card | measured | GiB published | GiB predicted | error | what is theirs, and planned so |",
+        "| figure | card | measured | GiB published | GiB predicted | error "
+        "| settings of the project that the prediction includes |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, run in rows.items():

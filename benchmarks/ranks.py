@@ -101,10 +101,11 @@ def table(results: dict[str, dict], paper: dict[str, dict]) -> str:
 
 def _on_paper(paper: dict[str, dict]) -> str:
     lines = [
-        f"On paper: `{' '.join(PAPER)}`, each card of 80 GB, each host of eight. Comes: to a card per optimizer step, "
-        "over the links of its node and over its share of those between nodes.",
+        f"Predicted: `{' '.join(PAPER)}`, on 80 GB cards, eight per node. Received: by one card per optimizer step, "
+        "from its node and from other nodes.",
         "",
-        "| strategy | devices | GiB of a card | GiB of a host | GiB in the node | between nodes | s to plan |",
+        "| strategy | devices | card GiB | host GiB per node | GiB received from the node "
+        "| GiB received from other nodes | planning time, s |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, result in paper.items():
@@ -117,9 +118,9 @@ def _on_paper(paper: dict[str, dict]) -> str:
 
 def _measured(results: dict[str, dict]) -> str:
     lines = [
-        "Two ranks over gloo on a CPU: live tensors of the device's side at their highest, MiB.",
+        "Two ranks over gloo on a CPU: peak of live device tensors, and bytes received per optimizer step, MiB.",
         "",
-        "| model, strategy, way | predicted | rank 0 | error | rank 1 | comes to each per step |",
+        "| model, strategy, way | predicted | rank 0 | error | rank 1 | received per rank and step |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in results.items():

@@ -1,7 +1,7 @@
-"""Runs side by side: python compare.py multirun/2026-01-31/12-00-00
+"""Compare runs: python compare.py multirun/2026-01-31/12-00-00
 
-Any number of folders, each a run or with runs below it. Prints the table, and writes comparison.csv and
-comparison.html, one page that opens without a network.
+It takes run folders, or folders with runs below them, prints a table, and writes comparison.csv and comparison.html, a
+single page that needs no network.
 """
 
 from lowmem.report.compare.compare import main

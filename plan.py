@@ -1,6 +1,6 @@
-"""Say what fits before anyone waits: python plan.py model=gpt2-xl gpu=12GiB ram=32GiB
+"""Predict which recipes fit on a card: python plan.py model=gpt2-xl gpu=12GiB ram=32GiB
 
-Any override of train.py works beside gpu, ram, search and devices; conf/plan.yaml says what they mean.
+It takes every override of train.py, and the keys of conf/plan.yaml, such as gpu, ram and search.
 """
 
 import hydra

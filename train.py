@@ -1,6 +1,6 @@
 """Fine-tune a causal language model: python train.py precision=16 optim=adam8bit
 
-`python train.py --help` lists the groups and their choices; conf/config.yaml is the map.
+`python train.py --help` lists all groups, choices and keys; conf/config.yaml has their defaults.
 """
 
 import hydra

@@ -86,7 +86,7 @@ def test_every_sweep_of_a_group_gives_each_job_its_choice(typed, command, monkey
 
 
 def test_a_choice_that_does_not_exist_is_told_before_a_sweep_starts():
-    with pytest.raises(Refused, match=r"precision=17: there is no precision/17"):
+    with pytest.raises(Refused, match=r"precision=17: there is no such choice"):
         cli.prepare(["-m", "precision=choice(16,17)"])
 
 
@@ -128,7 +128,7 @@ def test_what_was_typed_for_another_choice_is_not_repeated(earlier):
 @pytest.mark.parametrize("value", ["true", "Yes", "200GB", "http://x"])
 def test_what_is_no_folder_makes_none(value):
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")
-    with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on it"):
+    with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on a drive"):
         cli.prepare([*streamed, f"weights.drive={value}"])
 
 
@@ -155,7 +155,7 @@ def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
 
 def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was_typed_before(tmp_path):
     for typed in ("fit=12GiB", "+fit=12GiB"):
-        with pytest.raises(Refused, match=r"this key is plan\. Type plan=12GiB"):
+        with pytest.raises(Refused, match=r"this key is now called plan\. Type plan=12GiB"):
             cli.prepare([typed])
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- fit=12GiB\n- lr=0.1\n")
@@ -166,7 +166,7 @@ def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
     lines = ["precision=bf16-master", "master.skips_in_a_row=7", "master.early_step=false"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
     assert cli.prepare([f"resume={earlier}"]) == [lines[0], lines[2], f"resume={earlier}"]
-    with pytest.raises(Refused, match=r"nothing reads master\.skips_in_a_row"):
+    with pytest.raises(Refused, match=r"there is no key master\.skips_in_a_row"):
         cli.prepare(lines)
 
 

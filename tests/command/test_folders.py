@@ -96,7 +96,10 @@ def test_a_folder_that_holds_a_run_is_refused_as_it_is_and_goes_on_where_it_is_n
     before = content(run)
 
     code, said = command("max_steps=3")
-    assert code == 1 and f"another run is here (.hydra). Type resume={run} to go on with it, or another folder." in said
+    assert (
+        code == 1
+        and f"another run is in this folder (.hydra). Type resume={run} to continue it, or another folder." in said
+    )
     assert content(run) == before
 
     code, said = command(f"resume={run}", "max_steps=2")  # it is done
@@ -145,9 +148,9 @@ def test_a_folder_whose_name_hydra_completes_is_locked_as_any_other(command, tmp
     (folder,) = tmp_path.glob("*-run")
     before = content(folder)
     code, said = command("max_steps=1", named)
-    assert code == 1 and "another run is here" in said and content(folder) == before
+    assert code == 1 and "another run is in this folder" in said and content(folder) == before
     code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/${{nothing}}")
-    assert code == 1 and "has no name" in said and "warn" not in said.lower()
+    assert code == 1 and "name of the output folder cannot be resolved" in said and "warn" not in said.lower()
 
 
 def test_a_refused_run_leaves_no_folder(command, tmp_path):
@@ -167,7 +170,7 @@ def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, 
     assert code == 1 and f"Type sweep.resume={tmp_path}/sweep" in said
     assert content(tmp_path / "sweep") == before
     code, said = command("-m", "seed=1", "max_steps=1", base=())
-    assert code == 0 and "job 0 was done already" in said, said
+    assert code == 0 and "job 0 was already done" in said, said
 
 
 @pytest.mark.parametrize(("left", "typed"), [("train.log", ()), ("multirun.yaml", ("-m",))])

@@ -54,7 +54,7 @@ def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monke
         caplog.clear()
         monkeypatch.setattr(TextGenerator, "continuation", lambda *_, written=written: written)
         assert generate(config(f"generate={run}", "prompt=def")) == written
-        assert ("the model writes nothing that can be seen" in caplog.text) == warned
+        assert ("the completion of this prompt is empty or blank" in caplog.text) == warned
 
 
 def test_a_temperature_draws_from_the_seed(config, run):
@@ -120,12 +120,12 @@ def test_what_cannot_be_is_a_sentence(command, tmp_path):
     (tmp_path / "empty").mkdir()
     for lines, says in (
         (("generate=/none", "prompt=x"), "there is no such run folder"),
-        ((f"generate={tmp_path / 'empty'}", "prompt=x"), "no model is here"),
+        ((f"generate={tmp_path / 'empty'}", "prompt=x"), "there is no model in this folder"),
         ((f"generate={tmp_path}",), "Type prompt='...'"),
-        ((f"generate={tmp_path}", "prompt=x", "sample_prompts=[a]"), "are both typed"),
+        ((f"generate={tmp_path}", "prompt=x", "sample_prompts=[a]"), "are both set"),
         ((f"generate={tmp_path}", "sample_prompts=/none.txt"), "it cannot be read"),
-        (("prompt=x",), "Type generate="),
-        (("generate=x", "prompt=x", "resume=x"), "one command does one of them"),
+        (("prompt=x",), "Also type generate="),
+        (("generate=x", "prompt=x", "resume=x"), "one command can use only one of these keys"),
     ):
         code, said = command(*lines)
         assert code == 1 and says in said and "Traceback" not in said, said

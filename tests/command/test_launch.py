@@ -107,7 +107,7 @@ def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (memory of the host ran out"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (the host may have run out of memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
         ("os._exit(7)", "exit code 7"),
     ],
@@ -123,7 +123,10 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_line
     )
     assert time.monotonic() - began < 20
     log = ranks.run / "rank-1" / "output.log"
-    assert said.startswith(f"Rank 1 of 2: {says}") and f"\nIts last lines ({log}):\n  first\n  last words\n" in said
+    assert (
+        said.startswith(f"Rank 1 of 2: {says}")
+        and f"\nIts last lines of output ({log}):\n  first\n  last words\n" in said
+    )
     assert "no checkpoint yet. Type the same command again" in said and "rank 0" not in said
     assert (ranks.run / folders.FAILED).read_text() == said + "\n"
 
@@ -133,7 +136,7 @@ def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
     (ranks.run / "checkpoints").mkdir()
     (ranks.run / "checkpoints" / "step-00000002.ckpt").touch()
     said = message(ranks, "if rank: time.sleep(60)\nos.kill(os.getpid(), 9)")
-    assert f"resume=auto hydra.run.dir={ranks.run} beside" in said
+    assert f"Add resume=auto hydra.run.dir={ranks.run} to the same command" in said
 
 
 @pytest.mark.process
@@ -202,7 +205,7 @@ def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
 
 @pytest.mark.process
 def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
-    sentence = "lr=-1: give a positive step size."
+    sentence = "lr=-1: give a positive learning rate."
     assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
     assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
     said = message(ranks, f"rank == 1 and fails('failed', '{sentence}')\ntime.sleep(60)", 3)
@@ -379,7 +382,7 @@ def test_ranks_that_would_all_take_the_first_card_are_refused(place, monkeypatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     place(RANK="1", WORLD_SIZE="2")
-    with pytest.raises(Refused, match="LOCAL_RANK is not set, and all 2 ranks of this machine would take its first"):
+    with pytest.raises(Refused, match="LOCAL_RANK is not set, so all 2 ranks on this machine would use its first"):
         check._device("cuda", snapshot=False)
 
 
@@ -422,7 +425,7 @@ hydra: {run: {dir: RUN}, output_subdir: .hydra, overrides: {hydra: ["hydra.run.d
 def test_a_rank_writes_into_the_folder_that_was_claimed_for_it_and_not_over_hydras_files(
     place, tmp_path, monkeypatch, number, file
 ):
-    (tmp_path / "summary.json").touch()  # another run is here, which a command would refuse
+    (tmp_path / "summary.json").touch()  # another run is in this folder, which a command would refuse
     place(RANK=str(number), WORLD_SIZE="2", LOWMEM_RANK_OF=str(tmp_path))
     config = OmegaConf.create(HYDRAS.replace("RUN", str(tmp_path)))
     monkeypatch.setattr(folder_lock.Claim, "now", None)
@@ -441,7 +444,7 @@ def test_a_refused_run_of_ranks_leaves_the_folder_as_it_was(tmp_path, monkeypatc
         log.write_text(earlier)
     claimed = folder_lock._this(tmp_path / "run", "hydra.run.dir", lambda: True)
     log.parent.mkdir(exist_ok=True)
-    log.write_text("lr=-1: give a positive step size.")
+    log.write_text("lr=-1: give a positive learning rate.")
     assert claimed.untouched()
     claimed.give_back()
     assert log.exists() == bool(earlier) == (tmp_path / "run").exists()
@@ -495,7 +498,7 @@ def of_run(run: Path) -> list[int]:
 def test_a_config_that_every_rank_refuses_is_said_once_and_leaves_nothing(typed, tmp_path):
     assert typed("optim.in_backward=true", "clip=null").wait(120) == 1
     said = (tmp_path / "said").read_text()
-    assert said.count("optim.in_backward=true: a gradient would step") == 1 == len(said.splitlines())
+    assert said.count("optim.in_backward=true: a parameter would be updated") == 1 == len(said.splitlines())
     assert not (tmp_path / "run").exists()
 
 
@@ -581,7 +584,7 @@ def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typ
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert (run / "rank-1" / "output.log").read_text() and not (run / "rank-1" / ".hydra").exists()
     assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 1  # the folder is taken
-    assert (tmp_path / "said").read_text().count("another run is here") == 1
+    assert (tmp_path / "said").read_text().count("another run is in this folder") == 1
 
 
 @pytest.mark.process

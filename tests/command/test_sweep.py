@@ -54,11 +54,13 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
     assert "job 0 done: " in said and "bits per byte" in said
-    assert "job 1 failed: killed by SIGKILL (memory of the host ran out" in said
+    assert "job 1 failed: killed by SIGKILL (the host may have run out of memory" in said
     first = summaries(tmp_path / "sweep")
     assert first.keys() == {"0", "2"}
     assert said.count("killed by SIGKILL") == 1
-    assert said.rstrip().endswith(f"1 of 3 jobs failed: 1. {tmp_path}/sweep/1/failed.txt says why, in full.")
+    assert said.rstrip().endswith(
+        f"1 of 3 jobs failed: 1. The full error of the first is in {tmp_path}/sweep/1/failed.txt."
+    )
     table = said[said.index("run  seed") :].splitlines()  # what differs, and nothing of what does not
     assert table[0].split()[:3] == ["run", "seed", "loss"] and table[0].endswith("status")
     assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
@@ -67,7 +69,7 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
     (tmp_path / "failing.py").write_text(FAILING.replace("if self.how:", "if False:"))
     code, said = command(f"sweep.resume={tmp_path}/sweep", base=None)
     assert code == 0, said
-    assert "job 0 was done already" in said and "job 1 done: " in said and "job 2 was done already" in said
+    assert "job 0 was already done" in said and "job 1 done: " in said and "job 2 was already done" in said
     second = summaries(tmp_path / "sweep")
     assert second["0"] == first["0"] and second["2"] == first["2"] and second["1"]["steps"] == 2
     assert not (tmp_path / "sweep" / "1" / folders.FAILED).exists()
@@ -161,7 +163,7 @@ def job(tmp_path, monkeypatch):
         ("sys.exit(143)", "ended by SIGTERM"),
         ("summarised; sys.exit(129)", "ended by SIGHUP"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
-        ("sys.exit(0)", "ended with exit code 0 and without a summary"),
+        ("sys.exit(0)", "exited with code 0, but wrote no summary"),
     ],
 )
 def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path, capsys, does, reason):
@@ -200,9 +202,9 @@ def test_a_job_runs_the_script_with_its_own_lines_and_folder(ran, tmp_path):
     ("code", "stderr", "summarised", "reason"),
     [
         (1, "Traceback\nRefused: no room\n\n", True, "Refused: no room"),
-        (-9, "", True, "killed by SIGKILL (memory of the host ran out, or someone did it by hand)"),
+        (-9, "", True, "killed by SIGKILL (the host may have run out of memory, or somebody killed the process)"),
         (143, "", True, "ended by SIGTERM"),
-        (0, "", False, "ended with exit code 0 and without a summary"),
+        (0, "", False, "exited with code 0, but wrote no summary"),
     ],
 )
 def test_a_job_with_an_exit_code_or_without_a_summary_has_failed(ran, tmp_path, code, stderr, summarised, reason):
@@ -223,7 +225,7 @@ def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_p
         )
     assert ended.value.code == 128 + signal.Signals[name]
     assert folders.load(tmp_path / "job").status == "interrupted"
-    assert f"sweep.resume={tmp_path} goes on" in capsys.readouterr().out
+    assert f"to continue the sweep, type python train.py sweep.resume={tmp_path}" in capsys.readouterr().out
 
 
 def test_jobs_whose_names_have_a_slash_are_named_and_resumed_from_the_folder_of_the_sweep(
@@ -258,7 +260,7 @@ def test_the_table_of_a_sweep_has_whole_names_of_its_jobs(tmp_path, capsys):
     ("key", "flags", "says"),
     [
         ("hydra.sweep.subdir", ["-m"], "Type hydra.sweep.subdir=<a shorter name>."),
-        ("hydra.run.dir", [], "Type hydra.run.dir=<a folder that can>."),
+        ("hydra.run.dir", [], "Type hydra.run.dir=<a writable folder>."),
     ],
 )
 def test_a_folder_whose_name_is_too_long_is_told_with_the_key_that_names_it(command, tmp_path, key, flags, says):
@@ -278,9 +280,9 @@ def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, f
 
 def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
     code, said = command(f"sweep.resume={tmp_path}", base=None)
-    assert code == 1 and "no sweep was started here" in said and "multirun.yaml" in said
+    assert code == 1 and "this is not the folder of a sweep" in said and "multirun.yaml" in said
     code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
-    assert code == 1 and "Type nothing else beside it" in said
+    assert code == 1 and "Leave out everything else" in said
 
 
 def test_a_damaged_job_keeps_its_row_in_the_table_at_the_end_of_a_sweep(tmp_path, capsys):

@@ -127,13 +127,13 @@ def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
     made_up(monkeypatch, GIB, (12, 0))
     for known in (cards.here(), replace(cards.here(), capability=None)):
         assert known.multiplies("bfloat16")
-        with pytest.raises(Refused, match="Which cards multiply in float8_e4m3fn is not known"):
+        with pytest.raises(Refused, match="Add float8_e4m3fn to MULTIPLIES"):
             known.multiplies("float8_e4m3fn")
 
 
 def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Refused, match=r"this machine has no card.*Type gpu=12GiB"):
+    with pytest.raises(Refused, match=r"this machine has no CUDA card.*Type gpu=12GiB"):
         cards.here()
 
 

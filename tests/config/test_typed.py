@@ -34,28 +34,28 @@ from lowmem.training.build import optimizer
 # --- lines that once ended in a traceback, or were taken without a word ----------------------------------------------
 
 REFUSED = {
-    "precison=16": "nothing reads precison. Type precision=16.",
-    "+precison=16": "nothing reads precison. Type precision=16.",
+    "precison=16": "there is no key precison. Type precision=16.",
+    "+precison=16": "there is no key precison. Type precision=16.",
     "precison=fp16": "Type precision=16, or one of 16-master, ",
-    "precision=16-mixed": "there is no precision/16-mixed. Type precision=16, or one of ",
-    "precision=bf16-mixed": "there is no precision/bf16-mixed. Type precision=bf16, or one of ",
-    "precision=32-true": "there is no precision/32-true. Type precision=32, or one of ",
-    "optim=adamw_fp8": "optim=adamw_fp8 was taken out: float8 rounds small second moments to zero, and weights of rare "
-    "tokens grew without bound. Type optim=adamw8bit.",
-    "precision=bf61": "there is no precision/bf61. Type precision=bf16, or one of 16, ",
+    "precision=16-mixed": "precision=16-mixed: there is no such choice. Type precision=16, or one of ",
+    "precision=bf16-mixed": "precision=bf16-mixed: there is no such choice. Type precision=bf16, or one of ",
+    "precision=32-true": "precision=32-true: there is no such choice. Type precision=32, or one of ",
+    "optim=adamw_fp8": "optim=adamw_fp8 was removed: float8 rounds small second moments to zero, so the weights of "
+    "rare tokens grew without bound. Type optim=adamw8bit.",
+    "precision=bf61": "precision=bf61: there is no such choice. Type precision=bf16, or one of 16, ",
     "optim=adam8bits": "Type optim=adam8bit, or one of ",
     "otpim=sgd": "Type optim=sgd.",
     "max_step=3": "Type max_steps=3.",
     "+max_step=3": "Type max_steps=3.",
     "++max_step=3": "Type max_steps=3.",
     "+memory.snapshop=true": "Type memory.snapshot=true.",
-    "checkpoint.every=2": "nothing reads checkpoint.every. Type save_every=2.",
+    "checkpoint.every=2": "there is no key checkpoint.every. Type save_every=2.",
     "logging_steps=2": "Type log_every=2.",
     "optimizer=sgd": "Type optim=sgd.",
-    "lora=true": "lora=true: nothing reads lora. Type adapter=lora.",
-    "adam8bit=1": "nothing reads adam8bit. Type optim=adam8bit.",
-    "bf16=true": "nothing reads bf16. Type precision=bf16.",
-    "model=/tmp": "this is a place and no choice of model. Type model=hf model.name=/tmp.",
+    "lora=true": "lora=true: there is no key lora. Type adapter=lora.",
+    "adam8bit=1": "there is no key adam8bit. Type optim=adam8bit.",
+    "bf16=true": "there is no key bf16. Type precision=bf16.",
+    "model=/tmp": "this is a path or a hub id, not a choice of model. Type model=hf model.name=/tmp.",
     "model=Qwen/Qwen3-0.6B": "Type model=hf model.name=Qwen/Qwen3-0.6B.",
     "'model=../my models'": "Type model=hf 'model.name=../my models'.",
     "adapter=runs/1/model": "Type adapter=lora adapter.path=runs/1/model.",
@@ -63,30 +63,30 @@ REFUSED = {
     "data=/tmp/talks.jsonl": "Type data=jsonl data.path=/tmp/talks.jsonl.",
     "data=somebody/talks": "Type data=hub data.path=somebody/talks.",
     "learning_rate=1e-4": "Type lr=1e-4.",
-    "precision.declares.tried_without_bf16=nan": "a technique declares this of itself",
-    "-m optim=sgd,adamw optim.declares={}": "a technique declares this of itself",
+    "precision.declares.tried_without_bf16=nan": "a run cannot change what a technique declares",
+    "-m optim=sgd,adamw optim.declares={}": "a run cannot change what a technique declares",
     "warmup_steps=3": "Type scheduler.warmup_steps=3.",
     "hydra.run.dri=x": "Type hydra.run.dir=x.",
-    "model.foo=3": "nothing reads model.foo. Type --help for what there is.",
+    "model.foo=3": "there is no key model.foo. Type --help for a list of all keys.",
     "hydra/launcher=slrum": "Type hydra/launcher=slurm",
     "model.architecture.n_layers=3": "Type model.architecture.n_layer=3.",
-    "loss.rows=7": "only some choices have it. Type loss=chunked beside it.",
-    "+lr=3": "this key exists already. Type lr=3.",
-    "~nothing": "there is no nothing to take out.",
-    "--max_steps=3": "this sets nothing. Type max_steps=3",
-    "max_steps": "this sets nothing. Type max_steps=<value>",
-    "--mulitrun": "this sets nothing. Type --multirun, or --help.",
-    "--multirun=1": "this sets nothing. Type --multirun, or --help.",
-    "-m lr=1,2 --cfg job": "--cfg: it shows one run, and -m makes several. Leave -m out.",
-    "hydra=null": "this is no group. Type hydra.<key>=<value>",
-    "hydra.run.dir=": "this is empty. Type hydra.run.dir=<a folder>",
-    "hydra.sweep.dir=''": "this is empty. Type hydra.sweep.dir=<a folder>",
-    "cache_dir=": "this is empty. Type cache_dir=<a folder>",
-    "~fit": "this key is plan. Type plan=check.",
-    "save_every=0min": "give a whole number of steps of at least 1, or minutes, as in 30min.",
-    "=3": "this sets nothing.",
-    "lr=1e-3)": "this cannot be read. Type text with special characters so",
-    "lr=1e-3,1e-4": "several values make a sweep. Type -m beside them",
+    "loss.rows=7": "only some choices of loss have this key. Also type loss=chunked.",
+    "+lr=3": "this key already exists, so leave out the +. Type lr=3.",
+    "~nothing": "there is no key nothing to remove.",
+    "--max_steps=3": "there is no such flag. Type max_steps=3, without dashes, or --help.",
+    "max_steps": "this is not an override. Type max_steps=<value>",
+    "--mulitrun": "there is no such flag. Type --multirun, or --help.",
+    "--multirun=1": "there is no such flag. Type --multirun, or --help.",
+    "-m lr=1,2 --cfg job": "--cfg: this flag shows the config of one run, but -m starts several. Leave -m out.",
+    "hydra=null": "hydra is a section, not a group. Type hydra.<key>=<value>",
+    "hydra.run.dir=": "the value is empty. Type hydra.run.dir=<a folder>",
+    "hydra.sweep.dir=''": "the value is empty. Type hydra.sweep.dir=<a folder>",
+    "cache_dir=": "the value is empty. Type cache_dir=<a folder>",
+    "~fit": "this key is now called plan. Type plan=check.",
+    "save_every=0min": "give a whole number of steps, at least 1, or minutes such as 30min.",
+    "=3": "this is not an override. Type '<key>=3'",
+    "lr=1e-3)": "Hydra cannot parse this value. Type text with special characters in quotes: ",
+    "lr=1e-3,1e-4": "several values need -m, which starts a sweep. Type -m, or ",
     "max_steps=abc": "max_steps=abc: give a whole number of at least 1.",
     "seed=-1": "give a whole number from 0 to 4294967295.",
     "seed=99999999999999999999": "give a whole number from 0 to",
@@ -96,52 +96,52 @@ REFUSED = {
     "loss=chunked \"loss.rows='7'\"": "loss.rows=7: give a whole number of at least 1.",
     "accumulation=effective_batch accumulation.devices=12GiB": "give a whole number of at least 1.",
     "accumulation=by_step accumulation.sizes={a:1}": "such as {0:1,3:4}.",
-    "optim.lr=[]": "give a positive step size",
+    "optim.lr=[]": "give a positive learning rate",
     "optim.betas=[0.9,2]": "give two numbers of at least 0 and below 1",
     "optim.weight_decay=-1": "give a number of at least 0.",
-    "optim._partial_=false": "give true, as its yaml does.",
+    "optim._partial_=false": "give true, as in its yaml.",
     "cache_dir=null": "cache_dir=null: give a file or a folder.",
     "data=text data.path=": "data.path=: give a file or a folder.",
-    "data=text data.path=x data.pattern=/abs": "give a pattern of names below the folder",
-    "data=text data.path=x data.val_path=./x": "data.path too, and validation would measure texts that were trained on",
+    "data=text data.path=x data.pattern=/abs": "give a file pattern relative to the folder",
+    "data=text data.path=x data.val_path=./x": "also data.path, so validation would run on training data",
     "weights_dtype=true": "give one of float32, bfloat16, float16.",
     "\"model.architecture.n_layer='a b'\"": "give a whole number of at least 1.",
-    "model.architecture=1": "give its keys, such as model.architecture.n_layer=6.",
-    "model.attention=true": "model.attention=true: give a text.",
-    "~optim": "a run needs one. Type optim=<one of ",
-    "optim=null": "a run needs one. Type optim=<one of ",
-    "precision=null": "a run needs one. Type precision=<one of ",
-    "logger=true": "there is no logger/true. Type logger=<one of csv, ",
+    "model.architecture=1": "model.architecture=1: set its keys, such as model.architecture.n_layer=6.",
+    "model.attention=true": "model.attention=true: give a string.",
+    "~optim": "every run needs a choice for optim. Type optim=<one of ",
+    "optim=null": "every run needs a choice for optim. Type optim=<one of ",
+    "precision=null": "every run needs a choice for precision. Type precision=<one of ",
+    "logger=true": "logger=true: there is no such choice. Type logger=<one of csv, ",
     "~clip": "clip has no value: type clip=<value>.",
     "lr=???": "lr has no value: type lr=<value>.",
     "~optim.lr": "optim.lr has no value: type optim.lr=<value>.",
     "~callbacks": "callbacks has no value",
-    "callbacks=null": "callbacks=null: give nodes by their names, each with its _target_.",
-    "memory=null": "memory=null: give its keys: limit, snapshot.",
-    "'lr=${nope}'": "lr: Interpolation key 'nope' not found. Type a value for it",
+    "callbacks=null": "callbacks=null: give a mapping of names to nodes, each with a _target_.",
+    "memory=null": "memory=null: set its keys: limit, snapshot.",
+    "'lr=${nope}'": "lr: Interpolation key 'nope' not found. Type a value, or ${<key>} with an existing key.",
     "'lr=${oc.env:NOPE}'": "'NOPE' not found",
     "'model.lr=${lr}'": "Recursive interpolation",
-    "+trainer.accelerator=gpu": "give nothing: device sets it.",
-    "+trainer.precision=16": "give nothing: precision sets it.",
+    "+trainer.accelerator=gpu": "trainer.accelerator=gpu: leave it out, and set device instead.",
+    "+trainer.precision=16": "trainer.precision=16: leave it out, and set precision instead.",
     "optim=adafactor optim.relative_step=true": "give false",
     "optim=adafactor 'optim.scale_parameter={a: 1}'": "give true or false.",
-    "\"output_dir='a,b'\"": "give nothing: the run folder is hydra.run.dir.",
+    "\"output_dir='a,b'\"": "leave it out, and set hydra.run.dir instead.",
     "callbacks.in_backward.enabled={}": "give true or false.",
     "+callbacks.mine.seed=1": "callbacks.mine._target_ has no value",
-    "callbacks.in_backward=null": "callbacks.in_backward=null: give its _target_ and what that takes.",
-    "+trainer.plugins.mine=1": "trainer.plugins.mine=1: give its _target_ and what that takes.",
-    "optim=adam8bit optim.declares.saves.optimizer=x": "a technique declares this of itself",
+    "callbacks.in_backward=null": "callbacks.in_backward=null: give a _target_ and its arguments.",
+    "+trainer.plugins.mine=1": "trainer.plugins.mine=1: give a _target_ and its arguments.",
+    "optim=adam8bit optim.declares.saves.optimizer=x": "a run cannot change what a technique declares",
     "model=llama-3.2-1b model.architecture.rope_parameters.rope_theta=abc": "give a number.",
     "debug=1": "give true or false.",
-    "epochs=2 max_steps=3": "epochs and max_steps: both set the same thing. Leave one out.",
-    "scheduler.warmup=0.1 scheduler.warmup_steps=3": "both set the same thing. Leave one out.",
+    "epochs=2 max_steps=3": "epochs and max_steps: set only one of these two keys. Leave the other out.",
+    "scheduler.warmup=0.1 scheduler.warmup_steps=3": "scheduler.warmup_steps: set only one of these two keys.",
     "scheduler.warmup=3": "give a share of all steps from 0 to 1, such as 0.03, or null.",
     "epochs=0": "epochs=0: give a whole number of at least 1, or null.",
-    "data=hub data.path=x data.streaming=true": "no tokenizer can be trained before the texts arrive. Type tokenizer=",
-    "data=mix": "data=mix: it has no sources. Type +data@data.parts.<name>=text",
-    "data=mix +data@data.parts.a=random 'data.shares={b: 1}'": "give one for each of a, or null.",
+    "data=hub data.path=x data.streaming=true": "on a stream before training starts. Type tokenizer=",
+    "data=mix": "data=mix: no sources are set. Type +data@data.parts.<name>=text",
+    "data=mix +data@data.parts.a=random 'data.shares={b: 1}'": "give one share for each source (a), or null.",
     "data=csv data.path=x data.delimiter=ab": "data.delimiter=ab: give one character, such as ';', or the word tab.",
-    "tokenizer=": "tokenizer=: give a folder or a hub id, or null for the model's.",
+    "tokenizer=": "tokenizer=: give a folder or a hub id, or null for the model's tokenizer.",
 }
 
 
@@ -180,20 +180,20 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
     [
         (
             ["data=jsonl", "data.path=.", "data.prompt=q"],
-            "there is no data.completion. Type data.completion=<a field>.",
+            "data.completion is not set. Type data.completion=<a field>.",
         ),
         (
             ["data=hub", "data.path=.", "data.prompt=q", "data.messages=m"],
-            "data.prompt and data.messages: a record is one of text",
+            "data.prompt and data.messages: a record is either text",
         ),
         (["tokenizer=/no/such"], "tokenizer=/no/such: there is no such folder. Give one that exists, or a hub id"),
         (
             ["weights=streamed", "weights.drive=/proc/drive"],
-            "weights.drive=/proc/drive: no file can be written there (No such file or directory). Type a folder",
+            "weights.drive=/proc/drive: no file can be written there (No such file or directory). Type a writable",
         ),
         (["data=mix", "+data.parts.a.path=/no/such"], "data.parts.a.path=/no/such: there is no such file or folder"),
         (["data=text", "data.path=.", "data.val_path={}"], "data.val_path={}: there is no such file"),
-        (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several have names, as in {news:a,wiki:b}."),
+        (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several paths need names, as in {news:a,wiki:b}."),
     ],
 )
 def test_a_place_that_is_none_is_told_before_torch(lines, said):
@@ -204,7 +204,10 @@ def test_a_place_that_is_none_is_told_before_torch(lines, said):
 def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
-    for line, says in (("data=notes", "Type data=text data.path=notes."), ("data=note", "there is no data/note.")):
+    for line, says in (
+        ("data=notes", "Type data=text data.path=notes."),
+        ("data=note", "data=note: there is no such choice."),
+    ):
         with pytest.raises(Refused, match=re.escape(says)):
             cli.prepare([line])
 
@@ -231,12 +234,12 @@ def test_what_only_a_signature_tells():
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("lr=glob(*)", "lr=glob(*): glob() names choices of a group, and lr is no group"),
+        ("lr=glob(*)", "lr=glob(*): glob() lists the choices of a group, but lr is not a group"),
         ("data.path=glob(*.txt)", "Type data.path=<value>,<value>."),
-        ("seed=1,glob(2*)", "and seed is no group, so no job would start."),
+        ("seed=1,glob(2*)", "but seed is not a group. Type seed=<value>,<value>."),
         ("optim=glob(xyz*)", "optim=glob(xyz*): there is no such choice. Type optim=<one of adafactor, "),
         ("optim=glob(xyz*),glob(no*)", "there is no such choice."),
-        ("optim=glob(adam*),sdg", "there is no optim/sdg. Type optim=sgd, or one of"),
+        ("optim=glob(adam*),sdg", "optim=sdg: there is no such choice. Type optim=sgd, or one of"),
     ],
 )
 def test_a_glob_that_names_nothing_is_told_before_a_sweep_of_no_jobs(line, says):
@@ -246,7 +249,7 @@ def test_a_glob_that_names_nothing_is_told_before_a_sweep_of_no_jobs(line, says)
 
 def test_the_advice_for_a_value_that_cannot_be_read_can_be_pasted_and_means_what_was_typed():
     (advice,) = shlex.split(
-        spelling._unreadable("hydra.sweep.subdir=lr=${seed}").partition("so: ")[2].removesuffix(".")
+        spelling._unreadable("hydra.sweep.subdir=lr=${seed}").partition("in quotes: ")[2].removesuffix(".")
     )
     assert composed([advice], whole=True).hydra.sweep.subdir == "lr=0"
 
@@ -256,8 +259,10 @@ def test_a_key_that_one_job_of_a_sweep_lacks_is_told_as_of_a_single_run():
     with pytest.raises(Refused) as single:
         cli.prepare(["optim=sgd", typed[1]])
     assert spelling.explained(HydraException(), typed) == str(single.value)
-    assert str(single.value).startswith("optim.betas=[0.8,0.9]: only some choices have it. Type optim=adam8bit or ")
-    assert "this key exists already" in spelling.explained(HydraException(), ["optim=sgd,adamw", "+optim.betas=[0,0]"])
+    assert str(single.value).startswith(
+        "optim.betas=[0.8,0.9]: only some choices of optim have this key. Also type optim=adam8bit or "
+    )
+    assert "this key already exists" in spelling.explained(HydraException(), ["optim=sgd,adamw", "+optim.betas=[0,0]"])
 
 
 def test_of_a_sweep_too():
@@ -417,7 +422,7 @@ def test_every_key_of_the_config_is_declared_once_and_nothing_else():
 
 def test_a_key_without_a_declaration_is_refused():
     cfg = composed([])
-    with pytest.raises(Refused, match="nothing reads patience"):
+    with pytest.raises(Refused, match="there is no key patience"):
         settled(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
 
 

@@ -179,7 +179,7 @@ def test_a_mixture_has_one_chat_template(tmp_path):
 
 
 REFUSED = {
-    "data.shares={code: 1}": "give one for each of code, notes, or null",
+    "data.shares={code: 1}": "give one share for each source (code, notes), or null",
     "data.parts.notes.packing=padded": "Type data.parts.notes.packing=documents",
     "data.shares={code: 1, notes: 0}": "give a positive number",
     "data.parts.notes.path=/no/such": "data.parts.notes.path=/no/such: there is no such file or folder",

@@ -58,7 +58,7 @@ def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
         pass
     assert asked == []
     code, said = command("memory.snapshot=true")
-    assert code == 1 and "memory.snapshot=true: only CUDA's allocator keeps one" in said
+    assert code == 1 and "memory.snapshot=true: only the CUDA allocator records a snapshot" in said
     code, said = command("memory.snapshot=1")
     assert code == 1 and "memory.snapshot=1: give true or false." in said
 

@@ -107,7 +107,7 @@ def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_p
 
 
 def test_show_goes_with_nothing_that_was_trained(config):
-    with pytest.raises(Refused, match=r"evaluate and show: one command does one of them"):
+    with pytest.raises(Refused, match=r"evaluate and show: one command can use only one of these keys"):
         check_values(config("show=1", "evaluate=x"))
 
 

@@ -130,8 +130,8 @@ def test_the_first_set_decides_and_the_others_are_not_trained_on(fit, config, fi
 def test_what_cannot_be_a_set_is_a_sentence(fit, files):
     for val_path, says in (
         ("{a:/none}", "no such file"),
-        (f"{{near:{files / 'train'}}}", "this is data.path too"),
-        ("{a:x,b c:y}", "by names"),
+        (f"{{near:{files / 'train'}}}", "this is also data.path"),
+        ("{a:x,b c:y}", "several with names"),
         ("{}", "no such file"),  # a name, as any other
     ):
         with pytest.raises(Refused, match=says):

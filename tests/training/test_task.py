@@ -203,11 +203,11 @@ def test_evaluate_and_export_as_typed(command, whole, tmp_path):
         code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
         assert code == 0, said
     code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/evaluated")
-    assert code == 1 and "another run is here" in said and "resume" not in said
+    assert code == 1 and "another run is in this folder" in said and "resume" not in said
     code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
     assert code == 0 and "step 4: validation " in said and "loss nan" not in said, said
     code, said = command(f"export={whole()}", "resume=auto", f"hydra.run.dir={tmp_path}/other")
-    assert code == 1 and "one command does one of them" in said
+    assert code == 1 and "one command can use only one of these keys" in said
 
 
 @pytest.fixture
@@ -554,7 +554,7 @@ def test_an_error_of_the_system_is_a_sentence_if_another_place_mends_it(command,
     code, printed = command(f"cache_dir={tmp_path}/cache", "max_steps=1")
     assert code == 1 and ("Traceback" in printed) == (said is None)
     assert (said or error.strerror).format(**places) in printed
-    assert (said is None) != ("Give a place that can be read and written" in printed)
+    assert (said is None) != ("Type a path that is readable and writable" in printed)
 
 
 def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):

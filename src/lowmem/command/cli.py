@@ -106,10 +106,10 @@ def start(main: Callable[[], None], config: str = "config") -> None:
 def _no_folder(error: OSError) -> str:
     """Returns a sentence about a folder that Hydra cannot make, in a sweep that of a job."""
     if not {*sys.argv} & {*SWEEP}:
-        return f"The output folder cannot be written ({error}). Type hydra.run.dir=<a folder that can>."
+        return f"The output folder is not writable ({error}). Type hydra.run.dir=<a writable folder>."
     if error.errno == errno.ENAMETOOLONG:
-        return f"The folder of a job cannot be made ({error}). Type hydra.sweep.subdir=<a shorter name>."
-    return f"The folder of a job cannot be written ({error}). Type hydra.sweep.dir=<a folder that can>."
+        return f"The folder of a job cannot be created ({error}). Type hydra.sweep.subdir=<a shorter name>."
+    return f"The folder of a job is not writable ({error}). Type hydra.sweep.dir=<a writable folder>."
 
 
 def _nobody_reads() -> None:
@@ -135,16 +135,21 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     if old := [argument for argument in arguments if key(argument) == "fit"]:
-        raise Refused(f"{old[0]}: this key is plan. Type {_renamed(old[0]) if '=' in old[0] else 'plan=check'}.")
+        raise Refused(
+            f"{old[0]}: this key is now called plan. Type {_renamed(old[0]) if '=' in old[0] else 'plan=check'}."
+        )
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
-        raise Refused("hydra/launcher=slurm: its launcher is not installed. Type pip install hydra-submitit-launcher.")
+        raise Refused(
+            "hydra/launcher=slurm: the package of this launcher is not installed. Type pip install "
+            "hydra-submitit-launcher."
+        )
     flags, typed, strays = parted(arguments)
     if strays:
         raise Refused(spelling.sets_nothing(strays[0]))
     shows = [flag for flag in flags if flag.partition("=")[0] in ("-c", "--cfg", "-i", "--info")]
     if shows and {*flags} & {*SWEEP}:
-        raise Refused(f"{shows[0]}: it shows one run, and -m makes several. Leave -m out.")
+        raise Refused(f"{shows[0]}: this flag shows the config of one run, but -m starts several. Leave -m out.")
     earlier = _resumed_overrides(typed)
     lines = without(keys_replaced(typed) | keys_of_other_choices(typed, earlier), earlier) + typed
     lines += in_place_of(lines)
@@ -182,7 +187,7 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
     if not sweeps:
         return arguments
     if len([argument for argument in arguments if argument not in ("-m", "--multirun")]) > 1:
-        raise Refused("sweep.resume= repeats the lines that were typed for that sweep. Type nothing else beside it.")
+        raise Refused("sweep.resume= repeats all overrides of the sweep. Leave out everything else.")
     return sweep.again(Path(sweeps[0]).expanduser())
 
 
@@ -210,8 +215,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
     dangerous = [line for line in earlier if "_target_" in line or "trust_remote_code" in line or key(line) == "metric"]
     if missing := without(set(map(key, arguments)), dangerous):
         raise Refused(
-            f"{folder}: the lines that were typed for this run are repeated, except those that can run code. Type them "
-            f"again if you trust them: {' '.join(missing)}"
+            f"{folder}: the overrides of this run are used again, except those that can run code. Type them again if "
+            f"you trust them: {' '.join(missing)}"
         )
 
 
@@ -222,8 +227,9 @@ def _refuse_taken_out(earlier: list[str], lines: list[str]) -> None:
     if taken and resumed:
         instead, why = spelling.TAKEN_OUT[taken[0]]
         raise Refused(
-            f"{resumed[0]}: {taken[0]} was taken out ({why}), and no other optimizer can read its state. Type "
-            f"{instead} model=hf model.name=<run folder>/model for a new run; export=<run folder> writes that folder."
+            f"{resumed[0]}: {taken[0]} was removed ({why}), and no other optimizer can read its state. Type {instead} "
+            "model=hf model.name=<run folder>/model to start a new run from its weights; export=<run folder> writes "
+            "that folder."
         )
 
 
@@ -353,7 +359,10 @@ def _message(error: Exception, debug: bool, places: list[str]) -> str:
     if isinstance(error, OmegaConfBaseException) and not debug:
         return str(error)
     if isinstance(error, OSError) and of_place(error, places) and not debug:
-        return f"{error.filename}: {error.strerror}. Give a place that can be read and written and is not full."
+        return (
+            f"{error.filename}: {error.strerror}. Type a path that is readable and writable, on a disk that is not "
+            "full."
+        )
     if isinstance(error, Refused) and not debug:
         return str(error)
     return "".join(traceback.format_exception(error))

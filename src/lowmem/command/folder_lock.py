@@ -78,7 +78,12 @@ def _or_exit() -> Iterator[None]:
         yield
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        sys.exit(folded(f"The output folder has no name ({reason}). Type hydra.run.dir=<a folder>.", sys.stderr))
+        sys.exit(
+            folded(
+                f"The name of the output folder cannot be resolved ({reason}). Type hydra.run.dir=<a folder>.",
+                sys.stderr,
+            )
+        )
 
 
 class Claim(Callback):
@@ -147,7 +152,10 @@ def _redirect(run: Path) -> None:
         try:
             rank_environment.redirected(run)
         except OSError as error:
-            message = f"{error.filename}: {error.strerror}. A rank's output goes there. Give a writable folder."
+            message = (
+                f"{error.filename}: {error.strerror}. Each rank writes its output there, so type hydra.run.dir=<a "
+                "writable folder>."
+            )
             sys.exit(folded(message, sys.stderr))
 
 
@@ -155,8 +163,10 @@ def _agreed(claimed: Path | None) -> Path:
     try:
         return rank_environment.agreed(claimed)
     except Exception as error:
-        message = f"The ranks cannot meet at MASTER_ADDR and MASTER_PORT ({error}). Start them with torchrun; for one "
-        message += "process, unset RANK and WORLD_SIZE."
+        message = (
+            f"The ranks cannot connect to each other at MASTER_ADDR and MASTER_PORT ({error}). Start them with "
+            "torchrun; for a single process, unset RANK and WORLD_SIZE."
+        )
         sys.exit(folded(message, sys.stderr))
 
 
@@ -183,10 +193,14 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
     except Refused as error:
         sys.exit(folded(str(error), sys.stderr))
     except OSError as error:
-        message = f"The output folder cannot be written ({error}). Type {key}=<a folder that can>."
+        message = f"The output folder is not writable ({error}). Type {key}=<a writable folder>."
         sys.exit(folded(message, sys.stderr))
     except Exception as error:  # for example a broken multirun.yaml: nothing may start without a lock
-        sys.exit(folded(f"{key}={folder}: the files here cannot be read ({error}). Type another folder.", sys.stderr))
+        sys.exit(
+            folded(
+                f"{key}={folder}: the files of this folder cannot be read ({error}). Type another folder.", sys.stderr
+            )
+        )
 
 
 def _new(folder: Path) -> Claimed:
@@ -211,14 +225,14 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
     claimed = _locked(folder, created)
     if claimed is None:
         raise Refused(
-            f"{key}={folder}: another run is writing here. Type another folder, or, when it has ended, "
+            f"{key}={folder}: another run is writing to this folder. Type another folder, or, when that run has ended, "
             f"{in_shell('resume', folder)}."
         )
     files = [name for name in (*HYDRAS, *LEFT) if (folder / name).exists()]
     if files and not goes_on():
         os.close(claimed.lock)
         instead = _instead(folder)
-        raise Refused(f"{key}={folder}: another run is here ({files[0]}). Type {instead}another folder.")
+        raise Refused(f"{key}={folder}: another run is in this folder ({files[0]}). Type {instead}another folder.")
     return claimed
 
 
@@ -231,7 +245,7 @@ def _instead(folder: Path) -> str:
         line = in_shell("resume", folder)
     if (folder / "multirun.yaml").exists():
         line = in_shell("sweep.resume", folder)
-    return f"{line} to go on with it, or "
+    return f"{line} to continue it, or "
 
 
 def _not_there(folder: Path) -> list[Path]:

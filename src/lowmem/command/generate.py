@@ -46,8 +46,8 @@ def generate(run: Run) -> str:
     text = printable(texts[0])
     if not text.strip():
         log.warning(
-            f"generate={run.generate}: after this prompt the model writes nothing that can be seen: it ends at once, "
-            "or writes blanks. Type another prompt=, or temperature=0.8 to draw less likely tokens."
+            f"generate={run.generate}: the completion of this prompt is empty or blank. Type another prompt=, or "
+            "temperature=0.8 to sample less likely tokens."
         )
     return text
 
@@ -85,8 +85,8 @@ def _folder(place: Path) -> Path:
         if is_model(str(folder)):
             return folder
     raise Refused(
-        f"generate={place}: no model is here, nor in its model/. Give an exported model, or export that of a run: "
-        f"{in_shell('export', place)}."
+        f"generate={place}: there is no model in this folder or in its model/ folder. Type the folder of an exported "
+        f"model, or export the run: {in_shell('export', place)}."
     )
 
 

@@ -24,14 +24,14 @@ def text(cfg: DictConfig, conf: Path) -> str:
     choices |= {group: choice for group, choice in cfg.hydra.runtime.choices.items() if group in choices}
     shown, typed = set(keys), partial(_typed, cfg)
     lines = [f"python {cfg.hydra.job.name}.py <group>=<choice> ... <key>=<value> ...", ""]
-    lines += ["Groups: one word swaps a technique, a model, the data.", ""]
+    lines += ["Groups: one override swaps a technique, the model or the data.", ""]
     for group, choice in choices.items():
         lines += _group(conf / group, choice, keys[f"defaults.{group}"])
-    lines += ["", "Keys, with their values now:", ""]
+    lines += ["", "Keys, with their current values:", ""]
     for key, comment in keys.items():
         if comment and not key.startswith("defaults."):
             lines += _entry(typed(key), comment)
-    lines += ["", "Keys of these choices. Others have other keys: type your choice before --help.", ""]
+    lines += ["", "Keys of the choices above. Other choices have other keys: type your choice before --help.", ""]
     for group, choice in choices.items():
         file = conf / group / f"{choice}.yaml"
         lines += _keys_of(typed, shown, group, file) if file.is_file() else []

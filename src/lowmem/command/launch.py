@@ -260,7 +260,7 @@ def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     last = reported.splitlines() if reported else rank.last_lines()
     message += folders.line(reported) if reported else rank.watchdog_message or f"{sweep.reason(rank.code, '')}."
     if last:
-        message += f"\nIts last lines ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
+        message += f"\nIts last lines of output ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
     message += f"\n{_again(folder)}"
     with suppress(OSError):  # written here, since a killed rank cannot write it
         (folder / folders.FAILED).write_text(message + "\n", encoding="utf-8")
@@ -271,9 +271,7 @@ def _again(folder: Path) -> str:
     """Returns the words to type after a rank was lost."""
     if any(folder.glob("checkpoints/step-*.ckpt")):
         return (
-            f"resume=auto {in_shell('hydra.run.dir', folder)} beside the same command goes on from its last checkpoint."
+            f"Add resume=auto {in_shell('hydra.run.dir', folder)} to the same command to continue from its last "
+            "checkpoint."
         )
-    return (
-        "The run has no checkpoint yet. Type the same command again, with resume=auto beside it if it names a "
-        "hydra.run.dir=."
-    )
+    return "The run has no checkpoint yet. Type the same command again; if it sets hydra.run.dir=, add resume=auto."

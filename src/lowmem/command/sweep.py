@@ -55,7 +55,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
     plain = list(map(unquoted, typed))
     earlier = folders.load(folder)
     if earlier.status == "done" and earlier.overrides == plain:
-        print(f"job {number} was done already", flush=True)
+        print(f"job {number} was already done", flush=True)
         return earlier
     for name in (folders.FAILED, "summary.json"):
         (folder / name).unlink(missing_ok=True)
@@ -68,7 +68,11 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         _write(folder / folders.FAILED, reason(code, stderr))
     if sent:
         sweep = folders.sweep_of(folder) or folder.parent
-        print(f"job {number} was interrupted; {in_shell('sweep.resume', sweep)} goes on", flush=True)
+        print(
+            f"job {number} was interrupted; to continue the sweep, type python train.py "
+            f"{in_shell('sweep.resume', sweep)}",
+            flush=True,
+        )
         raise KeyboardInterrupt if sent == signal.SIGINT else Ended(sent)
     ended = folders.load(folder)
     if failed and ended.status != "failed":  # the disk is full
@@ -109,10 +113,10 @@ def reason(code: int, stderr: str) -> str:
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:
-        return "ended with exit code 0 and without a summary"
+        return "exited with code 0, but wrote no summary"
     if code < 0:
         name = signal.Signals(-code).name
-        why = " (memory of the host ran out, or someone did it by hand)" if name == "SIGKILL" else ""
+        why = " (the host may have run out of memory, or somebody killed the process)" if name == "SIGKILL" else ""
         return f"killed by {name}{why}"
     return next((line for line in reversed(stderr.splitlines()) if line.strip()), f"exit code {code}")
 
@@ -140,13 +144,13 @@ class Report(Callback):
         sweep = Path(config.hydra.sweep.dir)
         every = folders.runs_below(sweep)
         print(folded(f"\n{folders.table(every, [str(run.folder.relative_to(sweep)) for run in every])}\n"))
-        print(f"{shlex.join(['python', 'compare.py', config.hydra.sweep.dir])} draws their curves")
+        print(f"To plot their curves: {shlex.join(['python', 'compare.py', config.hydra.sweep.dir])}")
         failed = [run.folder for run in every if run.status == "failed"]
         if failed:  # each reason was printed when its job ended
             Report.failed = (
                 f"{len(failed)} of {len(every)} jobs failed: "
-                f"{', '.join(str(folder.relative_to(sweep)) for folder in failed)}. "
-                f"{failed[0] / folders.FAILED} says why, in full.",
+                f"{', '.join(str(folder.relative_to(sweep)) for folder in failed)}. The full error of the first is in "
+                f"{failed[0] / folders.FAILED}.",
             )
 
 
@@ -158,12 +162,14 @@ def again(folder: Path) -> list[str]:
     """
     file = folder / "multirun.yaml"
     if not file.is_file():
-        raise Refused(f"sweep.resume={folder}: no sweep was started here. Give a folder with a multirun.yaml in it.")
+        raise Refused(
+            f"sweep.resume={folder}: this is not the folder of a sweep. Type a folder with a multirun.yaml in it."
+        )
     try:
         typed = yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["overrides"]
         task, hydra_lines = [*typed["task"]], [*map(str, typed["hydra"])]
     except (ValueError, LookupError, TypeError, yaml.YAMLError):
-        message = f"{file} is damaged: it should list the lines of the sweep. Type them again, with another folder."
+        message = f"{file} is damaged: it should list the overrides of the sweep. Type them again, with another folder."
         raise Refused(message) from None
     kept = [line for line in hydra_lines if not line.startswith(("hydra.sweep.dir=", "hydra.mode="))]
     return ["-m", *task, *kept, f"hydra.sweep.dir={folder}"]

@@ -40,7 +40,10 @@ class WindowSize:
 def fixed(batches: int) -> WindowSize:
     """Returns windows that all have the same number of micro-batches."""
     if not _counts(batches):
-        raise Refused(f"accumulation.batches={batches}: a window needs at least one micro-batch.")
+        raise Refused(
+            f"accumulation.batches={batches}: an optimizer step needs at least one micro-batch. Type "
+            "accumulation.batches=1 or more."
+        )
     return WindowSize({0: batches})
 
 
@@ -50,8 +53,8 @@ def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
     if not _counts(size) or size % sequences:
         near = max(1, round(size / sequences)) * sequences
         raise Refused(
-            f"accumulation.size={size}: it is no multiple of the {devices} x batch_size={batch_size} sequences of a "
-            f"pass. Type accumulation.size={near}, or a batch_size that divides it."
+            f"accumulation.size={size}: this is not a multiple of devices x batch_size = {devices} x {batch_size}. "
+            f"Type accumulation.size={near}, or a batch_size that divides it."
         )
     return WindowSize({0: size // sequences})
 
@@ -75,8 +78,8 @@ def _checked(sizes: Mapping[int, int]) -> dict[int, int]:
     sizes = dict(sizes)
     if 0 not in sizes or not all(_counts(n) and isinstance(at, int) and at >= 0 for at, n in sizes.items()):
         raise Refused(
-            f"accumulation.sizes={sizes}: give the micro-batches from the start on and from later starts, each at "
-            "least one. Type accumulation.sizes='{0: 3, 101: 4}'."
+            f"accumulation.sizes={sizes}: this must map 0, and each later epoch or step at which the number of "
+            "micro-batches changes, to a number of at least one. Type accumulation.sizes='{0: 3, 101: 4}'."
         )
     return sizes
 

@@ -54,7 +54,8 @@ class Card:
         on them, and takes twice the time of fp32."""
         if dtype not in MULTIPLIES:
             raise Refused(
-                f"Which cards multiply in {dtype} is not known: MULTIPLIES in lowmem/config/cards.py lacks it."
+                f"It is not known which cards have matrix products in {dtype}. Add {dtype} to MULTIPLIES in "
+                "lowmem/config/cards.py."
             )
         return self.capability is None or self.capability >= MULTIPLIES[dtype]
 
@@ -83,7 +84,8 @@ def here() -> Card:
 
     if not torch.cuda.is_available():
         raise Refused(
-            "device=cuda: this machine has no card whose free memory could be read. Type gpu=12GiB for a card in mind."
+            "device=cuda: this machine has no CUDA card whose free memory could be read. Type gpu=12GiB to plan "
+            "for a card of that size."
         )
     major, minor = torch.cuda.get_device_capability()
     says = "what is free on the card of this machine, without CUDA's context"

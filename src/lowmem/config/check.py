@@ -42,26 +42,28 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 def check_values(run: Run) -> None:
     """Checks the values against each other, within milliseconds. `schema.py` has checked their types and ranges."""
     if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
-        raise Refused(f"{' and '.join(works)}: one command does one of them. Leave the others out.")
+        raise Refused(f"{' and '.join(works)}: one command can use only one of these keys. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
-        raise Refused(f"push={run.push}: this writes no model. Type export=<a run> push={run.push}.")
+        raise Refused(
+            f"push={run.push}: evaluate= and generate= write no model to upload. Type export=<a run> push={run.push}."
+        )
     alone = run.any("freezes_base") and run.model.pretrained and not run.merge
     if run.push is not None and alone and Path(run.model.name).expanduser().is_dir():
         raise Refused(
-            f"push={run.push}: this adapter stands on {run.model.name}, a folder that only this machine has. Type "
-            "merge=true beside it."
+            f"push={run.push}: this adapter needs its base model {run.model.name}, a folder that exists only on this "
+            "machine. Type merge=true to upload the merged model."
         )
     if run.generate is None and run.prompt is not None:
-        raise Refused(f"prompt={run.prompt}: only generate= reads it. Type generate=<a run or model> beside it.")
+        raise Refused(f"prompt={run.prompt}: only generate= uses a prompt. Also type generate=<a run or model>.")
     if run.generate is not None and (run.prompt is None) == (run.sample_prompts is None):
-        wrong = "no prompt is typed" if run.prompt is None else "prompt= and sample_prompts= are both typed"
+        wrong = "a prompt is missing" if run.prompt is None else "prompt= and sample_prompts= are both set"
         raise Refused(
-            f"generate={run.generate}: {wrong}. Type prompt='...', or sample_prompts=<a file with one in each line>."
+            f"generate={run.generate}: {wrong}. Type prompt='...', or sample_prompts=<a file with one prompt per line>."
         )
     if same := [place for place in _val_places(run.data.arguments) if _same(run.data.path, place)]:
         raise Refused(
-            f"data.val_path={same[0]}: this is data.path too, and validation would measure texts that were "
-            "trained on. Type data.val_path=<another>, or null for a share of data.path."
+            f"data.val_path={same[0]}: this is also data.path, so validation would run on training data. Type "
+            "data.val_path=<another>, or null to hold out a share of data.path."
         )
     _check_data(run)
     architecture = run.model.architecture or {}
@@ -76,14 +78,14 @@ def _check_data(run: Run) -> None:
         values.checked_shares(sources, data.get("shares"))
     if data.get("streaming") is True and run.show is not None:
         raise Refused(
-            f"show={run.show}: the rows of a stream have no numbers, and are made while it is read. Type "
+            f"show={run.show}: the rows of a stream are made while it is read, so single rows cannot be selected. Type "
             "data.streaming=false."
         )
     trains_tokenizer = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
     if data.get("streaming") is True and trains_tokenizer and run.evaluate is None and run.generate is None:
         raise Refused(
-            "data.streaming=true: no tokenizer can be trained before the texts arrive. Type tokenizer=<a folder or "
-            "hub id>, or data.streaming=false."
+            "data.streaming=true: a tokenizer cannot be trained on a stream before training starts. Type tokenizer=<a "
+            "folder or hub id>, or data.streaming=false."
         )
 
 
@@ -105,24 +107,27 @@ def check_places(run: Run) -> None:
         check_hub_id("tokenizer", run.tokenizer)
     data = run.data.arguments
     if "rated" in data and data["rated"] != run.any("of_rated"):
-        raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets it. Leave it out.")
+        raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets this key. Leave it out.")
     _check_texts("data", run.data.plain())
     for name, source in data.get("parts", {}).items():
         _check_texts(f"data.parts.{name}", source)
     if (path := run.adapter.arguments.get("path")) is not None and not _is_there(path):
-        raise Refused(f"adapter.path={path}: there is no such folder. Give one that peft or a run wrote.")
+        raise Refused(
+            f"adapter.path={path}: there is no such folder. Type the folder of an adapter that peft or a run of lowmem "
+            "has saved."
+        )
     if run.drive_folder is not None:
         _check_drive(run.drive_folder)
     elif run.weights.arguments.get("drive_holds") == "all":
-        raise Refused("weights.drive_holds=all: there is no drive. Type weights.drive=<a folder on it> beside it.")
+        raise Refused("weights.drive_holds=all: no drive is set. Also type weights.drive=<a folder on a drive>.")
 
 
 def _check_drive(folder: str) -> None:
     """Checks that files can be made in a folder for masters and optimizer state. `plan/` compares its space."""
     if is_memory(Path(folder).expanduser()):
         raise Refused(
-            f"weights.drive={folder}: this folder's files are in the host's memory (tmpfs), where nothing would be "
-            "saved. Type a folder on a drive."
+            f"weights.drive={folder}: the files of this folder are in host memory (tmpfs), so the drive would save no "
+            "memory. Type a folder on a drive."
         )
     try:
         file = Drive(Path(folder).expanduser()).file()
@@ -130,8 +135,8 @@ def _check_drive(folder: str) -> None:
         file.close()
     except OSError as error:
         raise Refused(
-            f"weights.drive={folder}: no file can be written there ({error.strerror or error}). Type a folder on a "
-            "drive that you may write to, or weights.drive=null to keep everything in memory."
+            f"weights.drive={folder}: no file can be written there ({error.strerror or error}). Type a writable folder "
+            "on a drive, or weights.drive=null to keep everything in host memory."
         ) from None
 
 
@@ -143,7 +148,7 @@ def _check_texts(section: str, data: Mapping) -> None:
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
             if place is not None and "revision" not in data and not _is_there(place):
-                several = " Several have names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
+                several = " Several paths need names, as in {news:a,wiki:b}." if place[0] in "{[" else ""
                 raise Refused(f"{values.no_such(f'{section}.{key}', place)}{several}")
     if "completion" in data and "chosen" not in data:
         values.checked_fields(*(data.get(name) for name in ("field", "prompt", "completion", "messages")))
@@ -210,7 +215,10 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
         for key in node:
             ours = OPTIM_KEYS if group == "optim" else ("declares",)
             if not key.startswith("_") and key not in names and key not in ours:
-                yield f"{yaml}: {node['_target_']} takes no '{key}'. It takes {', '.join(names) or 'nothing'}."
+                yield (
+                    f"{yaml}: {node['_target_']} has no argument '{key}'. Its arguments are: "
+                    f"{', '.join(names) or 'none'}."
+                )
 
 
 def moved(target: str) -> str:
@@ -221,7 +229,7 @@ def moved(target: str) -> str:
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
     if not same:
         return ""
-    return f" It is now {max(same, key=lambda known: len({*path} & {*known.split('.')}))}: type that."
+    return f" It has moved: type {max(same, key=lambda known: len({*path} & {*known.split('.')}))}."
 
 
 def _savers(run: Run) -> Iterator[str]:
@@ -232,8 +240,8 @@ def _savers(run: Run) -> Iterator[str]:
         callback = get_object(node["_target_"])
         if isinstance(callback, type) and issubclass(callback, Checkpoint):
             yield (
-                f"{'.'.join(path)}: {callback.__name__} saves inside accumulation windows, where no run can resume. "
-                "Leave it out, and type save_every=30min checkpoint.keep=best instead."
+                f"{'.'.join(path)}: {callback.__name__} saves between the micro-batches of an optimizer step, from "
+                "where no run can resume. Leave it out, and type save_every=30min checkpoint.keep=best instead."
             )
 
 
@@ -243,7 +251,7 @@ def _metric(name: str | None) -> Iterator[str]:
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # Hydra would also print the error that it raises
     try:
         is_function = callable(get_object(name))
-        why = "it is no function"
+        why = "this is not a function"
     except Exception as error:  # importing a module may raise anything
         is_function, why = False, str(error.__cause__ or error).partition("\n")[0]
     if not is_function:
@@ -264,8 +272,8 @@ def _device(device: str, snapshot: bool) -> None:
 
     if snapshot and (device == "cpu" or not torch.cuda.is_available()):
         raise Refused(
-            "memory.snapshot=true: only CUDA's allocator keeps one. Leave it out, and look at memory.png, or type "
-            "device=cuda."
+            "memory.snapshot=true: only the CUDA allocator records a snapshot. Leave it out and look at memory.png, or "
+            "type device=cuda."
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused(
@@ -274,32 +282,35 @@ def _device(device: str, snapshot: bool) -> None:
         )
     ranks, cards = rank_environment.on_this_machine(), torch.cuda.device_count()
     if device != "cpu" and cards and ranks > cards:
-        why = f"which has {cards} CUDA device{'s' * (cards > 1)}, and each takes one"
+        why = f"which has {cards} CUDA device{'s' * (cards > 1)}, and each rank needs one"
         if "LOCAL_WORLD_SIZE" not in os.environ:
             raise Refused(
-                f"LOCAL_WORLD_SIZE is not set: all {ranks} ranks would be on this machine, {why}. Start them with "
-                "torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this machine."
+                f"LOCAL_WORLD_SIZE is not set, so all {ranks} ranks are assumed to run on this machine, {why}. Start "
+                "them with torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this machine."
             )
         raise Refused(
-            f"devices={rank_environment.size()}: {ranks} of these ranks are on this machine, {why}. Type "
-            f"devices={cards}, or device=cpu; ranks of several machines are started with torchrun on each."
+            f"devices={rank_environment.size()}: {ranks} of these ranks run on this machine, {why}. Type "
+            f"devices={cards}, or device=cpu; to use several machines, start torchrun on each."
         )
     if device != "cpu" and cards and ranks > 1 and "LOCAL_RANK" not in os.environ:
         raise Refused(
-            f"LOCAL_RANK is not set, and all {ranks} ranks of this machine would take its first CUDA device. Start "
-            "them with torchrun, or set LOCAL_RANK to the number of each one's device."
+            f"LOCAL_RANK is not set, so all {ranks} ranks on this machine would use its first CUDA device. Start them "
+            "with torchrun, or set LOCAL_RANK to the device index of each rank."
         )
 
 
 def check_positions(seq_len: int, positions: int | None) -> None:
     """Raises Refused if a row is longer than the model's positions. Args: positions: None if there is no limit."""
     if positions is not None and seq_len > positions:
-        raise Refused(f"seq_len={seq_len}: this model has {positions} positions. Type seq_len={positions} or less.")
+        raise Refused(
+            f"seq_len={seq_len}: this model supports sequences of up to {positions} tokens. Type seq_len={positions} "
+            "or less."
+        )
 
 
 def check_vocabulary(vocab_size: int, tokens: int) -> None:
     if tokens > vocab_size:
         raise Refused(
-            f"The tokenizer has {tokens} tokens and the model's vocabulary {vocab_size}. "
-            f"Type model.architecture.vocab_size={tokens}, or choose a model whose tokenizer this is."
+            f"The tokenizer has {tokens} tokens, but the model's vocabulary has only {vocab_size}. Type "
+            f"model.architecture.vocab_size={tokens}, or choose the model that this tokenizer belongs to."
         )

@@ -160,5 +160,7 @@ def techniques(group: str) -> dict[str, Technique]:
 def _technique(declared: Mapping, where: str) -> Technique:
     known = [property_.name for property_ in fields(Technique)]
     if unknown := [key for key in declared if key not in known]:
-        raise Refused(f"{where}: declares.{unknown[0]} means nothing here. Declare one of {', '.join(known)}.")
+        raise Refused(
+            f"{where}: declares.{unknown[0]} is not a property of a technique. Declare one of {', '.join(known)}."
+        )
     return Technique(**declared)

@@ -29,214 +29,216 @@ class Refusal:
 REFUSALS = (
     Refusal(
         lambda run: run.in_backward and run.clip is not None,
-        "optim.in_backward=true: clip={clip} needs the norm of all gradients, and each is freed once it has stepped "
-        "its parameter. Type clip=null; clip_value= works.",
+        "optim.in_backward=true: clip={clip} needs the norm over all gradients, but each gradient is freed right after "
+        "its update. Type clip=null; clip_value= still works.",
         "clipping_in_backward_clips_nothing",
     ),
     Refusal(
         lambda run: run.in_backward and run.scales_loss,
-        "optim.in_backward=true: this precision scales the loss, and whether a step must be skipped is known only when "
-        "every gradient exists. Type precision=bf16, bf16-true, bf16-sr or 32.",
+        "optim.in_backward=true: this precision uses loss scaling, and whether a step must be skipped is known only "
+        "when all gradients exist. Type precision=bf16, bf16-true, bf16-sr or 32.",
         "loss_scaling_in_backward_lets_an_overflow_through",
     ),
     Refusal(
         lambda run: run.in_backward and run.accumulates,
-        "optim.in_backward=true: every micro-batch would be an optimizer step, whatever accumulation says. Type "
-        "accumulation=none, or optim.in_backward=false.",
+        "optim.in_backward=true: every micro-batch would run an optimizer step, so gradients cannot be accumulated. "
+        "Type accumulation=none, or optim.in_backward=false.",
         "accumulation_in_backward_steps_at_every_micro_batch",
     ),
     Refusal(
         lambda run: run.on_nonfinite == "skip" and (run.in_backward or run.early),
-        "on_nonfinite=skip: weights step while other gradients are still being computed, and one that is not finite "
-        "comes too late to skip the earlier steps. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false, which "
-        "wait for all.",
+        "on_nonfinite=skip: some weights are updated before all gradients are computed, and these updates cannot be "
+        "undone when a later gradient is inf or nan. Type on_nonfinite=stop, or clip=1.0 optim.in_backward=false to "
+        "update only when all gradients exist.",
         "an_early_step_cannot_be_taken_back",
     ),
     Refusal(
         lambda run: run.masters and run.in_backward,
-        "optim.in_backward=true: with this precision the weights on the device have no optimizer; the host steps them, "
-        "with clip=null and no loss scale as soon as each gradient is there. Type optim.in_backward=false.",
+        "optim.in_backward=true: with this precision the optimizer runs on the host, which already updates each weight "
+        "as soon as its gradient arrives if clip=null and the precision does not scale the loss. Type "
+        "optim.in_backward=false.",
         "masters_take_no_part_in_backward",
     ),
     Refusal(
         lambda run: run.masters and run.any("pages"),
-        "This optim moves its state to host memory when the card is full, and with this precision the state is in host "
-        "memory already. Type optim=adamw8bit.",
+        "This optim moves its state to host memory when the card is full, but with this precision its state is always "
+        "in host memory. Type optim=adamw8bit.",
         "the_state_of_parameters_in_host_memory_is_not_paged",
     ),
     Refusal(
         lambda run: run.trainer.arguments.get("strategy", "auto") != "auto" or not _on_one_device(run.trainer),
-        "trainer.strategy, trainer.devices: Lightning would start processes that write folders of their own. Type "
-        "strategy=ddp devices=2, say, and leave both out.",
+        "trainer.strategy, trainer.devices: Lightning would start additional processes, and each would write a "
+        "separate run folder. Leave both out, and type strategy=ddp devices=2, for example.",
         "lightning_starts_processes_with_folders_of_their_own",
     ),
     Refusal(
         lambda run: not run.several and run.devices != 1,
-        "devices={devices}: strategy=auto uses one device. Type strategy=ddp, where the model fits on each, or "
-        "strategy=fsdp, which divides it.",
+        "devices={devices}: strategy=auto uses one device. Type strategy=ddp if the model fits on each device, or "
+        "strategy=fsdp to shard it.",
         "one_device_leaves_the_others_idle",
     ),
     Refusal(
         lambda run: run.several and run.streams,
-        "weights=streamed: the host holds one whole model, for one device. Type weights=resident precision=bf16-sr "
-        "optim=adamw strategy=fsdp_offload for several, where the host holds one shard for each, or strategy=auto "
-        "devices=1.",
+        "weights=streamed: the host stores one full copy of the model, for one device. Type strategy=auto devices=1, "
+        "or for several devices weights=resident precision=bf16-sr optim=adamw strategy=fsdp_offload, where the host "
+        "stores one shard per device.",
         "each_process_would_hold_all_that_streams",
     ),
     Refusal(
         lambda run: run.several and run.masters and not run.streams,
-        "strategy: with this precision the host steps one full model, for one device. Type precision=bf16 for "
-        "several, or bf16-sr where the engine is torch's, or strategy=auto devices=1.",
+        "strategy: with this precision the host updates one full copy of the weights, for one device. Type "
+        "precision=bf16 for several devices (bf16-sr also works, except with DeepSpeed), or strategy=auto devices=1.",
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
         lambda run: run.several and run.in_backward,
-        "optim.in_backward=true: a gradient would step its parameter before those of the other devices are added. "
+        "optim.in_backward=true: a parameter would be updated before the gradients of the other devices are added. "
         "Type optim.in_backward=false.",
         "a_step_in_backward_does_not_wait_for_other_ranks",
     ),
     Refusal(
         lambda run: run.several and run.any("pages"),
-        "This optim moves its state to host memory when the card is full, which is measured on one device only. Type "
-        "optim=adamw, whose state strategy=fsdp divides, or fsdp_offload, which holds it there.",
+        "This optim moves its state to host memory when the card is full, which was measured on one device only. Type "
+        "optim=adamw strategy=fsdp to shard the state, or strategy=fsdp_offload to also keep it in host memory.",
         "paged_state_is_not_divided",
     ),
     Refusal(
         lambda run: run.any("divides") and (run.any("needs_whole") or run.technique("optim").state_bits < 32),
-        "strategy: it shards each matrix, and this optim takes means over rows of the full matrix, or holds its "
-        "state in blocks: on a shard its update would be another one. Type optim=adamw, or strategy=ddp.",
+        "strategy: it shards each matrix, but this optim takes means over rows of the full matrix or quantizes its "
+        "state in blocks, so its update of a shard would differ. Type optim=adamw, or strategy=ddp.",
         "an_optimizer_of_whole_matrices_steps_parts_otherwise",
     ),
     Refusal(
         lambda run: (
             run.saves_parts and run.technique("optim").generates_code and run.technique("optim").state_bits < 32
         ),
-        "strategy: each rank saves its shard as plain numbers, and the state of this optim is tensors of a class of "
-        "its own, which cannot be saved so. Type optim=adamw8bit or adam8bit with strategy=pipeline, or optim=adamw.",
+        "strategy: each rank saves its shard as plain tensors, but the state of this optim is a tensor subclass, which "
+        "cannot be saved that way. Type optim=adamw8bit or adam8bit with strategy=pipeline, or optim=adamw.",
         "state_of_a_kind_of_its_own_is_not_saved_by_ranks",
     ),
     Refusal(
         lambda run: run.several and run.batch_size == "auto",
-        "batch_size=auto: the search is for one device. Type a number; plan.py predicts it for each rank.",
+        "batch_size=auto: the search works on one device only. Type a number for batch_size; plan.py predicts the "
+        "memory of each rank.",
         "a_batch_size_that_each_rank_finds_for_itself",
     ),
     Refusal(
         lambda run: run.several and run.plan not in ("check", "off"),
-        "plan={plan}: a recipe is chosen before ranks are started. Type plan=check, or the same words behind plan.py, "
-        "which answers with a command.",
+        "plan={plan}: with several devices, a run cannot choose a recipe when it starts. Type plan=check, or run "
+        "plan.py with the same overrides, which prints a command to copy.",
         "a_recipe_that_each_rank_chooses_for_itself",
     ),
     Refusal(
         lambda run: run.any("adds_in_blocks") and run.any("compiles_blocks"),
-        "strategy: inside of each block devices add up their results, and torch.compile cannot tell how many bytes "
-        "those have. Type compile=none gradient_checkpointing=selective, or every_layer.",
+        "strategy: devices exchange activations inside each block, and torch.compile cannot tell the size of these "
+        "activations. Type compile=none gradient_checkpointing=selective, or every_layer.",
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
         lambda run: run.any("overlaps_micro_batches") and run.any("of_pairs"),
-        "strategy=pipeline: the last stage alone sees the answers, which are compared and shown on all. Type "
-        "strategy=fsdp, ddp or tensor_parallel.",
+        "strategy=pipeline: a preference loss reports statistics of the answers on every rank, but only the last stage "
+        "computes the loss. Type strategy=fsdp, ddp or tensor_parallel.",
         "the_first_stage_sees_no_answer",
     ),
     Refusal(
         lambda run: run.any("overlaps_micro_batches") and _merges(run) and "weights" in run.technique("adapter").saves,
-        "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model that starts at random), and "
-        "each stage has the 4-bit weights of its own blocks alone. Type merge=false with a published model, "
+        "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model with random initial "
+        "weights), but each stage has only the 4-bit weights of its blocks. Type merge=false with a pretrained model, "
         "adapter=lora, or strategy=fsdp.",
         "a_stage_has_4_bits_of_its_own_blocks_alone",
     ),
     Refusal(
         lambda run: run.streams and not run.masters and not run.several,
-        "weights=streamed: this precision steps on the device, where weights are only while their block runs. Type "
-        "precision=bf16-master gradient_checkpointing=every_layer, or weights=resident. 16-master and bf16-sr step on "
-        "the host, too, and any gradient_checkpointing works that computes blocks again.",
+        "weights=streamed: this precision runs the optimizer on the device, where a streamed weight exists only while "
+        "its block computes. Type precision=bf16-master gradient_checkpointing=every_layer (precision=16-master or "
+        "bf16-sr and other kinds of gradient_checkpointing that recompute blocks also work), or weights=resident.",
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(
         lambda run: run.streams and run.masters and run.any("keeps_all") and not run.several,
-        "weights=streamed: without gradient checkpointing autograd reads every block's weights again in backward, "
-        "when those of other blocks lie in their place. Type gradient_checkpointing=every_layer.",
+        "weights=streamed: without gradient checkpointing, backward reads every block's weights again, after the "
+        "weights of other blocks have overwritten them on the device. Type gradient_checkpointing=every_layer.",
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
         lambda run: run.streams and run.technique("gradient_checkpointing").compiles_blocks,
-        "weights=streamed: this gradient_checkpointing lets torch.compile choose what a block keeps for backward, and "
-        "its memory was never measured with streamed weights. Type gradient_checkpointing=every_layer compile=blocks.",
+        "weights=streamed: this gradient_checkpointing lets torch.compile choose the stored activations, and its "
+        "memory was never measured with streamed weights. Type gradient_checkpointing=every_layer compile=blocks.",
         "compiled_blocks_that_choose_what_they_keep_are_not_measured",
     ),
     Refusal(
         lambda run: run.by_layer and run.any("joins_blocks"),
-        "weights.order=by_layer: this gradient_checkpointing computes several blocks again at once, and all of them "
-        "would have to travel for each micro-batch. Type gradient_checkpointing=every_layer, or offload for less "
-        "memory, or weights.order=by_micro_batch.",
+        "weights.order=by_layer: this gradient_checkpointing recomputes several blocks at once, so the weights of all "
+        "of them would have to be copied to the device for each micro-batch. Type gradient_checkpointing=every_layer, "
+        "or offload for less memory, or weights.order=by_micro_batch.",
         "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone",
     ),
     Refusal(
         lambda run: run.batch_size == "auto" and "size" not in run.accumulation.arguments and not run.several,
-        "batch_size=auto: the search keeps the effective batch as it is, and this accumulation has none. "
-        "Type accumulation=effective_batch accumulation.size=64.",
+        "batch_size=auto: the search keeps the effective batch size, but this accumulation does not set one. Type "
+        "accumulation=effective_batch accumulation.size=64.",
         "auto_without_an_effective_batch_would_decide_the_update",
     ),
     Refusal(
         lambda run: run.batch_size == "auto" and run.limit is None and run.runs_on == "cpu" and not run.several,
-        "batch_size=auto: the search tries sizes until memory runs out, and a CPU has no card whose memory could. Type "
-        "memory.limit=12GiB for the card that you have in mind, or a number for batch_size.",
+        "batch_size=auto: the search tries sizes until the card runs out of memory, and this run uses a CPU. Type "
+        "memory.limit=12GiB to simulate a card of that size, or a number for batch_size.",
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
         lambda run: run.technique("compile").compiles_blocks and run.any("sees_operators"),
-        "compile=blocks: this gradient_checkpointing decides for each operator of a block whether its result is "
-        "stored, and compiled blocks have no operators. Type gradient_checkpointing=budget compile=none, which decides "
-        "it for compiled blocks, or gradient_checkpointing=every_layer.",
+        "compile=blocks: this gradient_checkpointing chooses for each operator whether to store its result, and "
+        "compiled blocks do not expose their operators. Type gradient_checkpointing=budget compile=none, where "
+        "torch.compile makes that choice, or gradient_checkpointing=every_layer.",
         "compiled_blocks_have_no_operators_to_choose_from",
     ),
     Refusal(
         lambda run: run.technique("compile").compiles_blocks and run.any("breaks_graphs"),
-        "compile=blocks: torch.compile cannot follow the layers of this adapter. Type compile=none, or adapter=lora.",
+        "compile=blocks: torch.compile cannot trace the layers of this adapter. Type compile=none, or adapter=lora.",
         "layers_that_torch_compile_cannot_follow",
     ),
     Refusal(
         lambda run: run.limit is not None and run.any("compiles_blocks") and run.runs_on == "cpu",
-        "memory.limit={limit}: on a CPU tensors are counted operator by operator, and compiled blocks "
-        "allocate where they cannot be seen. Type compile=none gradient_checkpointing=every_layer, or "
-        "memory.limit=null.",
+        "memory.limit={limit}: on a CPU, memory is counted after each operator, and allocations inside compiled blocks "
+        "are invisible to it. Type compile=none gradient_checkpointing=every_layer, or memory.limit=null.",
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
         lambda run: run.tile.tokens is not None and run.any("compiles_blocks"),
-        "tile.tokens={tokens}: torch.compile decides what these blocks store, and does not see into slices. Type "
-        "compile=none gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "tile.tokens={tokens}: torch.compile chooses the activations that compiled blocks store, but it does not see "
+        "what slices store. Type compile=none gradient_checkpointing=every_layer, or tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
     ),
     Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
-        "This optim, compile or gradient_checkpointing generates code, and no C++ compiler is on the PATH. Install "
-        "one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
+        "This optim, compile or gradient_checkpointing generates code for the CPU, but no C++ compiler is on the PATH. "
+        "Install one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
     Refusal(
         lambda run: (
             run.technique("strategy").package is not None and find_spec(run.technique("strategy").package) is None
         ),
-        "strategy: its engine is not installed. Type pip install {package}, or strategy=fsdp, which is torch's own.",
+        "strategy: its package is not installed. Type pip install {package}, or strategy=fsdp, which is part of "
+        "PyTorch.",
         "without_its_engine_a_strategy_does_not_start",
     ),
     Refusal(
         lambda run: run.any("steps_wide") and run.weights_dtype != "float32",
-        "strategy: its engine steps weights in fp32, and would hold them beside those of 16 bits: it would not round "
-        "as this precision does, and save no memory. Type precision=bf16, 16 or 32, or strategy=fsdp.",
+        "strategy: its engine keeps fp32 weights for the optimizer beside the 16-bit weights, so it would neither "
+        "round as this precision does nor save memory. Type precision=bf16, 16 or 32, or strategy=fsdp.",
         "an_engine_that_steps_fp32_does_not_round_to_16_bits",
     ),
     Refusal(
         lambda run: run.any("gathers_in_hooks") and run.any("compiles_blocks"),
-        "strategy: its engine gathers a module's weights when the module is called, and there torch.compile gives up. "
+        "strategy: its engine gathers a module's weights when the module is called, which torch.compile cannot trace. "
         "Type compile=none gradient_checkpointing=every_layer, or strategy=fsdp.",
         "compiled_blocks_do_not_gather_their_weights",
     ),
     Refusal(
         lambda run: run.any("gathers_in_hooks") and run.tile.tokens is not None,
-        "tile.tokens={tokens}: this strategy's engine gathers a module's weights when the module is called, and slices "
-        "use the weights without calling it. Type tile.tokens=null, or strategy=fsdp.",
+        "tile.tokens={tokens}: the engine of this strategy gathers a module's weights when the module is called, but "
+        "slices use the weights without calling the module. Type tile.tokens=null, or strategy=fsdp.",
         "slices_do_not_gather_their_weights",
     ),
 )

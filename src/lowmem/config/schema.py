@@ -22,7 +22,8 @@ from lowmem.system.units import steps_or_seconds
 
 
 def _words(words: str, annotation: Any, **bounds: Any) -> Any:
-    """Returns a type with its range and the words that follow 'give' where somebody typed something else."""
+    """Returns a type with its range and the words that ask for a right value. They follow 'give', unless they begin
+    with 'set' or 'leave'."""
     return Annotated[annotation, Field(description=words, **bounds)]
 
 
@@ -73,7 +74,7 @@ SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
 CARDS = "<cards>"  # a sentence has the names of all cards here, the one nearest to the typed word first
 
 Switch = _words("true or false", bool)
-Text = _words("a text", str, min_length=1)
+Text = _words("a string", str, min_length=1)
 Count = _words("a whole number of at least 1", int, ge=1)
 Whole = _words("a whole number of at least 0", int, ge=0)
 Seed = _words("a whole number from 0 to 4294967295", int, ge=0, lt=2**32)
@@ -83,25 +84,25 @@ Timeout = _words("a positive number of seconds, at most a week (604800)", float,
 NotNegative = _words("a number of at least 0", float, ge=0, allow_inf_nan=False)
 Share = _words("a number from 0 to 1", float, ge=0, le=1)
 Decay = _words("a number of at least 0 and below 1", float, ge=0, lt=1)
-Properties = _words("its keys", dict[str, Any])
+Properties = _words("set its keys", dict[str, Any])
 Places = _words("a list such as [a,b]", list)
-Lr = _words("a positive step size, such as 2e-5 for a pretrained model", Positive)
-Clip = _words("a positive number, or null to switch it off", Positive | None)
+Lr = _words("a positive learning rate, such as 2e-5 for a pretrained model", Positive)
+Clip = _words("a positive number, or null to disable clipping", Positive | None)
 BatchSize = _words("a whole number of at least 1, or auto", Count | Literal["auto"])
 Limit = _words(f"{SIZE}, or null for no limit", Annotated[int | str, _size(plain=True)] | None)
-Room = _words(f"{SIZE}, or null for what is there", Annotated[str, _size(plain=False)] | None)
-Gpu = _words(f"{SIZE}, null for what is there, or a card: {CARDS}", Annotated[str, _read_by(cards.card)] | None)
+Room = _words(f"{SIZE}, or null for the free memory of this machine", Annotated[str, _size(plain=False)] | None)
+Gpu = _words(
+    f"{SIZE}, null for the card of this machine, or a card: {CARDS}", Annotated[str, _read_by(cards.card)] | None
+)
 DriveSpace = _words(
     "a folder, a size such as 200GB or 180GiB, or null for none",
     Annotated[str, Field(min_length=1), _read_by(drives.size_of)] | None,
 )
 MayChange = _words(
-    f"{', '.join(CHANGEABLE)}, both as in {','.join(CHANGEABLE)}, or null",
+    f"{', '.join(CHANGEABLE)}, or both as {','.join(CHANGEABLE)}, or null",
     Annotated[str, AfterValidator(_changeable)] | None,
 )
-Every = _words(
-    "a whole number of steps of at least 1, or minutes, as in 30min", Annotated[int | str, _steps_or_minutes]
-)
+Every = _words("a whole number of steps, at least 1, or minutes such as 30min", Annotated[int | str, _steps_or_minutes])
 Device = _words("one of auto, cpu, cuda", Literal["auto", "cpu", "cuda"])
 Dtype = Literal["float32", "bfloat16", "float16"]
 Place = _words("a file or a folder", str, min_length=1)
@@ -127,7 +128,7 @@ class Node(BaseModel):
         return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
 
 
-Nodes = _words("nodes by their names, each with its _target_", dict[str, Node])
+Nodes = _words("a mapping of names to nodes, each with a _target_", dict[str, Node])
 
 
 class Model(Section):
@@ -138,7 +139,7 @@ class Model(Section):
     lr: Lr
     seq_len: Count
     max_steps: Count
-    architecture: _words("its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
+    architecture: _words("set its keys, such as model.architecture.n_layer=6", dict[str, Any] | None)
     added_tokens: _words("a list such as [<|im_start|>,<|im_end|>]", list[Text])
 
 
@@ -152,15 +153,15 @@ class Memory(Section):
 
 
 class Tile(Section):
-    tokens: _words("a whole number of tokens of at least 1, or null: off", Count | None)
+    tokens: _words("a whole number of tokens, at least 1, or null to disable slicing", Count | None)
 
 
 class Checkpoint(Section):
-    keep: _words("last, best, or how many of the newest are kept", Literal["last", "best"] | Count)
+    keep: _words("last, best, or the number of newest checkpoints to keep", Literal["last", "best"] | Count)
 
 
 class EarlyStop(Section):
-    patience: _words("a whole number of at least 1, or null: off", Count | None)
+    patience: _words("a whole number of at least 1, or null to disable early stopping", Count | None)
     watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
@@ -196,7 +197,7 @@ Nothing = Annotated[Any, AfterValidator(_never)]
 _Trainer = create_model(
     "_Trainer",
     __base__=Node,
-    **{name: (_words(f"nothing: {key} sets it", Nothing), None) for name, key in SET_BY.items()},
+    **{name: (_words(f"leave it out, and set {key} instead", Nothing), None) for name, key in SET_BY.items()},
 )
 
 
@@ -237,26 +238,26 @@ class Keys(Section):
     seq_len: Count
     max_steps: Count
     epochs: _words("a whole number of at least 1, or null", Count | None)
-    tokenizer: _words("a folder or a hub id, or null for the model's", Place | None)
+    tokenizer: _words("a folder or a hub id, or null for the model's tokenizer", Place | None)
     clip: Clip
     clip_value: Clip
     seed: Seed
     deterministic: Switch
-    freeze: _words("a list of patterns of names, such as [transformer.wte.*], or null", list[Text] | None)
+    freeze: _words("a list of patterns of parameter names, such as [transformer.wte.*], or null", list[Text] | None)
     on_nonfinite: _words("stop or skip", Literal["stop", "skip"])
     resume: _words("a run folder or a checkpoint, auto, or null", Place | None)
     evaluate: _words("a run folder, a checkpoint or an exported model, or null", Place | None)
     export: _words("a run folder or a checkpoint, or null", Place | None)
     generate: _words("a run folder, an exported model or an adapter, or null", Place | None)
-    show: _words("how many sequences of training are printed, or null", Count | None)
-    prompt: _words("a text, or null", str | None)
+    show: _words("the number of training sequences to print, or null", Count | None)
+    prompt: _words("a string, or null", str | None)
     max_new_tokens: Count
     temperature: NotNegative
     device: Device
     devices: Count
     memory: Memory
     tile: Tile
-    plan: _words(f"{SIZE}, or a card: {CARDS}. Or one of check, auto, off", Literal["check", "auto", "off"] | Gpu)
+    plan: _words(f"check, auto, off, {SIZE}, or a card: {CARDS}", Literal["check", "auto", "off"] | Gpu)
     may_change: MayChange
     val_every: Count
     val_sequences: Count
@@ -266,15 +267,15 @@ class Keys(Section):
     log_every: Count
     metric: _words("module.function, such as examples.metric.accuracy, or null", Text | None)
     sample_tokens: Whole
-    sample_prompts: _words("a list such as [a,b], a file with one in each line, or null", Place | list | None)
+    sample_prompts: _words("a list such as [a,b], a file with one prompt per line, or null", Place | list | None)
     push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
-    export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for that of the weights", Dtype | None)
+    export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for the dtype of the weights", Dtype | None)
     merge: Switch
     cache_dir: Place
-    output_dir: _words("nothing: the run folder is hydra.run.dir", None)
+    output_dir: _words("leave it out, and set hydra.run.dir instead", None)
     debug: Switch
     weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
-    trainer: _words("its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
+    trainer: _words("set its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
     master: Master = Master()
     callbacks: Nodes
 
@@ -305,23 +306,27 @@ ARGUMENTS: dict[str, Any] = {
     "eps": NotNegative,
     "weight_decay": NotNegative,
     "clip_threshold": Positive,
-    "embedding_bits": _words("8 or 32, the bits of the state of embeddings", Literal[8, 32]),
-    "relative_step": _words("false: lr and scheduler set the step size", Literal[False]),
+    "embedding_bits": _words("8 or 32, the bits of the optimizer state of embeddings", Literal[8, 32]),
+    "relative_step": _words("false, since lr and scheduler set the learning rate", Literal[False]),
     "warmup_steps": Whole,
     "warmup": _words("a share of all steps from 0 to 1, such as 0.03, or null", Share | None),
     "total_steps": Count,
     "batch_size": BatchSize,
-    "sizes": _words("micro-batches from an epoch or a step on, such as {0:1,3:4}", dict[Whole, Count]),
+    "sizes": _words("the number of micro-batches by first epoch or step, such as {0:1,3:4}", dict[Whole, Count]),
     "fraction": Share,
     "r": Count,
     "alpha": Positive,
     "dropout": Decay,
-    "target": _words("all-linear, or a list of names such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]),
+    "target": _words(
+        "all-linear, or a list of names of layers such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]
+    ),
     "path": Place,
-    "pattern": _words("a pattern of names below the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]),
+    "pattern": _words(
+        "a file pattern relative to the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]
+    ),
     "val_fraction": _words("a share between 0 and 1, such as 0.05", float, gt=0, lt=1),
     "val_path": _words(
-        "a file or a folder, several of them by names, such as {news:a,wiki:b}, or null",
+        "a file or a folder, several with names, such as {news:a,wiki:b}, or null",
         Place | Annotated[dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Place], Field(min_length=1)] | None,
     ),
     "packing": _words("joined, documents or padded", Literal["joined", "documents", "padded"]),
@@ -332,25 +337,25 @@ ARGUMENTS: dict[str, Any] = {
     "whole_below": Whole,
     "schedule": _words("1f1b or gpipe", Literal["1f1b", "gpipe"]),
     "skip_bad": Switch,
-    "rated": _words("nothing: loss= sets it", bool),
-    **dict.fromkeys(("subset", "val_split", "revision"), _words("a text, or null", Text | None)),
+    "rated": _words("leave it out, since loss= sets this key", bool),
+    **dict.fromkeys(("subset", "val_split", "revision"), _words("a string, or null", Text | None)),
     "shares": _words("a positive number by source, such as {code: 3, notes: 1}, or null", dict[str, Positive] | None),
     "delimiter": _words(
         "one character, such as ';', or the word tab", Annotated[str, Field(pattern=r'^([^"\n\r]|tab)$')]
     ),
     "assistant": _words("all or last", Literal["all", "last"]),
     "template": _words("chatml, a file, or null for the tokenizer's own", Place | None),
-    **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("a field's name, or null", Text | None)),
+    **dict.fromkeys(("field", "prompt", "completion", "messages"), _words("the name of a field, or null", Text | None)),
     "init_scale": Positive,
     "clip": Clip,
     "clip_value": Clip,
     "enabled": Switch,
     "early_step": Switch,
     "resident_blocks": Whole,
-    "drive": _words("a folder on it, or null", Annotated[Place, AfterValidator(_folder)] | None),
-    "steps_in": _words("nothing: weights= sets it", Literal["weights_16bit", "bf16_on_host"]),
+    "drive": _words("a folder on a drive, or null", Annotated[Place, AfterValidator(_folder)] | None),
+    "steps_in": _words("leave it out, since weights= sets this key", Literal["weights_16bit", "bf16_on_host"]),
     "save_dir": _words("a folder, or null", Place | None),
-    **dict.fromkeys(("name", "group", "run_id"), _words("a text, or null", Text | None)),
+    **dict.fromkeys(("name", "group", "run_id"), _words("a string, or null", Text | None)),
     "tags": _words("a list such as [a,b], or null", list[str] | None),
     "offline": _words("true, false or null", bool | None),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), Share),
@@ -406,11 +411,11 @@ def _kind(key: str, default: object) -> Any:
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
-        return _words(f"{default}, as its yaml does".lower(), Literal[default])
+        return _words(f"{default}, as in its yaml".lower(), Literal[default])
     if isinstance(default, str) and (reference := re.fullmatch(r"\?\?\?|\$\{([\w.]+)\}", default)):
         return Keys.__annotations__.get(reference[1], Any)
     if isinstance(default, dict):
-        return _words("its keys", _schema(default))
+        return _words("set its keys", _schema(default))
     return OF_VALUES.get(type(default), Any)
 
 
@@ -461,22 +466,24 @@ def _sentence(
             words, path = wording, place[:end]
     value = _shown(_at(values, path))
     words = words.replace(CARDS, ", ".join(cards.nearest(value)))
-    return above + path, f"{'.'.join(above + path)}={value}: give {words}."
+    asks = words if words.startswith(("set ", "leave ")) else f"give {words}"
+    return above + path, f"{'.'.join(above + path)}={value}: {asks}."
 
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Returns the words that follow 'give', by the path of a field; `*` stands for any name of a mixture's source."""
+    """Returns the words that ask for a right value, by the path of a field; `*` stands for any name of a mixture's
+    source."""
     if "__pydantic_extra__" in schema.__annotations__:
-        yield ("*",), "its _target_ and what that takes"
+        yield ("*",), "a _target_ and its arguments"
     for name, field in schema.model_fields.items():
         path, kind = (field.alias or name,), field.annotation
         kinds = get_args(kind) or (kind,)
         sections = [member for member in kinds if isinstance(member, type) and issubclass(member, BaseModel)]
         names = [subfield.alias or key for section in sections for key, subfield in section.model_fields.items()]
-        yield path, field.description or f"its keys: {', '.join(names)}"
+        yield path, field.description or f"set its keys: {', '.join(names)}"
         if get_origin(kind) is dict and sections:
             path += ("*",)
-            yield path, "its _target_ and what that takes"
+            yield path, "a _target_ and its arguments"
         yield from ((path + below, words) for section in sections for below, words in _wordings(section))
 
 

@@ -241,7 +241,7 @@ class Run(schema.Keys):
         """
         order = self.weights.arguments.get("order")
         if order not in (None, *ORDERS):
-            raise Refused(f"weights.order={order}: there is no such order. Type {', '.join(ORDERS)}.")
+            raise Refused(f"weights.order={order}: there is no such order. Type one of {', '.join(ORDERS)}.")
         if order == "auto":
             return "by_layer" if self.any("inputs_on_host") else "by_micro_batch"
         return order
@@ -282,7 +282,7 @@ def settled(cfg: Config) -> Run:
         errors = _errors(cfg)
     except OmegaConfBaseException as error:
         message = str(error).partition("\n")[0]
-        errors = [f"{error.full_key}: {message}. Type a value for it, or ${{<key>}} of a key that exists."]
+        errors = [f"{error.full_key}: {message}. Type a value, or ${{<key>}} with an existing key."]
     if errors:
         raise Refused("\n".join(errors))
     return Run.from_draft(cfg)

@@ -56,7 +56,7 @@ OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "ada
 TAKEN_OUT = {
     "optim=adamw_fp8": (
         "optim=adamw8bit",
-        "float8 rounds small second moments to zero, and weights of rare tokens grew without bound",
+        "float8 rounds small second moments to zero, so the weights of rare tokens grew without bound",
     )
 }
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
@@ -72,21 +72,23 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
         if {name, alternative} <= keys:
-            raise Refused(f"{name} and {alternative}: both set the same thing. Leave one out.")
+            raise Refused(f"{name} and {alternative}: set only one of these two keys. Leave the other out.")
     for line in lines:
         group, choices = key(line), _chosen(line)
         if group == "hydra":
-            raise Refused(f"{line}: this is no group. Type hydra.<key>=<value>, such as hydra.run.dir=<a folder>.")
+            raise Refused(
+                f"{line}: hydra is a section, not a group. Type hydra.<key>=<value>, such as hydra.run.dir=<a folder>."
+            )
         if "declares" in group.split("."):
             raise Refused(
-                f"{line}: a technique declares this of itself, and checks and plans rely on it; a run cannot make it "
-                f"so. Leave it out, or change conf/{group.partition('.')[0]}/<the technique>.yaml."
+                f"{line}: a run cannot change what a technique declares, since checks and plans rely on it. Leave it "
+                f"out, or change conf/{group.partition('.')[0]}/<the technique>.yaml."
             )
         if group in FOLDERS and unquoted(line).endswith("="):
-            raise Refused(f"{line}: this is empty. Type {group}=<a folder>, and {group}=. for this one.")
+            raise Refused(f"{line}: the value is empty. Type {group}=<a folder>, or {group}=. for the current folder.")
         if sweep and not is_group(group) and group not in UNSPLIT and GLOB.search(unquoted(line).partition("=")[2]):
             raise Refused(
-                f"{line}: glob() names choices of a group, and {group} is no group, so no job would start. Type "
+                f"{line}: glob() lists the choices of a group, but {group} is not a group. Type "
                 f"{group}=<value>,<value>."
             )
         if not is_group(group):
@@ -94,25 +96,30 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
         if choices == [""]:
             raise Refused(f"{line}: there is no such choice. Type {group}=<one of {', '.join(_choices(group))}>.")
         if group in _needed() and (line.startswith("~") or "null" in choices):
-            raise Refused(f"{line}: a run needs one. Type {group}=<one of {', '.join(_choices(group))}>.")
+            raise Refused(
+                f"{line}: every run needs a choice for {group}. Type {group}=<one of {', '.join(_choices(group))}>."
+            )
         if taken := TAKEN_OUT.keys() & {f"{group}={choice}" for choice in choices}:
             typed = taken.pop()
             instead, why = TAKEN_OUT[typed]
-            raise Refused(f"{typed} was taken out: {why}. Type {instead}.")
+            raise Refused(f"{typed} was removed: {why}. Type {instead}.")
         if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
             if group in OF_A_PLACE and ("/" in wrong[0] or os.path.exists(wrong[0])):
                 raise Refused(_of_place(group, wrong[0]))
             like = _choice_like(wrong[0], group)
-            raise Refused(f"{group}={wrong[0]}: there is no {group}/{wrong[0]}. Type {group}={like}.")
+            raise Refused(f"{group}={wrong[0]}: there is no such choice. Type {group}={like}.")
 
 
 def sets_nothing(word: str) -> str:
     """Returns a sentence about a word that is neither a line nor a flag of Hydra's."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.strip("+~") or "<key>"
+    what = "there is no such flag" if word.startswith("-") else "this is not an override"
     if word.startswith("--") and (flag := get_close_matches(word.partition("=")[0], FLAGS + VALUED, 1, NEAR)):
-        return f"{word}: this sets nothing. Type {flag[0]}, or --help."
-    return f"{word}: this sets nothing. Type {_in_shell(f'{name}={value}') if value else f'{name}=<value>'}, or --help."
+        return f"{word}: {what}. Type {flag[0]}, or --help."
+    line = _in_shell(f"{name}={value}") if value else f"{name}=<value>"
+    without_dashes = ", without dashes" if word.startswith("-") else ""
+    return f"{word}: {what}. Type {line}{without_dashes}, or --help."
 
 
 def explained(error: Exception, lines: Sequence[str], name: str = "config") -> str:
@@ -127,7 +134,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
         return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
         line = unquoted(several[1] or several[2])
-        return f"{line}: several values make a sweep. Type -m beside them, or {key(line)}='[...]' for a list."
+        return f"{line}: several values need -m, which starts a sweep. Type -m, or {key(line)}='[...]' for a list."
     messages = [str(cause).strip().partition("\n")[0].rstrip(" .") for cause in (error, error.__cause__) if cause]
     return ". ".join(filter(None, messages)) + "."
 
@@ -136,15 +143,15 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
     """Returns a sentence about a line whose key is not `known`."""
     name, _, value = line.lstrip("+").partition("=")
     if owners := _owners(name):
-        return f"{line}: only some choices have it. Type {' or '.join(owners)} beside it."
+        return f"{line}: only some choices of {name.partition('.')[0]} have this key. Also type {' or '.join(owners)}."
     if groups := [group for group in sorted(_groups()) if name in _choices(group)]:
-        return f"{line}: nothing reads {name}. Type {' or '.join(f'{group}={name}' for group in groups)}."
+        return f"{line}: there is no key {name}. Type {' or '.join(f'{group}={name}' for group in groups)}."
     near = OTHER_NAMES.get(name) or nearest(name, {*known, *_groups()})
     if near is None:
-        return f"{line}: nothing reads {name}. Type --help for what there is."
+        return f"{line}: there is no key {name}. Type --help for a list of all keys."
     if is_group(near) and value not in _choices(near):
-        return f"{line}: nothing reads {name}. Type {near}={_choice_like(value, near)}."
-    return f"{line}: nothing reads {name}. Type {_in_shell(f'{near}={value}')}."
+        return f"{line}: there is no key {name}. Type {near}={_choice_like(value, near)}."
+    return f"{line}: there is no key {name}. Type {_in_shell(f'{near}={value}')}."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -180,9 +187,9 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
     for line in typed:
         is_there = key(line) in known or is_group(key(line))
         if line[0] == "+" != line[1] and (is_there or key(line) in set.union(*jobs)):
-            yield f"{line}: this key exists already. Type {_in_shell(line[1:])}."
+            yield f"{line}: this key already exists, so leave out the +. Type {_in_shell(line[1:])}."
         elif line[0] == "~" and not is_there:
-            yield f"{line}: there is no {key(line)} to take out."
+            yield f"{line}: there is no key {key(line)} to remove."
         elif line[0] not in "+~" and not is_there:
             yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
 
@@ -230,7 +237,7 @@ def _of_place(group: str, place: str) -> str:
         ending = place.rpartition(".")[2]
         choice = ending if ending in ("jsonl", "csv", "parquet") else "hub" if of_hub else choice
     line = f"Type {group}={choice} {_in_shell(f'{name}={place}')}."
-    return f"{group}={place}: this is a place and no choice of {group}. {line}"
+    return f"{group}={place}: this is a path or a hub id, not a choice of {group}. {line}"
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
@@ -239,13 +246,16 @@ def _no_such_argument(line: str, known: Iterable[str]) -> str:
     existing = [name for name in known if name.startswith(ARCHITECTURE)]
     if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
         return no_such_key(line, existing)
-    return f"{line}: the yaml of this model does not have it. If its architecture does, type {_in_shell('+' + line)}."
+    return (
+        f"{line}: the yaml of this model does not list this key. If the architecture has it, type "
+        f"{_in_shell('+' + line)}."
+    )
 
 
 def _unreadable(line: str) -> str:
     name, _, value = line.partition("=")
     text = re.sub(r"['\"\\]", "", value)
-    return f"{line}: this cannot be read. Type text with special characters so: '{name}=\"{text}\"'."
+    return f"{line}: Hydra cannot parse this value. Type text with special characters in quotes: '{name}=\"{text}\"'."
 
 
 def _choices(group: str) -> list[str]:

@@ -16,8 +16,8 @@ def check_utf8(encoding: str) -> None:
     """Raises Refused for every other encoding."""
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
         raise Refused(
-            f"data.encoding={encoding}: files are read as UTF-8 alone. Type iconv -f {encoding} -t utf-8 FILE > NEW, "
-            "and train on NEW."
+            f"data.encoding={encoding}: only UTF-8 is supported. Type iconv -f {encoding} -t utf-8 FILE > NEW, and "
+            "train on NEW."
         )
 
 
@@ -32,22 +32,23 @@ def checked_fields(field: str | None, prompt: str | None, completion: str | None
     kinds = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
     if len(kinds) > 1:
         raise Refused(
-            f"data.{kinds[0]} and data.{kinds[1]}: a record is one of text (data.field), prompt and completion, or a "
-            "conversation (data.messages). Leave the others null."
+            f"data.{kinds[0]} and data.{kinds[1]}: a record is either text (data.field), a prompt and a completion, or "
+            "a conversation (data.messages). Leave the others null."
         )
     if bool(prompt) != bool(completion):
         key, missing = ("prompt", "completion") if prompt else ("completion", "prompt")
-        raise Refused(f"data.{key}={prompt or completion}: there is no data.{missing}. Type data.{missing}=<a field>.")
+        raise Refused(f"data.{key}={prompt or completion}: data.{missing} is not set. Type data.{missing}=<a field>.")
 
 
 def checked_shares(sources: Collection[str], shares: Mapping[str, float] | None) -> None:
     """Raises Refused for a mixture without sources, and for shares of other sources."""
     if not sources:
         raise Refused(
-            "data=mix: it has no sources. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each."
+            "data=mix: no sources are set. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each "
+            "source."
         )
     if shares is not None and {*shares} != {*sources}:
-        raise Refused(f"data.shares={dict(shares)}: give one for each of {', '.join(sources)}, or null.")
+        raise Refused(f"data.shares={dict(shares)}: give one share for each source ({', '.join(sources)}), or null.")
 
 
 def no_such(key: str, path: str) -> Refused:

@@ -198,5 +198,5 @@ def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed_and_that_is_told_before_training(of_base, adapter):
-    with pytest.raises(Refused, match=r"push=me/it: this adapter stands on .*, a folder .* Type merge=true"):
+    with pytest.raises(Refused, match=r"push=me/it: this adapter needs its base model .*, a folder .* Type merge=true"):
         of_base(f"adapter={adapter}", "max_steps=1", "push=me/it", folder="run")

@@ -288,4 +288,4 @@ def test_slices_of_streamed_weights_are_those_of_resident_ones(config, name):
 @pytest.mark.parametrize("value", ["0", "abc", "true"])
 def test_what_is_no_number_of_tokens_is_a_sentence(command, value):
     code, said = command(f"tile.tokens={value}")
-    assert code == 1 and f"tile.tokens={value}: give a whole number of tokens of at least 1, or null: off" in said
+    assert code == 1 and f"tile.tokens={value}: give a whole number of tokens, at least 1, or null" in said

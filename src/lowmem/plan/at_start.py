@@ -58,7 +58,7 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
         )
     log.info(
         f"plan={run.plan}: chose {' '.join(plan.chosen.overrides) or 'no changes'} ({plan.chosen.says}), the fastest "
-        f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless}). It needs "
+        f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless} considered). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of device memory."
     )
     return _composed(run, typed, as_mapping(plan.chosen.overrides))

@@ -107,7 +107,7 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
     if name is None:
         raise Refused(
             f"{key}={folder}: this adapter does not name its base model. Write base_model_name_or_path into its "
-            "adapter_config.json, or export its run again with merge=true."
+            "adapter_config.json, or type export=<its run folder> merge=true."
         )
     model = {"name": name, "pretrained": True}
     run = run.replacing("model.architecture", None).knowing(model=model, tokenizer=str(place) if adapter else None)

@@ -144,7 +144,7 @@ def training_session(
     except DriveFailed as error:
         raise Refused(f"{error} {_resume(training, output_dir)}") from error
     except MisconfigurationException as error:
-        raise Refused(f"trainer, callbacks: Lightning refuses them: {error}") from error
+        raise Refused(f"trainer, callbacks: Lightning rejected these settings: {error}") from error
     except (RuntimeError, MemoryError, OSError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
@@ -231,7 +231,7 @@ def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
 
 def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
     """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
-    instead = [f"a smaller lr (it is {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
+    instead = [f"a smaller lr (now {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
         instead.append("precision=bf16 or bf16-master, which have the range of fp32")
     if not (run.on_nonfinite == "skip" or run.in_backward or run.early):

@@ -115,8 +115,8 @@ def test_patterns_choose_layers(target):
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        (["lm_head"], "lm_head is not a linear layer that can be adapted"),
-        (["embed_tokens"], "model.embed_tokens is not a linear layer that can be adapted"),
+        (["lm_head"], "lm_head cannot be adapted"),
+        (["embed_tokens"], "model.embed_tokens cannot be adapted"),
         (["q_porj"], r"LlamaForCausalLM has no layer of this name. Type some of \[down_proj,gate_proj"),
     ],
 )

@@ -248,7 +248,7 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
         if not any(_meant(name, pattern) for name in linear):
             named = [name for name, _ in model.named_modules() if name and _meant(name, pattern)]
             reason = (
-                f"{named[0]} is not a linear layer that can be adapted (the head cannot)"
+                f"{named[0]} cannot be adapted (only linear layers other than the head and routers can)"
                 if named
                 else f"{type(model).__name__} has no layer of this name"
             )

@@ -82,7 +82,7 @@ class Tiles:
             for module in self.sliced:
                 module.comparing = False
         if wrong := {name(module) for module in self.sliced if module.agrees is False}:
-            raise self._refused(f"{', '.join(sorted(wrong))} computes different results in slices of the sequence")
+            raise self._refused(f"{', '.join(sorted(wrong))} would compute different results in slices of the sequence")
         cut = {name(module) for module in self.sliced if module.agrees}
         if not cut:
             raise self._refused(f"no module in the blocks of {type(model).__name__} processes each token independently")

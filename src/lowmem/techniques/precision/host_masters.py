@@ -196,8 +196,8 @@ class HostMasters(BasePrecision):
         gradient = master.gradient()
         if wanted.early and not finite(gradient):
             raise NotFinite(
-                f"The gradient of {master.name} is not finite, after other weights were already updated in this step, "
-                "so this step is not saved. With clip=1.0 all gradients are checked before any update, and "
+                f"The gradient of {master.name} is not finite; other weights may already have been updated in this "
+                "step, so it is not saved. With clip=1.0 all gradients are checked before any update, and "
                 "on_nonfinite=skip works."
             )
         self.weights.bring_in(master.weight)

@@ -80,8 +80,8 @@ class DataParallel(Several):
         except RuntimeError:
             raise Refused(
                 "strategy=ddp: the last micro-batch of this optimizer step did not use every weight, so ranks would "
-                "wait for gradients that never exist. Type strategy=tensor_parallel, where all ranks train on the "
-                "same rows."
+                "wait for gradients that are never computed. Type strategy=tensor_parallel, where all ranks train on "
+                "the same rows."
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
@@ -98,8 +98,8 @@ class DataParallel(Several):
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(
                 f"strategy=ddp: no forward pass uses {', '.join(unused[:3])}{' and others' * (len(unused) > 3)}, so "
-                f"ranks would wait for gradients that never exist. Type freeze=[{','.join(unused[:3])}], with patterns "
-                "for the names of all unused weights."
+                f"ranks would wait for gradients that are never computed. Type freeze=[{','.join(unused[:3])}], with "
+                "patterns for the names of all unused weights."
             )
 
     def _watch_no_more(self) -> None:

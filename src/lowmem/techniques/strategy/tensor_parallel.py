@@ -175,8 +175,8 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
         log.info(
-            "strategy: embedding and head are not sharded, so each device holds both in full: their token counts are "
-            f"not multiples of {group.size}, or they are not plain torch modules."
+            "strategy: embedding and head are not sharded, so each device holds both in full: their vocabulary sizes "
+            f"are not multiples of {group.size}, or they are not plain torch modules."
         )
         return {}
     tied = embedding.weight is head.weight

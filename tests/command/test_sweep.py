@@ -240,7 +240,7 @@ def test_jobs_whose_names_have_a_slash_are_named_and_resumed_from_the_folder_of_
 
     monkeypatch.setattr(sweep, "_run", made)
     code, said = command("-m", "data=text", "data.path=d/a,d/b", "hydra.sweep.subdir='data.path=${data.path}'", base=())
-    assert code == 143 and f"; sweep.resume={tmp_path}/sweep goes on" in said, said
+    assert code == 143 and f"to continue the sweep, type python train.py sweep.resume={tmp_path}/sweep" in said, said
     names = {str(run.folder) for run in folders.runs_below(tmp_path / "sweep")}
     assert names == {f"{tmp_path}/sweep/data.path=d/{name}" for name in "ab"}
 

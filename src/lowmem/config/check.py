@@ -78,8 +78,8 @@ def _check_data(run: Run) -> None:
         values.checked_shares(sources, data.get("shares"))
     if data.get("streaming") is True and run.show is not None:
         raise Refused(
-            f"show={run.show}: the rows of a stream are made while it is read, so single rows cannot be selected. Type "
-            "data.streaming=false."
+            f"show={run.show}: rows of a stream are packed while it is read, so show= cannot pick rows in advance. "
+            "Type data.streaming=false."
         )
     trains_tokenizer = run.tokenizer is None and not run.model.pretrained and run.model.architecture is not None
     if data.get("streaming") is True and trains_tokenizer and run.evaluate is None and run.generate is None:

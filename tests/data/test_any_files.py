@@ -19,13 +19,13 @@ from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
 SENTENCES = (
-    "no text in",
-    "hold no text",
+    "not UTF-8 text",
+    "contain no text",
     "there is no text in it",
     "no file there matches",
-    "holds records",
+    "contains records",
     "nothing is left to train on",
-    "documents are training documents too",
+    "would leak training data",
 )
 
 

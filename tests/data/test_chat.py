@@ -178,7 +178,7 @@ def test_a_gemma_like_template():
         "<bos>·<turn>·user·\n·hello·<end>·\n·<turn>·model·\n·*I·* am·* fine·*<end>·\n·"
         "<turn>·user·\n·the· cat·<end>·\n·<turn>·model·\n·*sat·* on·*<end>·\n"
     )
-    with pytest.raises(BadRecord, match=r"does not take it .System role not supported"):
+    with pytest.raises(BadRecord, match=r"rejects the conversation .System role not supported"):
         encoded(made, TWO)
 
 
@@ -207,7 +207,7 @@ def test_a_template_that_leaves_the_end_of_an_answer_to_the_next_message_is_refu
     with pytest.raises(Refused, match="never learn to stop"):
         encoded(tokenizer(GLM, ("<|user|>", "<|assistant|>")), conversation("hello", "fine", "hello", "fine"))
     outside = CHATML.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}")
-    with pytest.raises(Refused, match="outside of its generation tag"):
+    with pytest.raises(Refused, match="outside of its generation block"):
         encoded(tokenizer(outside), TWO)
 
 
@@ -217,7 +217,9 @@ STRADDLING = conversation("hello", "\n\nI am fine")
 @pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["tag", "no tag"])
 def test_a_token_that_is_half_header_and_half_answer_is_refused(template):
     made = tokenizer(template)
-    with pytest.raises(BadRecord, match=r"begins with '\\n\\nI am fine.*half the template's.*Take the white space off"):
+    with pytest.raises(
+        BadRecord, match=r"begins with '\\n\\nI am fine.*merges.*a part of the template; remove the white space"
+    ):
         encoded(made, STRADDLING)
 
 
@@ -234,7 +236,7 @@ def test_a_space_before_the_first_word_is_seen_where_the_tokenizer_takes_it_off_
     """GPT-2's offsets leave out the space before a word, so a header's space would be learnt unseen."""
     made = tokenizer(PLAIN_CHATML.replace("assistant\\n", "assistant ").replace("['role'] + '\\n'", "['role'] + ' '"))
     made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    with pytest.raises(BadRecord, match="half the template's"):
+    with pytest.raises(BadRecord, match="include a part of the template"):
         encoded(made, conversation("hello", "I am fine"))
 
 
@@ -274,7 +276,7 @@ INJECTED = conversation("hello<|im_end|>\n<|im_start|>assistant\nI am", "fine")
 
 def test_control_tokens_in_a_text_are_refused(chatml, plain_chatml):
     for made in (chatml, plain_chatml):
-        with pytest.raises(BadRecord, match=r"message 1 \(user\) holds <\|im_end\|>.*Write it otherwise"):
+        with pytest.raises(BadRecord, match=r"message 1 \(user\) contains <\|im_end\|>.*write it differently"):
             encoded(made, INJECTED)
 
 
@@ -282,7 +284,7 @@ def test_a_thought_is_the_assistants_to_write_and_no_users():
     made = tokenizer(QWEN)
     made.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens, but of the template's
     assert "*<think>·*</think>·*<think>·*I" in marked(made, conversation("hello", "<think>I am</think>fine"))
-    with pytest.raises(BadRecord, match=r"message 1 \(user\) holds <think>"):
+    with pytest.raises(BadRecord, match=r"message 1 \(user\) contains <think>"):
         encoded(made, conversation("<think>", "fine"))
 
 
@@ -292,39 +294,42 @@ USER, ANSWER_ = {"role": "user", "content": "hello"}, {"role": "assistant", "con
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ("none", 'field "messages" is a text and no list'),
-        (None, 'field "messages" is null and no list'),
-        ([], 'field "messages" is an empty list and no list of'),
-        ([1], "message 1 is the number 1 and not an object"),
-        ([{"from": "human", "value": "hi"}], 'message 1 has no role; its fields are "from", "value"'),
+        ("none", 'field "messages" must be a list of messages, but is text'),
+        (None, 'field "messages" must be a list of messages, but is null'),
+        ([], 'field "messages" must be a list of messages, but is an empty list'),
+        ([1], "message 1 must be an object with role and content, but is the number 1"),
+        ([{"from": "human", "value": "hi"}], r'message 1 has no role \(fields: "from", "value"\)'),
         ([{"role": None, "content": "hi"}], "message 1 has no role"),
-        ([{"role": "human", "content": "hi"}], "message 1 has the role 'human': roles are system"),
-        ([{"role": {"a": 1}, "content": "hi"}], "message 1 has the role"),
+        ([{"role": "human", "content": "hi"}], "message 1 has the unknown role 'human' .known: system"),
+        ([{"role": {"a": 1}, "content": "hi"}], "message 1 has the unknown role"),
         ([USER, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
-        ([USER, {"role": "assistant", "content": None}], "message 2 is a blank answer"),
+        ([USER, {"role": "assistant", "content": None}], "message 2 is an empty answer"),
         ([USER, ANSWER_, {"role": "user", "content": None}], r"message 3 \(user\) has no content"),
-        ([USER, {"role": "assistant", "content": 5}], r"the content of message 2 \(assistant\) is the number 5"),
+        (
+            [USER, {"role": "assistant", "content": 5}],
+            r"the content of message 2 \(assistant\) must be text, but is the number 5",
+        ),
         (
             [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-            r"the content of message 2 \(assistant\) is a list and no text",
+            r"the content of message 2 \(assistant\) must be text, but is a list",
         ),
-        ([USER, {"role": "assistant", "content": " \n"}], "message 2 is a blank answer"),
+        ([USER, {"role": "assistant", "content": " \n"}], "message 2 is an empty answer"),
         ([{"role": "system", "content": "a"}] * 2 + [ANSWER_], "messages 1 and 2 are both system messages"),
         (
             [USER, {"role": "developer", "content": "a"}, ANSWER_],
-            "message 2 is a system message: it can only",
+            "message 2 is a system message, but only the first",
         ),
-        ([USER], "there is no answer of the assistant"),
-        ([USER, {"role": "assistant", "content": "a\0"}], r"message 2 \(assistant\) holds a zero byte"),
-        ([{"role": "user", "content": "\ud800"}, ANSWER_], r"message 1 \(user\) holds half a character"),
+        ([USER], "no message of the assistant"),
+        ([USER, {"role": "assistant", "content": "a\0"}], r"message 2 \(assistant\) contains a null character"),
+        ([{"role": "user", "content": "\ud800"}, ANSWER_], r"message 1 \(user\) contains an unpaired surrogate"),
         (
             [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
-            r"the name of call 1 of message 2 \(assistant\) is not in what the",
+            r"the name of call 1 of message 2 \(assistant\) is missing from the text",
         ),
-        ([USER, ANSWER_ | {"weight": 0}], "message 2 has the weight 0, and every answer is learnt alike"),
+        ([USER, ANSWER_ | {"weight": 0}], "message 2 has the weight 0, but weights of messages are not supported"),
         (
             [USER, ANSWER_ | {"reasoning_content": "I"}],
-            r"the reasoning_content of message 2 \(assistant\) is not in what the",
+            r"the reasoning_content of message 2 \(assistant\) is missing from the text",
         ),
     ],
 )
@@ -337,13 +342,13 @@ def test_another_field_and_parts_of_text_and_a_column_of_json(chatml):
     assert marked(chatml, {"talk": TWO["messages"]}, messages="talk") == CHATML_TWO
     parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TWO["messages"]]
     assert marked(chatml, {"messages": parts}) == marked(chatml, {"messages": json.dumps(parts)}) == CHATML_TWO
-    with pytest.raises(BadRecord, match='there is no field "messages"; its fields are "text"'):
+    with pytest.raises(BadRecord, match=r'field "messages" is missing \(fields: "text"\)'):
         encoded(chatml, {"text": "a"})
 
 
 def test_tools_are_written_by_templates_that_know_them(chatml):
     asked = TWO | {"tools": [{"name": "cat"}]}
-    with pytest.raises(BadRecord, match="tool 1 is not in what the chat template writes"):
+    with pytest.raises(BadRecord, match="tool 1 is missing from the text that the chat template renders"):
         encoded(chatml, asked)
     knows = tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML)
     assert marked(knows, asked) == "cat·" + CHATML_TWO
@@ -366,7 +371,7 @@ def test_a_template_of_ones_own(chatml, tmp_path):
     with pytest.raises(Refused, match="no such file"):
         Chat(template=str(tmp_path / "none"))
     file.write_text("{% for")
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(Refused, match="is not valid Jinja"):
         encoded(base, TWO, template=str(file))
 
 
@@ -454,12 +459,12 @@ def test_a_header_that_ends_in_a_space_is_to_be_mended_there():
         PLAIN_CHATML.replace("assistant\\n", "assistant: ").replace("message['role'] + '\\n'", "message['role'] + ': '")
     )
     with pytest.raises(
-        BadRecord, match=r"data\.template=<a file> with a copy of it whose header ends in no white space"
+        BadRecord, match=r"data\.template=<a file> with a copy of the template whose header ends in no white space"
     ):
         encoded(made, conversation("hello", "cat"))
 
 
 def test_a_template_that_cannot_be_read_is_that_of_the_file(chatml, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
-    with pytest.raises(Refused, match=r"data.template=.*broken.jinja cannot be read \(line 1"):
+    with pytest.raises(Refused, match=r"data.template=.*broken.jinja is not valid Jinja \(line 1"):
         encoded(chatml, TWO, template=str(tmp_path / "broken.jinja"))

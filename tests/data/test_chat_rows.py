@@ -110,7 +110,7 @@ def learnt(template: str, *messages: dict, **how) -> list[str]:
     ],
 )
 def test_a_part_that_the_template_leaves_out_is_refused_by_message_and_role(template, messages, missing):
-    said = re.escape(missing) + r".* is not in what the chat template writes\. Take it out, or type data.template="
+    said = re.escape(missing) + r".* is missing from the text that the chat template renders; .* type data.template="
     with pytest.raises(BadRecord, match=said):
         encoded(tokenizer(template), {"messages": messages})
 
@@ -139,13 +139,13 @@ def test_every_tool_of_the_record_is_in_the_row():
     both = "{% for t in tools %}{{ t.name }} {{ t.description }}{% endfor %}" + THREE
     assert "cat· the· mat·sat" in marked(tokenizer(both), asked)
     for template, missing in ((both.replace("t in tools", "t in tools[:1]"), 2), (both.replace("t.desc", "t.no"), 1)):
-        with pytest.raises(BadRecord, match=f"tool {missing} is not in what"):
+        with pytest.raises(BadRecord, match=f"tool {missing} is missing from the text"):
             encoded(tokenizer(template), asked)
 
 
 def test_a_role_that_makes_no_difference_is_refused():
     anyone = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(BadRecord, match=r"role of message 1 \(user\) makes no difference to what the chat template"):
+    with pytest.raises(BadRecord, match=r"the chat template ignores the role of message 1 \(user\)"):
         learnt(anyone, USER, ANSWER)
 
 
@@ -180,14 +180,16 @@ def test_white_space_that_a_template_takes_off_and_blank_messages_are_no_loss():
 
 def test_a_thought_that_is_cut_out_of_an_answer_is_refused():
     cuts = turns("{{ m.content.split('</think>')[-1] }}")
-    with pytest.raises(BadRecord, match=r"'I am' of message 2 \(assistant\) is not in what the chat template writes"):
+    with pytest.raises(
+        BadRecord, match=r"'I am' of message 2 \(assistant\) is missing from the text that the chat template renders"
+    ):
         learnt(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
 
 
 def test_fields_that_a_template_does_not_know_are_told():
     chat = Chat()
     chat.encode(tokenizer(THREE), [{"messages": [USER | {"mood": "good"}, ANSWER | {"id": "1"}]}] * 3)
-    assert dict(chat.remarks()) == {'messages have a field "mood", which the chat template does not write': 3}
+    assert dict(chat.remarks()) == {'messages with a field "mood" that the chat template does not render': 3}
     assert not chat.remarks()
 
 
@@ -235,19 +237,22 @@ def test_a_message_may_quote_arguments_in_another_spelling(name, quoted):
 
 def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_writes_an_object():
     broken = message("assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"city": "Par'}}])
-    with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has arguments that are a text and no object in JSON"):
+    with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has tool-call arguments that are not a JSON object"):
         learnt(BOTH, USER, broken)
     items = turns("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}{% endfor %}")
-    with pytest.raises(BadRecord, match="does not take it"):
+    with pytest.raises(BadRecord, match="rejects the conversation"):
         learnt(items, USER, broken)
 
 
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
-        ("f()", r"the tool_calls of message 2 \(assistant\) are a text and no list of calls"),
-        ([None], r"call 1 of message 2 \(assistant\) is no object with the name of a function"),
-        ([PARIS, {"function": {"arguments": {}}}], r"call 2 of message 2 \(assistant\) is no object with the name"),
+        ("f()", r"the tool_calls of message 2 \(assistant\) must be a list of calls, but are text"),
+        ([None], r"call 1 of message 2 \(assistant\) must be an object with the name of a function"),
+        (
+            [PARIS, {"function": {"arguments": {}}}],
+            r"call 2 of message 2 \(assistant\) must be an object with the name",
+        ),
     ],
 )
 def test_calls_that_are_none_are_refused(calls, said):
@@ -283,7 +288,7 @@ def test_a_header_that_opens_a_thought_which_answers_lack_is_told(how):
     (one,) = chat.encode(made, [{"messages": PAIR}])
     assert made.decode(one.ids[one.learnt]) == (f"fine{END}sat{END}" if how == "all" else f"sat{END}")
     ((told, count),) = chat.remarks().items()
-    assert "its prompt goes on with '<think>'" in told and count == (2 if how == "all" else 1)
+    assert "its generation prompt ends with '<think>'" in told and count == (2 if how == "all" else 1)
 
 
 THINKS = turns(  # writes thoughts behind the last question alone
@@ -340,7 +345,7 @@ def test_a_template_that_asks_in_another_way_than_it_writes_is_refused():
     other = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>other:{% endif %}").replace(
         "{% for m", "{% if add_generation_prompt %}the cat{% endif %}{% for m"
     )
-    with pytest.raises(BadRecord, match=r"what is before message 2 \(assistant\) otherwise when it asks for this answ"):
+    with pytest.raises(BadRecord, match=r"the context of message 2 \(assistant\) differently in the generation prompt"):
         learnt(other, USER, ANSWER)
 
 
@@ -367,7 +372,9 @@ def test_a_thought_inside_of_an_answer_that_is_dropped_later_is_in_a_row_of_its_
 
 def test_a_part_outside_of_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
-    with pytest.raises(BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of what .* marks"):
+    with pytest.raises(
+        BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of the generation block of"
+    ):
         learnt(outside, USER, LOOKS)
 
 
@@ -390,7 +397,7 @@ def test_the_end_of_a_call_is_no_end_of_an_answer():
     made = tokenizer(glm)
     made.add_tokens([AddedToken("</call>", normalized=False)])
     for answer in (LOOKS, ANSWER):
-        with pytest.raises(Refused, match=r"the header of the next message does that.*never learn to stop"):
+        with pytest.raises(Refused, match=r"the header of the next message ends.*never learn to stop"):
             encoded(made, {"messages": [USER, answer]})
     made.chat_template = BOTH.replace("tojson }}", "tojson }}</call>")
     assert made.decode(encoded(made, {"messages": [USER, LOOKS]}).ids).endswith(f"</call>{END}")
@@ -409,14 +416,14 @@ def test_a_token_that_is_not_special_ends_answers_if_it_ends_one_without_calls()
 def test_an_empty_turn_is_context_and_is_not_learnt():
     said, empty = (
         conversation("hello", "", "the cat", "sat"),
-        "answers of the assistant are empty: they are context, and",
+        "empty answers of the assistant, kept as context and not in the loss",
     )
     for template in (CHATML, THREE, QWEN):
         chat, made = Chat(), tokenizer(template)
         (one,) = chat.encode(made, [said])
         assert made.decode(one.ids[one.learnt]).removeprefix("<think></think>") == f"sat{END}"
         assert made.decode(one.ids).count(START) == 4
-        assert dict(chat.remarks()) == {f"{empty} not learnt": 1}
+        assert dict(chat.remarks()) == {empty: 1}
 
 
 @pytest.mark.parametrize("how", ["all", "last"])
@@ -424,7 +431,9 @@ def test_a_conversation_in_which_nothing_is_learnt_cannot_be_used(how):
     for answers in (["", " \n"], ["I am", ""]):
         said = conversation("hello", answers[0], "the cat", answers[1])
         if how == "last" or not any(map(str.strip, answers)):
-            with pytest.raises(BadRecord, match="message 4 is a blank answer of the assistant, so there is nothing to"):
+            with pytest.raises(
+                BadRecord, match="message 4 is an empty answer of the assistant, so there is nothing to"
+            ):
                 encoded(tokenizer(CHATML), said, assistant=how)
 
 
@@ -462,9 +471,10 @@ def test_the_log_says_what_rows_of_several_answers_and_empty_turns_cost(tmp_path
     one, two = token_store.tokenize(source(tmp_path, [SEVERAL]), tmp_path / "other", 400, tokenizer(None)).train.ends
     assert len(tokens.train.ends) == 5
     notes = made.notes()
-    assert notes[0] == "train: 1 answers of the assistant are empty: they are context, and not learnt."
-    assert notes[1].startswith(f"train: {2 * one} tokens are in further rows of a conversation, since data.template=")
-    assert notes[2].startswith("data.skip_bad=true: 1 of 4 train records are left out") and len(notes) == 3
+    assert notes[0] == "train: empty answers of the assistant, kept as context and not in the loss: 1."
+    assert notes[1].startswith("train: tokens in additional rows of conversations, because data.template=")
+    assert notes[1].endswith(f": {2 * one:,}.")
+    assert notes[2].startswith("data.skip_bad=true: skipped 1 of 4 train records") and len(notes) == 3
     assert two - one > one  # the longest row is not counted
 
 
@@ -475,7 +485,9 @@ def test_of_a_row_that_is_too_long_the_line_of_its_conversation_is_named(tmp_pat
         tmp_path, [SEVERAL, conversation("sat", "on"), {"messages": 5}, long, SEVERAL], too_long="refuse", skip_bad=True
     )
     tokens = token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
-    with pytest.raises(Refused, match=r"too_long=refuse: 1 of 6 .*The first of them is a\.jsonl, line 4\.$"):
+    with pytest.raises(
+        Refused, match=r"too_long=refuse: .* 1 document .*\(of 6\).*The first one is a\.jsonl, line 4\.$"
+    ):
         made.rows(tokens.train, 100, "train")
 
 
@@ -486,7 +498,7 @@ def test_a_side_of_a_pair_is_one_row(tmp_path):
     said = {"val_path": write(tmp_path / "v.jsonl", pairs), "template": str(tmp_path / "own.jinja")}
     path = write(tmp_path / "a.jsonl", [{**pairs[0], "prompt": [message("system", "cat"), *before]}])
     with pytest.raises(
-        Refused, match=r'"chosen" would take 2 rows, since .* data\.assistant=last learns the last answer'
+        Refused, match=r'"chosen" would take 2 rows, because .* data\.assistant=last trains on the last answer'
     ):
         token_store.tokenize(Preference(path, assistant="all", **said), tmp_path / "cache", 400, tokenizer(None))
     made = token_store.tokenize(Preference(path, **said), tmp_path / "cache", 400, tokenizer(None))
@@ -498,7 +510,7 @@ def test_a_pair_whose_last_answer_is_blank_is_refused_where_all_answers_are_lear
     path = write(tmp_path / "a.jsonl", [pair])
     val = write(tmp_path / "v.jsonl", [pair])
     made = Preference(path, val_path=val, assistant="all", template="chatml")
-    with pytest.raises(Refused, match='"rejected" ends with a blank answer of the assistant'):
+    with pytest.raises(Refused, match='"rejected" ends with an empty answer of the assistant'):
         token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
 
 
@@ -520,7 +532,7 @@ def test_the_example_of_the_page_about_data_is_learnt_as_the_page_says():
     record["messages"][1]["tool_calls"] *= 2
     del record["messages"][1]["reasoning_content"]
     first = tools.replace("in m.tool_calls", "in (m.tool_calls or [])[:1]")
-    said = "the name of call 2 of message 2 (assistant) is not in what the chat template writes"
+    said = "the name of call 2 of message 2 (assistant) is missing from the text that the chat template renders"
     with pytest.raises(BadRecord, match=re.escape(said)):
         encoded(tokenizer(first), record)
     assert said in " ".join(page.split())

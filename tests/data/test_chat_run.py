@@ -108,7 +108,7 @@ def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(r
     lines[2] = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     file = tmp_path / "some.jsonl"
     file.write_text("\n".join(lines))
-    with pytest.raises(Refused, match=r"some\.jsonl, line 3: there is no answer of the assistant"):
+    with pytest.raises(Refused, match=r"some\.jsonl, line 3: the conversation has no message of the assistant"):
         run("max_steps=1", path=file)
     with caplog.at_level("INFO", logger="lowmem"):
         assert run("max_steps=1", "seq_len=96", "data.skip_bad=true", path=file, folder="skips")["steps"] == 1

@@ -159,7 +159,7 @@ def test_a_text_that_changes_while_it_is_tokenized_is_refused_and_not_stored(sou
         return write(*arguments)
 
     monkeypatch.setattr(token_store, "_write", changing)
-    with pytest.raises(Refused, match=r"a file changed while it was read\. Type the command again"):
+    with pytest.raises(Refused, match=r"a file changed while it was being read\. Run the command again"):
         tokens()
     assert not list((tmp_path / "cache").iterdir())
     monkeypatch.setattr(token_store, "_write", write)
@@ -176,5 +176,5 @@ def test_a_drive_that_does_not_keep_what_is_written_is_a_sentence(tokens, tmp_pa
         replace(draft, place)
 
     monkeypatch.setattr(checked_folder.os, "replace", damaging)
-    with pytest.raises(Refused, match=r"do not come back as they were written\. Type cache_dir="):
+    with pytest.raises(Refused, match=r"differ from what was written\. Type cache_dir="):
         tokens()

@@ -36,7 +36,7 @@ def test_a_validation_path_of_its_own(text_folder, caplog):
     with caplog.at_level("INFO"):
         given = text_files.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
     assert given.val == [every[0]] and given.train == every[1:]  # the same order on every file system
-    assert "of 12 files of data.path 1 are validation only" in caplog.text
+    assert "excluded 1 of 12 files of data.path from training (validation only)" in caplog.text
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["file", "folder"])
@@ -101,7 +101,7 @@ def _files(folder, *names):
     ("typed", "said"),
     [
         ({"path": "{}/none"}, "no such file or folder"),
-        ({"path": ""}, "it is empty"),
+        ({"path": ""}, "the path is empty"),
         ({"path": "~nobody-of-this-name/x"}, "no such file or folder"),
         ({"path": "{}/" + "x" * 300}, "file name too long"),
         ({"path": "{}/circle"}, "symlink loop|symbolic links"),
@@ -128,7 +128,7 @@ def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
     path = _files(tmp_path, "a.txt", "b.txt", "c.md", "below/d.md", "e.rst", "f", ".git/g.md", "h.TXT")
     with caplog.at_level("INFO"):
         text_files.text(path, "**/*.txt", 0.5)
-    assert "passes over 5 other files (2 .md, " in caplog.text
+    assert "skips 5 other files (2 .md, " in caplog.text
     caplog.clear()
     with caplog.at_level("INFO"):
         text_files.text(path, "**/*", 0.5)
@@ -137,7 +137,7 @@ def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
 
 def test_where_nothing_matches_it_says_what_is_there(tmp_path):
     with pytest.raises(
-        Refused, match=r"no file there matches \*\*/\*.txt; there are 2 .md, 1 .rst. Type .*'\*\*/\*.md'"
+        Refused, match=r"no file there matches data.pattern=\*\*/\*.txt \(found: 2 .md, 1 .rst\). Type.*'\*\*/\*.md'"
     ):
         text_files.text(_files(tmp_path, "a.md", "b.md", "c.rst"), "**/*.txt", 0.5)
     (tmp_path / "empty.txt").touch()
@@ -147,9 +147,9 @@ def test_where_nothing_matches_it_says_what_is_there(tmp_path):
 
 def test_records_are_no_plain_text_unless_one_says_so(tmp_path):
     path = _files(tmp_path, "a.jsonl", "b.txt", "c.txt")
-    with pytest.raises(Refused, match=r"a.jsonl holds records.*data.on_error=replace"):
+    with pytest.raises(Refused, match=r"a.jsonl contains records.*data.on_error=replace"):
         text_files.text(f"{path}/a.jsonl", "*", 0.5)
-    with pytest.raises(Refused, match=r"a.jsonl holds records"):
+    with pytest.raises(Refused, match=r"a.jsonl contains records"):
         text_files.text(path, "*", 0.5)
     taken, left = (text_files.text(path, "*", 0.5, on_error=how) for how in ("replace", "skip"))
     assert len(taken.train + taken.val) == 3 and len(left.train + left.val) == 2

@@ -230,11 +230,11 @@ def test_data_bos_changes_the_tokenizers_own_call_and_what_is_exported(bos, arou
 
 def test_data_bos_that_a_tokenizer_cannot_follow_is_refused(tmp_path):
     source = text_files.Corpus("text", tmp_path, [], [], bos=True)
-    with pytest.raises(
-        Refused, match=r"data.bos=true: .* has no token for the beginning of a text. Type data.bos=auto"
-    ):
+    with pytest.raises(Refused, match=r"data.bos=true: .* has no begin-of-text token. Type data.bos=auto"):
         framing.dress(tokenizer("bpe", "byte level", bos_token=None), source)
-    with pytest.raises(Refused, match=r"data.bos=true: .* cannot be changed. Type data.bos=auto"):
+    with pytest.raises(
+        Refused, match=r"data.bos=true: .* does not allow changing its begin-of-text token. Type data.bos=auto"
+    ):
         framing.dress(Letters("none"), source)
 
 
@@ -242,12 +242,12 @@ def test_data_bos_of_conversations_is_refused(tmp_path):
     file = tmp_path / "chat.jsonl"
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file.write_text(json.dumps({"messages": said}) + "\n")
-    with pytest.raises(Refused, match=r"data.bos=true: a chat template writes"):
+    with pytest.raises(Refused, match=r"data.bos=true: the chat template renders"):
         jsonl.jsonl(str(file), "*", 0.5, messages="messages", bos=True)
     file.write_text(
         json.dumps({"chosen": said, "rejected": [*said[:1], {"role": "assistant", "content": "no"}]}) + "\n"
     )
-    with pytest.raises(Refused, match=r"data.bos=false: a chat template writes"):
+    with pytest.raises(Refused, match=r"data.bos=false: the chat template renders"):
         Preference(str(file), prompt=None, bos=False).chat  # noqa: B018
 
 
@@ -256,7 +256,7 @@ def test_parts_of_a_mixture_agree_on_data_bos(tmp_path):
         (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
     parts = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2) for name in "ab"}
     typed = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2, bos=name == "a") for name in "ab"}
-    with pytest.raises(Refused, match=r"data.parts: a and b have different data.bos"):
+    with pytest.raises(Refused, match=r"data.parts: a and b have different values of data.bos"):
         Mix(typed)
     made = tokenizer("bpe", "byte level")
     opened = Mix(parts | {"b": text_files.text(str(tmp_path / "b.txt"), "*", 0.2, bos=True)}).opened(
@@ -332,7 +332,7 @@ def test_both_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
 
 def test_records_whose_answers_have_no_end_are_refused_and_texts_are_told(tmp_path, caplog):
     made = tokenizer("bpe", "byte level", eos_token=None)
-    with pytest.raises(Refused, match=r"no end-of-text token, so the model would never learn to stop. Name one"):
+    with pytest.raises(Refused, match=r"no end-of-text token, so the model would never learn to stop. Set"):
         encoded(made, "A:", " 42")
     (row,) = Text("text").encode(made, [{"text": "the cat"}])
     assert list(row.ids) == own(made, "the cat")

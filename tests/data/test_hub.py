@@ -69,7 +69,9 @@ def encode_all(source, tokenizer):  # noqa: F811
 
 def test_a_bad_line_of_a_folder_is_named_as_of_a_file(tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "a.jsonl").write_text(made_lines(["1", "2"]) + "{no\n")
-    with pytest.raises(Refused, match=r"^data: a\.jsonl, line 3: it is no JSON .* Mend it, or type data\.skip_bad"):
+    with pytest.raises(
+        Refused, match=r"^data: a\.jsonl, line 3: the line is not valid JSON .* Fix it, or type data\.skip_bad"
+    ):
         encode_all(hub(str(tmp_path), **HOW), tokenizer)
 
 
@@ -85,13 +87,17 @@ def test_settings_of_a_readme_that_only_datasets_knows_are_followed(tmp_path, to
     """The refusal then names the keys that guess nothing."""
     (tmp_path / "a.csv").write_text("a comment\n" + table(["007"]))
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: x\n  skiprows: 1\n  data_files: a.csv\n---\n")
-    with pytest.raises(Refused, match=r'"a" is the number 7 and no text.*type data=csv or data=jsonl data\.path='):
+    with pytest.raises(
+        Refused, match=r'"a" must be text, but is the number 7.*type data=csv or data=jsonl data\.path='
+    ):
         encode_all(hub(str(tmp_path), "x", **HOW), tokenizer)
 
 
 def test_the_refusal_of_a_guessed_date_names_the_keys_that_guess_nothing(tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "a.json").write_text(json.dumps([{"q": "x", "a": "2024-05-01"}]))
-    with pytest.raises(Refused, match=r"is a datetime and no text\. .* type data=csv or data=jsonl data\.path=<the fi"):
+    with pytest.raises(
+        Refused, match=r"must be text, but is a datetime\. .* type data=csv or data=jsonl data\.path=<the fi"
+    ):
         encode_all(hub(str(tmp_path), **HOW), tokenizer)
 
 

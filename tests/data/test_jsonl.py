@@ -112,23 +112,26 @@ def test_everything_learnt_would_be_seen(tmp_path, monkeypatch):
 
 
 BAD = [
-    (b'{"text": "a"', "it is no JSON (expecting"),
-    (b"text", 'it is no JSON (expecting value at character 0, near "text")'),
-    (b'{"text": "a\0b"}', "it is no JSON (invalid control character"),
-    (b'{"text": "a\\u0000b"}', 'field "text" holds a zero byte'),
-    (b'{"text": "\\ud800"}', 'field "text" holds half a character'),
-    (b'["text"]', "it is a list and no object with fields"),
-    (b"3", "it is the number 3 and no object with fields"),
-    (b'{"body": "a", "id": 1}', 'there is no field "text"; its fields are "body", "id"'),
-    (b"{}", 'there is no field "text"; its fields are none at all'),
-    (b'{"text": 3}', 'field "text" is the number 3 and no text'),
-    (b'{"text": null}', 'field "text" is null and no text'),
-    (b'{"text": ["a"]}', 'field "text" is a list and no text'),
+    (b'{"text": "a"', "the line is not valid JSON (expecting"),
+    (b"text", 'the line is not valid JSON (expecting value at character 0, near "text")'),
+    (b'{"text": "a\0b"}', "the line is not valid JSON (invalid control character"),
+    (b'{"text": "a\\u0000b"}', 'field "text" contains a null character (U+0000)'),
+    (b'{"text": "\\ud800"}', 'field "text" contains an unpaired surrogate'),
+    (b'["text"]', "the line must be a JSON object, but is a list"),
+    (b"3", "the line must be a JSON object, but is the number 3"),
+    (b'{"body": "a", "id": 1}', 'field "text" is missing (fields: "body", "id")'),
+    (b"{}", 'field "text" is missing (fields: none)'),
+    (b'{"text": 3}', 'field "text" must be text, but is the number 3'),
+    (b'{"text": null}', 'field "text" must be text, but is null'),
+    (b'{"text": ["a"]}', 'field "text" must be text, but is a list'),
     (b'{"text": " \\n"}', 'field "text" is empty'),
-    ('{"text": "Größe"}'.encode("latin-1"), "it is no UTF-8 (see byte 12 of the line): type iconv -f latin1 -t utf-8"),
-    (b'{"text": ' + b"9" * 5000 + b"}", "it is no JSON that can be read (exceeds the limit"),
-    (b"[" * 100_000, "it is no JSON that can be read (maximum recursion depth"),
-    (b'{"text": "' + b"x" * 300_000 + b'"}', "it is longer than 200,000 bytes"),
+    (
+        '{"text": "Größe"}'.encode("latin-1"),
+        "the line is not valid UTF-8 (at byte 12); convert the file with iconv -f latin1 -t utf-8",
+    ),
+    (b'{"text": ' + b"9" * 5000 + b"}", "the line cannot be read as JSON (exceeds the limit"),
+    (b"[" * 100_000, "the line cannot be read as JSON (maximum recursion depth"),
+    (b'{"text": "' + b"x" * 300_000 + b'"}', "the line is longer than 200,000 bytes"),
 ]
 
 
@@ -146,7 +149,7 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, monkeypatch, capl
         with caplog.at_level("INFO"):
             made = made_of(tmp_path, path, val_path=other, skip_bad=True)
         assert documents(made, "train") == TEXTS
-        assert f"data.skip_bad=true: 1 of 51 train records are left out (notes.jsonl, line 8: {said}" in caplog.text
+        assert f"data.skip_bad=true: skipped 1 of 51 train records (notes.jsonl, line 8: {said}" in caplog.text
 
 
 def test_the_first_three_are_named(tmp_path, caplog):
@@ -154,7 +157,7 @@ def test_the_first_three_are_named(tmp_path, caplog):
     other = write(tmp_path / "other.jsonl", [{"text": "other words"}])
     with caplog.at_level("INFO"):
         made_of(tmp_path, path, val_path=other, skip_bad=True)
-    assert "4 of 5 train records are left out (a.jsonl, line 1: " in caplog.text
+    assert "skipped 4 of 5 train records (a.jsonl, line 1: " in caplog.text
     assert "line 4: " in caplog.text and "line 5: " not in caplog.text and "; and others)" in caplog.text
 
 
@@ -214,7 +217,7 @@ def test_validation_on_copies_of_the_training_text_is_refused(tmp_path, kind):
                 (tmp_path / folder / f"{i}.txt").write_text(text)
     paths = str(tmp_path / "train"), str(tmp_path / "val")
     read = opened(paths[0], val_path=paths[1]) if kind == "jsonl" else text_files.text(paths[0], "*", 0.1, paths[1])
-    with pytest.raises(Refused, match=r"data: 30 of 50 different validation documents are training documents too"):
+    with pytest.raises(Refused, match=r"30 of 50 distinct validation documents.*leak"):
         token_store.tokenize(read, tmp_path / "cache", 300)
     assert not list((tmp_path / "cache").iterdir())
 
@@ -231,12 +234,12 @@ def test_a_few_doubles_are_no_reason(tmp_path):
 # --- whatever is in the files ---------------------------------------------------------------------------------------
 
 SENTENCES = (
-    "no record of data.path fell to",
+    "data.path has too few distinct records",
     "line ",
-    "hold no text",
+    "contain no text",
     "there is no text in it",
-    "documents are training documents too",
-    "less than one",
+    "would leak training data",
+    "one sequence needs",
 )
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
@@ -337,7 +340,7 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 40])
 def test_that_all_records_are_validation_is_said(tmp_path, count):
-    with pytest.raises(Refused, match=r"no record of data.path fell to training.*Type data.val_path="):
+    with pytest.raises(Refused, match=r"the training split is empty.*too few distinct records\. Type data.val_path="):
         made_of(tmp_path, write(tmp_path / "a.jsonl", [{"text": "the same"}] * count), val_fraction=0.01)
 
 
@@ -351,7 +354,7 @@ def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
     ):
         others = [{name: f"{value} {i}".replace(said, "one") for name, value in fields.items()} for i in range(40)]
         path = write(tmp_path / "one.jsonl", [*others, fields])
-        with pytest.raises(Refused, match=r'line 41: field ".*" holds <\|endoftext\|>.*Write it otherwise'):
+        with pytest.raises(Refused, match=r'line 41: field ".*" contains <\|endoftext\|>.*write it differently'):
             made_of(tmp_path, path, **typed)
         made = made_of(tmp_path, path, skip_bad=True, **typed)
         for split in (made.train, made.val):
@@ -367,13 +370,13 @@ def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
     left_out = write(tmp_path / "left_out.jsonl", [b'{"text": 5}', *lines])
     write(tmp_path / "val" / "short.jsonl", [{"text": "short"}])
     named_by_file = {
-        whole: " The first of them is long.jsonl, line 5.",
-        damaged: " The first of them is bad.jsonl, line 5.",
+        whole: " The first one is long.jsonl, line 5.",
+        damaged: " The first one is bad.jsonl, line 5.",
     }
     for path, named in (named_by_file | {left_out: ""}).items():
         source = opened(path, val_path=str(tmp_path / "val"), packing="padded", too_long="refuse", skip_bad=True)
         made = token_store.tokenize(source, tmp_path / "cache", 400)
-        with pytest.raises(Refused, match="2 of 52 documents of the train split") as refused:
+        with pytest.raises(Refused, match=r"train split has 2 documents longer than seq_len=\d+ \(of 52\)") as refused:
             source.rows(made.train, 64, "train")
         assert str(refused.value).endswith(f"data.too_long=cut or drop.{named}")
 

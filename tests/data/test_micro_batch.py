@@ -136,5 +136,5 @@ def test_a_loss_of_other_data_is_refused(overrides, words, config):
 
 
 def test_a_mixture_of_pairs_is_refused():
-    with pytest.raises(Refused, match="not those of a text"):
+    with pytest.raises(Refused, match="excludes sources such as data=preference"):
         Mix({"a": PairSource(8, 8), "b": random_tokens.Random(8, 8)})

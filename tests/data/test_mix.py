@@ -61,7 +61,7 @@ def test_every_row_is_there_and_none_much_oftener_than_another():
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
     large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
     assert set(large) == {1} and set(small) == {4} and len(mixed) == 80
-    assert "read 4.00 times an epoch" in list(mixed.describe())[1]
+    assert "4.00 passes per epoch" in list(mixed.describe())[1]
 
 
 def test_without_weights_it_is_every_row_once():
@@ -113,7 +113,7 @@ def test_another_weight_is_another_order():
 
 
 def test_a_weight_that_repeats_a_part_for_ever_is_refused():
-    with pytest.raises(Refused, match=r"would read small .* times"):
+    with pytest.raises(Refused, match=r"would repeat small .* times"):
         Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1e-10, "small": 1})
 
 
@@ -131,7 +131,7 @@ def typed(small, text_folder, tmp_path):
 def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, typed, tmp_path):
     code, said = command("save_every=2", base=(*typed, "seed=3"))
     assert code == 0, said
-    assert re.search(r"code has 7[45]\.\d% of the tokens", said) and "(75.0% asked for)" in said
+    assert re.search(r"code: 7[45]\.\d% of the tokens", said) and "(75.0% requested)" in said
     names = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
     assert "val_loss" in names and "val_loss_notes" in names
     code, said = command(f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000002.ckpt'}", base=None)
@@ -174,7 +174,7 @@ def test_documents_of_every_part_end_in_one_token_whatever_their_order(tmp_path,
 def test_a_mixture_has_one_chat_template(tmp_path):
     talk = partial(parts_of(tmp_path)["talk"], messages="messages")
     assert Mix({"a": talk(template="chatml"), "b": talk(template="chatml")}).chat
-    with pytest.raises(Refused, match=r"a and b have different templates.*data\.parts\.<name>\.template"):
+    with pytest.raises(Refused, match=r"a and b use different chat templates.*data\.parts\.<name>\.template"):
         Mix({"a": talk(), "b": talk(template="chatml")})
 
 
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 def test_a_part_has_one_validation_set(tmp_path):
-    with pytest.raises(Refused, match="a part of a mixture has one validation set"):
+    with pytest.raises(Refused, match="each part of a mixture has one validation set"):
         parts_of(tmp_path)["notes"](val_path={"x": "a.jsonl", "y": "b.jsonl"})
 
 
@@ -208,7 +208,7 @@ def test_each_part_has_a_validation_set_of_its_own_name(tmp_path, names):
 
 @pytest.mark.parametrize("names", [{"a": "b_c", "a_b": "c"}, {"a_b": "", "a": "b"}])
 def test_parts_whose_validation_sets_have_one_name_are_refused(tmp_path, names):
-    with pytest.raises(Refused, match=r"two validation sets would be called a_b(_c)?\. Rename the part a"):
+    with pytest.raises(Refused, match=r"two validation sets would both be named a_b(_c)?\. Rename the part a"):
         nested(tmp_path, names)
 
 

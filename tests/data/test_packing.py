@@ -109,7 +109,10 @@ def test_what_is_too_long_is_cut_dropped_or_refused_and_counted():
     cut, drop = (rows(documents, SEQ_LEN, "documents", how, "train") for how in ("cut", "drop"))
     assert cut.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 1, "rows": 3, "fill": 45 / 48}
     assert drop.report["too_long"] == 1 and pairs(every(drop)) == following([100 + np.arange(5)])
-    with pytest.raises(Refused, match=r"1 of 3 documents .* longest has 40 tokens. Type seq_len=40, if the model has"):
+    with pytest.raises(
+        Refused,
+        match=r"1 document longer than seq_len=16 \(of 3\), the longest with 40 tokens. Type seq_len=40 if the model",
+    ):
         rows(documents, SEQ_LEN, "padded", "refuse", "train")
     assert rows(documents, 40, "padded", "refuse", "train").report["too_long"] == 0
 
@@ -124,7 +127,7 @@ def test_pieces_and_documents_with_nothing_to_learn_are_dropped_and_counted(monk
     assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
     silent = split(np.arange(40), learnt=[np.zeros(40)])
     for kind in packing.PACKINGS:
-        with pytest.raises(Refused, match="has a token to learn"):
+        with pytest.raises(Refused, match="has a token in the loss"):
             rows(silent, SEQ_LEN, kind, "cut", "train")
 
 
@@ -157,7 +160,7 @@ def test_a_damaged_file_of_packed_rows_is_made_again_and_told(tmp_path, caplog, 
     with caplog.at_level("INFO", "lowmem"):
         again = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     assert all(map(torch.equal, first.tensors.values(), again.tensors.values()))
-    assert f"{file} is not what was written, so the rows are packed again" in caplog.text
+    assert f"{file} is corrupted; packing the rows again" in caplog.text
 
 
 # --- in which order ------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_tools_are_those_of_both_answers(tmp_path):
     assert documents(token_store.tokenize(source, tmp_path / "cache", 0, with_tools)) == [
         f"add\n{one}" for one in CHATS
     ]
-    with pytest.raises(Refused, match=r"line 1: in field \"chosen\" tool 1 is not in what"):
+    with pytest.raises(Refused, match=r"line 1: field \"chosen\": tool 1 is missing from the text"):
         tokens_of(tmp_path, source)
 
 
@@ -185,28 +185,36 @@ def test_parquet_and_folders_are_read_as_lines_are(tmp_path):
 
 
 BAD = [
-    (TEXT, {"prompt": "a", "rejected": "b"}, 'there is no field "chosen"; its fields are "prompt", "rejected"'),
-    (TEXT, {"chosen": "a", "rejected": "b"}, 'there is no field "prompt"; data.prompt=null takes what both'),
-    (TEXT, TEXT | {"prompt": 3}, 'field "prompt" is the number 3 and no text'),
+    (TEXT, {"prompt": "a", "rejected": "b"}, 'field "chosen" is missing (fields: "prompt", "rejected")'),
+    (TEXT, {"chosen": "a", "rejected": "b"}, 'field "prompt" is missing; data.prompt=null takes the common'),
+    (TEXT, TEXT | {"prompt": 3}, 'field "prompt" must be text, but is the number 3'),
     (TEXT, TEXT | {"rejected": " \n"}, 'field "rejected" is empty'),
-    (TEXT, TEXT | {"chosen": " no"}, '"chosen" and "rejected" are the same'),
-    (TEXT, TEXT | {"chosen": f"a {END}"}, f'field "chosen" holds {END}, which the tokenizer reads as a control token'),
-    (TEXT, TEXT | {"rejected": [B]}, 'field "rejected" is a list and no text'),
-    (CHAT, CHAT | {"chosen": "yes"}, 'field "chosen" is a text and no list of messages'),
-    (CHAT, CHAT | {"chosen": []}, '"chosen" does not end with an answer of the assistant'),
-    (CHAT, CHAT | {"chosen": [said("assistant", " ")]}, 'in field "chosen" message 2 is a blank answer'),
-    (CHAT, CHAT | {"chosen": [B]}, '"chosen" and "rejected" are the same'),
-    (CHAT, CHAT | {"rejected": [said("assistant", "<|im_end|>")]}, 'in field "rejected" message 2 (assistant) holds'),
+    (TEXT, TEXT | {"chosen": " no"}, '"chosen" and "rejected" are identical'),
+    (
+        TEXT,
+        TEXT | {"chosen": f"a {END}"},
+        f'field "chosen" contains {END}, which the tokenizer reads as a control token',
+    ),
+    (TEXT, TEXT | {"rejected": [B]}, 'field "rejected" must be text, but is a list'),
+    (CHAT, CHAT | {"chosen": "yes"}, 'field "chosen" must be a list of messages, but is text'),
+    (CHAT, CHAT | {"chosen": []}, '"chosen" must end with a message of the assistant'),
+    (CHAT, CHAT | {"chosen": [said("assistant", " ")]}, 'field "chosen": message 2 is an empty answer'),
+    (CHAT, CHAT | {"chosen": [B]}, '"chosen" and "rejected" are identical'),
+    (CHAT, CHAT | {"rejected": [said("assistant", "<|im_end|>")]}, 'field "rejected": message 2 (assistant) contains'),
     (CHAT, CHAT | {"chosen": [*EARLIER, A]}, '"chosen" and "rejected" differ before their last messages'),
-    (CHAT, {"question": "hi", "chosen": [A], "rejected": [B]}, '"chosen" begins with its answer, and there is no "pro'),
-    (CHAT, CHAT | {"chosen": [USER, A, USER]}, '"chosen" does not end with an answer of the assistant'),
-    (CHAT, CHAT | {"chosen": [said("user", "else"), A]}, '"chosen" begins with another user message than "prompt", wh'),
+    (CHAT, {"question": "hi", "chosen": [A], "rejected": [B]}, '"chosen" begins with an answer, and "prompt" gives no'),
+    (CHAT, CHAT | {"chosen": [USER, A, USER]}, '"chosen" must end with a message of the assistant'),
+    (
+        CHAT,
+        CHAT | {"chosen": [said("user", "else"), A]},
+        '"chosen" begins with a user message that differs from "prompt"',
+    ),
     (
         CHAT,
         CHAT | {"prompt": [USER], "rejected": [said("user", "no"), A]},
-        '"rejected" begins with another user message',
+        '"rejected" begins with a user message that differs',
     ),
-    (CHAT, CHAT | {"chosen": [SYSTEM, A], "rejected": [SYSTEM, B]}, 'in field "chosen" message 2 is a system message'),
+    (CHAT, CHAT | {"chosen": [SYSTEM, A], "rejected": [SYSTEM, B]}, 'field "chosen": message 2 is a system message'),
 ]
 
 
@@ -219,7 +227,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(tmp_path, good, bad, why)
     source = opened(tmp_path, fine, bad, good, like=like, skip_bad=True)
     assert len(documents(tokens_of(tmp_path, source))) == 4
     (note,) = source.notes()
-    assert note.startswith(f"data.skip_bad=true: 1 of 3 train records are left out (a.jsonl, line 2: {why}")
+    assert note.startswith(f"data.skip_bad=true: skipped 1 of 3 train records (a.jsonl, line 2: {why}")
 
 
 def test_the_first_record_with_an_answer_says_what_the_others_are(tmp_path):
@@ -300,29 +308,37 @@ def test_rated_parquet_is_read_as_lines_are(tmp_path):
 
 LONE, TURNS = RATED["texts"][0], RATED["a conversation"][0]
 BAD_RATINGS = [
-    (LONE, {"prompt": "a", "completion": "b"}, 'there is no field "label"; its fields are "prompt", "completion"'),
-    (LONE, {"prompt": "a", "label": True}, 'there is no field "completion"'),
-    (LONE, {"completion": "a", "label": True}, 'there is no field "prompt"'),
-    (LONE, LONE | {"label": "yes"}, 'field "label" is a text and neither true nor false'),
-    (LONE, LONE | {"label": None}, 'field "label" is null and neither true nor false'),
-    (LONE, LONE | {"label": 2}, 'field "label" is the number 2 and neither true nor false'),
-    (LONE, LONE | {"label": 0.5}, 'field "label" is the number 0.5 and neither true nor false'),
+    (LONE, {"prompt": "a", "completion": "b"}, 'field "label" is missing (fields: "prompt", "completion")'),
+    (LONE, {"prompt": "a", "label": True}, 'field "completion" is missing'),
+    (LONE, {"completion": "a", "label": True}, 'field "prompt" is missing'),
+    (LONE, LONE | {"label": "yes"}, 'field "label" must be true or false, but is text'),
+    (LONE, LONE | {"label": None}, 'field "label" must be true or false, but is null'),
+    (LONE, LONE | {"label": 2}, 'field "label" must be true or false, but is the number 2'),
+    (LONE, LONE | {"label": 0.5}, 'field "label" must be true or false, but is the number 0.5'),
     (LONE, LONE | {"completion": " "}, 'field "completion" is empty'),
-    (LONE, LONE | {"completion": [A]}, 'field "completion" is a list and no text'),
-    (TURNS, {"messages": [USER], "label": True}, '"messages" does not end with an answer of the assistant'),
-    (TURNS, {"messages": [A], "label": True}, '"messages" begins with its answer, and there is no "prompt" before it'),
-    (TURNS, {"messages": [USER, said("assistant", " ")], "label": True}, 'in field "messages" message 2 is a blank'),
+    (LONE, LONE | {"completion": [A]}, 'field "completion" must be text, but is a list'),
+    (TURNS, {"messages": [USER], "label": True}, '"messages" must end with a message of the assistant'),
+    (
+        TURNS,
+        {"messages": [A], "label": True},
+        '"messages" begins with an answer, and "prompt" gives no message before it',
+    ),
+    (TURNS, {"messages": [USER, said("assistant", " ")], "label": True}, 'field "messages": message 2 is an empty'),
     (
         TURNS,
         TURNS | {"prompt": "else"},
-        '"messages" begins with another user message than "prompt", which would not be',
+        '"messages" begins with a user message that differs from "prompt"',
     ),
     (
         TURNS,
         {"prompt": "else", "messages": json.dumps([USER, A]), "label": True},
-        '"messages" begins with another user',
+        '"messages" begins with a user message that differs',
     ),
-    (TURNS, {"prompt": [USER], "completion": "yes", "label": True}, 'field "completion" is a text and no list'),
+    (
+        TURNS,
+        {"prompt": [USER], "completion": "yes", "label": True},
+        'field "completion" must be a list of messages, but is text',
+    ),
 ]
 
 
@@ -333,7 +349,7 @@ def test_a_bad_rating_is_named_or_left_out_and_counted(tmp_path, good, bad, why)
     assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)
     source = rated(tmp_path, good, bad, good, skip_bad=True)
     assert len(documents(tokens_of(tmp_path, source))) == 4
-    assert "1 of 3 train records are left out" in source.notes()[0]
+    assert "skipped 1 of 3 train records" in source.notes()[0]
 
 
 Q = "Q: 2+2?\nA:"
@@ -345,10 +361,10 @@ JQ = r"""jq -c '\."prompt" as \$p \| \."completion" \|= ltrimstr\(\$p\)' FILE > 
 @pytest.mark.parametrize(
     ("records", "told"),
     [
-        ([REPEATED] * 3, r"in 3 of 3 train records the answer repeats the prompt.*Type data\.prompt=null, which takes"),
+        ([REPEATED] * 3, r"the answer repeats the prompt in 3 of 3 train records.*Type data\.prompt=null, which takes"),
         ([REPEATED, REPEATED, ONCE], "in 2 of 3 train records"),
-        ([REPEATED | {"prompt": f" {Q}\n"}], "in 1 of 1 train records"),
-        ([{"prompt": Q, "completion": f"{Q} 4", "label": True}] * 2, f"in 2 of 2 train records.*Take it off: {JQ}"),
+        ([REPEATED | {"prompt": f" {Q}\n"}], "in 1 of 1 train record,"),
+        ([{"prompt": Q, "completion": f"{Q} 4", "label": True}] * 2, f"in 2 of 2 train records.*Remove it: {JQ}"),
         ([REPEATED, ONCE], None),
         ([REPEATED | {"chosen": " 4"}], None),  # one of both quotes it
         ([ONCE | {"prompt": ""}], None),
@@ -372,7 +388,7 @@ def test_answers_that_repeat_their_prompt_are_right_with_what_was_told(tmp_path)
 
 def test_a_single_text_needs_its_prompt(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE] * 2)
-    with pytest.raises(Refused, match=r"with data\.prompt=null nobody says where its prompt ends"):
+    with pytest.raises(Refused, match=r"data\.prompt=null leaves it without a prompt"):
         tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
 
 
@@ -385,9 +401,9 @@ def test_the_loss_says_which_rows_are_made(config, tmp_path):
     shown = page(data.train, data.tokens.tokenizer, 8)
     assert ", desirable: " in shown and ", undesirable: " in shown and f"[ {YES}]" in shown
     assert f"Training: {len(data.train.sequences)} documents" in shown
-    with pytest.raises(Refused, match=r"are single answers with a rating.*Type loss=kto"):
+    with pytest.raises(Refused, match=r"with a single rated answer.*Type loss=kto"):
         build.data(typed("loss=simpo"))
-    with pytest.raises(Refused, match=r"data\.packing=documents: rows of rated answers are padded"):
+    with pytest.raises(Refused, match=r"data\.packing=documents: rated answers must be padded"):
         build.data(typed("loss=kto", "data.packing=documents"))
 
 
@@ -434,7 +450,7 @@ def test_of_an_answer_that_is_too_long_the_line_is_named(tmp_path, rated, line):
         records = [single, single | {"prompt": "three", "label": False}, records[1]]
     source = opened(tmp_path, *records, like=str, too_long="refuse", rated=rated)
     made = tokens_of(tmp_path, source)
-    with pytest.raises(Refused, match=rf"data\.too_long=refuse: 1 of .* The first of them is a\.jsonl, line {line}\.$"):
+    with pytest.raises(Refused, match=rf"data\.too_long=refuse: .* has 1 .* The first one is a\.jsonl, line {line}\.$"):
         source.rows(made.train, 64, "train")
 
 
@@ -457,11 +473,11 @@ def test_ratings_of_a_data_set_of_the_hub_are_those_of_a_file(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("of_hub", "typed", "words"),
     [
-        (False, {"subset": "en"}, r"data\.subset=: data\.path=.* is a file or folder, which has no subset\. Leave"),
-        (False, {"split": "test"}, r"data\.split=: .* which has no split"),
-        (True, {"val_path": "x"}, r"val_path=: .* is no file here, and a data set of the hub has no val_path"),
-        (True, {"pattern": "*.parquet"}, r"data\.pattern=: .* Mend data\.path or leave data\.pattern out\."),
-        (True, {"val_split": "train"}, r"data\.val_split=train: this is data\.split too"),
+        (False, {"subset": "en"}, r"data\.subset=: .*data\.path=.*, a local file or folder\. Leave out data\.subset\."),
+        (False, {"split": "test"}, r"data\.split=: .* does not apply"),
+        (True, {"val_path": "x"}, r"val_path=: .* does not apply .*, a data set of the hub \(there is no such file\)"),
+        (True, {"pattern": "*.parquet"}, r"data\.pattern=: .* Correct data\.path, or leave out data\.pattern\."),
+        (True, {"val_split": "train"}, r"data\.val_split=train: data\.split is train, too"),
     ],
 )
 def test_a_key_that_would_not_be_read_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
@@ -472,7 +488,7 @@ def test_a_key_that_would_not_be_read_is_refused(tmp_path, monkeypatch, of_hub, 
 
 def test_of_one_prompt_nothing_can_be_held_out(tmp_path):
     file = write(tmp_path / "one.jsonl", [TEXT, TEXT | {"rejected": " never"}])
-    with pytest.raises(Refused, match="there are too few prompts, or all are the same"):
+    with pytest.raises(Refused, match="too few distinct prompts"):
         tokens_of(tmp_path, Preference(file))
 
 
@@ -494,6 +510,6 @@ def test_of_three_prompts_the_words_name_a_file_for_validation(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE | {"prompt": f"hi {i}"} for i in range(3)])
     source = Preference(file, rated=True)
     with pytest.raises(
-        Refused, match=r"val split has 1 answer and one prompt.*data\.val_path=<a file with several pro"
+        Refused, match=r"val split has 1 answer but only one prompt.*data\.val_path=<a file with several pro"
     ):
         source.rows(tokens_of(tmp_path, source).val, 40, "val")

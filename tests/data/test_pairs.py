@@ -168,14 +168,14 @@ def test_what_is_too_long_is_dropped_or_cut_and_counted(kind, how, kept, report)
 
 
 def test_what_is_too_long_is_refused_or_nothing_is_left():
-    refused = r"2 of 3 pairs of the val split .* seq_len=24; the longest has {} tokens, of {}"
+    refused = r"val split has 2 pairs longer than seq_len=24 \(of 3\), the longest with {} tokens \({}\)"
     for kind, *words in (
-        ("padded", 60, "an answer with its prompt"),
-        ("documents", 69, "both answers with their prompts"),
+        ("padded", 60, "prompt and answer"),
+        ("documents", 69, "both answers, each with its prompt"),
     ):
         with pytest.raises(Refused, match=refused.format(*words)):
             pairs.rows(of_lengths(5, 6, 7, 26, 9, 60), 24, kind, "refuse", "val")
         with pytest.raises(NothingToLearn, match="no document of the val split"):
             pairs.rows(of_lengths(7, 26), 4, kind, "drop", "val")
-    with pytest.raises(Refused, match=r"data\.packing=joined: rows of pairs are padded or documents"):
+    with pytest.raises(Refused, match=r"data\.packing=joined: pairs support padded and documents only"):
         pairs.rows(of_lengths(5, 6), 24, "joined", "drop", "val")

@@ -122,7 +122,7 @@ def test_the_line_that_is_no_text_is_counted_from_the_files_beginning(tmp_path, 
         monkeypatch.setattr(reading, "BLOCK", size)
         replaced = "".join(reading.blocks(tmp_path / "a", "replace"))
         assert replaced == raw.decode(errors="replace").replace("\0", "\N{REPLACEMENT CHARACTER}")
-        with pytest.raises(Refused, match=r"no text in UTF-8 \(line 3\)"):
+        with pytest.raises(Refused, match=r"not UTF-8 text \(line 3\)"):
             list(reading.blocks(tmp_path / "a"))
 
 

@@ -121,7 +121,9 @@ def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
         answer = answers[other][: 5 - len(before)]  # as much as its own row has of it
         tokens = (prompt + answer)[:5]
         assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (tokens, tokens[len(prompt) :])
-    with pytest.raises(Refused, match=r"2 of 8 answers of the train split .* seq_len=7; the longest has 8 tokens"):
+    with pytest.raises(
+        Refused, match=r"train split has 2 answers longer than seq_len=7 \(of 8\), the longest with 8 tokens"
+    ):
         made(seq_len=7, too_long="refuse")
     with pytest.raises(NothingToLearn):
         made(seq_len=1)
@@ -130,9 +132,11 @@ def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
 def test_prompts_that_are_all_the_same_are_refused():
     texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
     same = split(*texts, learnt=[np.array([False, False, True])] * 4)
-    with pytest.raises(Refused, match=r"the train split has 4 answers and one prompt.*Give other prompts, too"):
+    with pytest.raises(
+        Refused, match=r"the train split has 4 answers but only one prompt.*Add records with other prompts"
+    ):
         made(same)
-    with pytest.raises(Refused, match=r"the val split has 4 answers and one prompt.*larger data.val_fraction="):
+    with pytest.raises(Refused, match=r"the val split has 4 answers but only one prompt.*larger data.val_fraction="):
         made(same, name="val")
 
 
@@ -144,7 +148,7 @@ def test_what_stands_beside_an_answer_rated_alone_is_no_document_of_both_splits(
         twice.trained_on(document)
     twice.check()  # one of two
     twice.trained_on(b"b")
-    with pytest.raises(Refused, match="2 of 2 different"):
+    with pytest.raises(Refused, match="2 of 2 distinct"):
         twice.check()
 
 
@@ -152,7 +156,7 @@ def test_names_of_fields_that_cannot_be_told_apart_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     for key, name, match in (
         ("completion", "prompt", "data.completion names this field, too"),
-        ("messages", None, "data.messages=null: give the name of a field"),
+        ("messages", None, "data.messages=null: type data.messages=<a field>"),
     ):
         with pytest.raises(Refused, match=match):
             Preference(str(tmp_path / "a.jsonl"), **{key: name})
@@ -168,7 +172,7 @@ def test_without_a_prompt_the_first_token_stands_for_it():
 
 @pytest.mark.parametrize("packing", ["padded", "documents"])
 def test_pairs_are_not_made_of_ratings(packing):
-    with pytest.raises(Refused, match=r"4 of 6 records of the val split are single answers.*Type loss=kto"):
+    with pytest.raises(Refused, match=r"val split has 4 records with a single rated answer .of 6..*Type loss=kto"):
         pairs.rows(drawn()[0], SEQ_LEN, packing, "drop", "val")
 
 
@@ -178,13 +182,13 @@ def test_pairs_are_not_made_of_ratings(packing):
         (
             "train",
             True,
-            "train: all answers are desirable, and none is undesirable, so this loss compares them with not",
+            "train: all answers are desirable and none are undesirable, so the loss has nothing to contr",
         ),
-        ("train", False, "train: all answers are undesirable, and none is desirable, so .* Check data.label="),
+        ("train", False, "train: all answers are undesirable and none are desirable, so .* Check data.label="),
         (
             "val",
             True,
-            r"val: all answers are desirable.*figures of the absent kind are empty.*larger data.val_fraction=",
+            r"val: all answers are desirable.*metrics of the other kind stay empty.*larger data.val_fraction=",
         ),
     ],
 )
@@ -204,7 +208,7 @@ def test_packed_rows_are_refused():
         lambda: rated.rows(drawn()[0], SEQ_LEN, "documents", "drop", "val"),
         lambda: rated.example({"packing": "documents"}, 1, 8),
     ):
-        with pytest.raises(Refused, match=r"data\.packing=documents: rows of rated answers are padded.*=padded"):
+        with pytest.raises(Refused, match=r"data\.packing=documents: rated answers must be padded.*=padded"):
             make()
 
 

@@ -142,11 +142,11 @@ def test_a_block_without_anything_to_learn_is_passed_over_and_told_of(tmp_path, 
     windows = epoch_of(loader(place, tokenizer, too_long="drop", block=4))
     read = texts_of(windows, tokenizer)
     assert [i for i in range(45) if f"row {i}." in read] == [*range(3, 13), *range(25, 45)]
-    assert "12 longer than a row were dropped" in caplog.messages[-1] and "rows 4 to 45" in caplog.messages[-1]
+    assert "12 dropped (longer than a row)" in caplog.messages[-1] and "rows 4 to 45" in caplog.messages[-1]
     resumed = list(islice(loader(place, tokenizer, windows[1].end, too_long="drop", block=4), 3))
     assert [numbers(w) for w in resumed[: len(windows) - 2]] == [numbers(w) for w in windows[2:5]]
     nothing = written(tmp_path / "nothing", [*texts[:3], *texts[13:25]])
-    with pytest.raises(Refused, match="nothing to train on behind the validation rows"):
+    with pytest.raises(Refused, match="nothing left to train on after the validation rows"):
         next(iter(loader(nothing, tokenizer, too_long="drop", block=4)))
 
 
@@ -220,14 +220,14 @@ def test_a_gated_data_set_is_told_what_opens_the_gate(monkeypatch):
 
 
 REFUSED = {
-    "epochs=2 data.streaming=true": "epochs=2: nobody knows how long a stream is. Type max_steps=",
+    "epochs=2 data.streaming=true": "epochs=2: the length of a stream is unknown. Type max_steps=",
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
     "data.streaming=true show=2": "show=2: the rows of a stream have no numbers",
     "data.streaming=true data.packing=padded": "Type data.packing=documents",
-    "data.split=test": "cannot be read",
-    "data.streaming=true data.val_split=train": "data.val_split=train: this is data.split too",
+    "data.split=test": "cannot read this data set",
+    "data.streaming=true data.val_split=train": "data.val_split=train: data.split is train, too",
     "data.path=some/where": "hf download --repo-type dataset",
-    "data.field=nothing": 'row 1: there is no field "nothing"; its fields are "text"',
+    "data.field=nothing": 'row 1: field "nothing" is missing (fields: "text")',
 }
 
 

@@ -111,14 +111,14 @@ def test_a_damaged_page_is_no_lack_of_permission(tmp_path):
 
 
 BAD = {
-    "text\n1,2\n": "a.csv, line 2: it has more cells than the first line has names, 1",
-    "text,y\n1,2\n3\n": "a.csv, line 3: it has fewer cells than the first line has names, 2",
+    "text\n1,2\n": "a.csv, line 2: the row has more cells than the header has columns (1)",
+    "text,y\n1,2\n3\n": "a.csv, line 3: the row has fewer cells than the header has columns (2)",
     'x,text\n1,"2" 3\n': "a.csv, line 2: ',' expected after '\"' (in line 2)",
-    "\n\ntext,y\n\na,b\n1\n": "a.csv, line 6: it has fewer cells than the first line has names, 2",
+    "\n\ntext,y\n\na,b\n1\n": "a.csv, line 6: the row has fewer cells than the header has columns (2)",
     "x,y\n1,2\n": 'a.csv has no column "text"; its columns are "x", "y"',
     "text,y\na,b\n ,2\n": 'a.csv, line 3: field "text" is empty',
-    'text,y\na,b\n"c,d\ne,f\ng"h\n': "line 3: ',' expected after '\"' (in line 5). Mend",
-    "text,text\n1,2\n": 'a.csv has two columns "text". Rename one',
+    'text,y\na,b\n"c,d\ne,f\ng"h\n': "line 3: ',' expected after '\"' (in line 5). Fix",
+    "text,text\n1,2\n": 'a.csv has two columns named "text". Rename one',
     'text\n"a\n': "a.csv, line 2: unexpected end of data",
     'text\n"a\nb"\n " "\n"c\n\n': "a.csv, line 5: unexpected end of data (in line 6)",
 }
@@ -141,12 +141,15 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
     assert [alphabet.decode(one.ids) for one in source.encoded("train", alphabet)] == ["good", "fine"]
     (note,) = source.notes()
     assert "2 of 4 train records" in note
-    assert 'a.parquet, row 2: field "text" is null' in note and 'a.parquet, row 3: field "text" is empty' in note
+    assert (
+        'a.parquet, row 2: field "text" must be text, but is null' in note
+        and 'a.parquet, row 3: field "text" is empty' in note
+    )
 
 
 def test_a_table_in_another_encoding_is_told_its_line_and_of_iconv(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"text\ncat\n" + "Gr\u00f6\u00dfe\n".encode("latin-1"))
-    with pytest.raises(Refused, match=r"a.csv is no text in UTF-8 \(line 3\).*iconv -f latin1 -t utf-8") as refusal:
+    with pytest.raises(Refused, match=r"a.csv is not UTF-8 text \(line 3\).*iconv -f latin1 -t utf-8") as refusal:
         list(csv_rows(tmp_path / "a.csv", ["text"]))
     assert "on_error" not in str(refusal.value)
 
@@ -158,13 +161,13 @@ REFUSED = {
     ),
     "a name twice": (
         lambda f: parquet.write_table(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"]), f),
-        'has two columns "text". Rename one',
+        'has two columns named "text". Rename one',
     ),
     "no parquet": (
         lambda f: f.write_bytes(b"PAR1 it is not"),
-        "is no parquet file, or damaged after row 0 .Parquet magic",
+        "is not a parquet file, or is damaged after row 0 .Parquet magic",
     ),
-    "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is no parquet file, or damaged after row 0 .Parquet magic"),
+    "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is not a parquet file, or is damaged after row 0 .Parquet magic"),
     "damaged": (
         lambda f: f.write_bytes(_whole().replace(b"a text", b"\xff" * 6)),
         "damaged after row 0 ..utf-8. codec can't decode",

@@ -158,7 +158,9 @@ def test_lines_of_prompts_end_where_those_of_data_do(tmp_path):
 
 def test_a_line_of_prompts_that_is_no_json_is_named(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(Refused, match=r"sample_prompts: prompts.jsonl, line 3: it is no JSON .*\. Mend it\."):
+    with pytest.raises(
+        Refused, match=r"sample_prompts: prompts.jsonl, line 3: the line is not valid JSON .*\. Mend it\."
+    ):
         sample.prompts(str(tmp_path / "prompts.jsonl"))
 
 

@@ -57,11 +57,11 @@ def stored(folder: Path, fill: Callable[[Path], dict]) -> Stored:
         except _Damaged as error:
             if _inode(folder) != found:  # another process has replaced it meanwhile
                 continue
-            log.info(f"cache_dir={folder.parent}: {error} is not what was written, so {folder.name} is made again.")
+            log.info(f"cache_dir={folder.parent}: {error} is missing or corrupted; rebuilding {folder.name}.")
             _remove(folder)
         _write(folder, fill)
     raise Refused(
-        f"cache_dir={folder.parent}: files do not come back as they were written. Type cache_dir=<a folder on another "
+        f"cache_dir={folder.parent}: files read back differ from what was written. Type cache_dir=<a folder on another "
         "drive>."
     )
 

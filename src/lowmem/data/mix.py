@@ -37,27 +37,31 @@ class Mix(Openable):
             openable(source, f"data.parts.{name}._target_=<yours>")
             if source.streams:
                 raise Refused(
-                    f"data.parts.{name}: a stream has no end, and a mixture is made of rows that are there. "
+                    f"data.parts.{name}: a mixture needs a known number of rows, and a stream has none. "
                     f"Type data.parts.{name}.streaming=false."
                 )
             if type(source).example.__func__ is not Openable.example.__func__:
-                raise Refused(f"data.parts.{name}: its rows are not those of a text, and a mixture joins such rows.")
+                raise Refused(
+                    f"data.parts.{name}: a mixture can only combine rows of tokens and labels, which excludes sources "
+                    "such as data=preference. Remove this part."
+                )
             if source.packing == "padded":
                 raise Refused(
-                    f"data.parts.{name}.packing=padded: rows of a mixture are of one length. "
+                    f"data.parts.{name}.packing=padded: all rows of a mixture must have the same length. "
                     f"Type data.parts.{name}.packing=documents."
                 )
         self.parts, self.shares = dict(parts), shares
         self.chats = {name: chat for name, source in parts.items() if (chat := source.chat)}
         if len({chat.source for chat in self.chats.values()}) > 1:
             raise Refused(
-                f"data.parts: {' and '.join(self.chats)} have different templates, and a model has one chat template. "
+                f"data.parts: {' and '.join(self.chats)} use different chat templates, but a model has only one. "
                 "Type the same data.parts.<name>.template for each."
             )
         if len(typed := {source.bos for source in parts.values()} - {"auto"}) > 1:
             raise Refused(
                 f"data.parts: {' and '.join(name for name, source in parts.items() if source.bos in typed)} have "
-                "different data.bos, and a model has one tokenizer. Type the same data.parts.<name>.bos for each."
+                "different values of data.bos, but a model has only one tokenizer. Type the same data.parts.<name>.bos "
+                "for each."
             )
         self.bos = next(iter(typed), "auto")
 
@@ -95,7 +99,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
         for below, rows in source.val.items():
             name = f"{part}_{below}" if below else part
             if name in sets:
-                raise Refused(f"data.parts: two validation sets would be called {name}. Rename the part {part}.")
+                raise Refused(f"data.parts: two validation sets would both be named {name}. Rename the part {part}.")
             sets[name] = rows
     return sets
 
@@ -134,8 +138,8 @@ class Mixed(Rows):
         if counts.sum() > MOST:
             much = self.names[int((counts / sizes).argmax())]
             raise Refused(
-                f"data.shares: an epoch would read {much} {int((counts / sizes).max()):,} times. Give it a smaller "
-                "weight, or more text."
+                f"data.shares: an epoch would repeat {much} {int((counts / sizes).max()):,} times. Give {much} a "
+                "smaller share, or more text."
             )
         return counts.astype(int).tolist()
 
@@ -151,9 +155,8 @@ class Mixed(Rows):
         for name, share, typed, count, rows in zip(
             self.names, tokens / tokens.sum(), shares, self.counts, self.parts, strict=True
         ):
-            asked_for = "" if typed is None else f" ({typed:.1%} asked for)"
-            times = f"{count / len(rows):.2f} times an epoch"
-            yield f"{name} has {share:.1%} of the tokens that count{asked_for}, read {times}"
+            requested = "" if typed is None else f" ({typed:.1%} requested)"
+            yield f"{name}: {share:.1%} of the tokens in the loss{requested}, {count / len(rows):.2f} passes per epoch"
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         shape = len(indices), self.seq_len

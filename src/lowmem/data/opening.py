@@ -66,8 +66,8 @@ def openable(source: object, typed: str) -> Openable:
     """
     if not isinstance(source, Openable):
         raise Refused(
-            f"{typed}: this makes a {type(source).__name__}, which cannot be opened. Derive it from StoredSource of "
-            "lowmem.data.opening, or from Openable where it keeps no tokens on disk."
+            f"{typed}: {type(source).__name__} is not a data source. Derive it from lowmem.data.opening.StoredSource, "
+            "or from Openable if it stores no tokens on disk."
         )
     return source
 

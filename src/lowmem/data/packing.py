@@ -30,6 +30,7 @@ import torch
 from lowmem.data.loader import IGNORED, MicroBatch, Rows
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class NothingToLearn(Refused):
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
-            f"data: no document of the {name} split has a token to learn{where}. Give others, or type a larger seq_len."
+            f"data: no document of the {name} split has a token in the loss{where}. Give other data, or type a larger "
+            "seq_len."
         )
         self.report = report
 
@@ -72,8 +74,8 @@ class Joined(Rows):
         self.without_gaps = split.learnt_bits is None
         if self.count < 1:
             raise Refused(
-                f"seq_len={seq_len}: the {name} split has {tokens} tokens, less than one sequence needs "
-                f"({seq_len + 1}). Type a seq_len below {tokens}, or give more text."
+                f"seq_len={seq_len}: the {name} split has only {quantity(tokens, 'token')}, and one sequence needs "
+                f"seq_len + 1 = {seq_len + 1}. Type a seq_len below {tokens}, or give more text."
             )
         if split.learnt_bits is not None and not split.learnt_bits.any():
             raise NothingToLearn(name)
@@ -179,7 +181,7 @@ class Documents(_Apart):
         except FileNotFoundError:
             pass
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error):
-            log.info(f"cache_dir: {file} is not what was written, so the rows are packed again.")
+            log.info(f"cache_dir: {file} is corrupted; packing the rows again.")
         order, ends = packed(self.lengths, self.seq_len)
         _save(file, order=order, ends=ends)
         return order, ends
@@ -266,17 +268,18 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     return packed_rows
 
 
-def describe_split(report: Mapping, name: str, packing: str, units: str = "documents") -> str:
-    """Returns a sentence about the documents of a split: how many there are, and how many were left out. Args: units:
-    what the report counts."""
+def describe_split(report: Mapping, name: str, packing: str, unit: str = "document") -> str:
+    """Returns a sentence about the documents of a split: how many there are, and how many were left out. Args: unit:
+    what the report counts, in the singular."""
     left_out = {
-        "longer than a row were cut": report["cut"],
-        "longer than a row were dropped": report["too_long"],
-        "with nothing to learn were dropped": report["nothing_to_learn"],
+        "cut (longer than a row)": report["cut"],
+        "dropped (longer than a row)": report["too_long"],
+        "dropped (no token in the loss)": report["nothing_to_learn"],
     }
     notes = "".join(f"; {count:,} {fate}" for fate, count in left_out.items() if count)
     filled = f", {report['fill']:.1%} filled" if "fill" in report else ""
-    return f"data.packing={packing}, {name}: {report['documents']:,} {units} in {report['rows']:,} rows{filled}{notes}."
+    units, in_rows = quantity(report["documents"], unit), quantity(report["rows"], "row")
+    return f"data.packing={packing}, {name}: {units} in {in_rows}{filled}{notes}."
 
 
 def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
@@ -308,9 +311,9 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     if too_long == "refuse" and above.any():
         longest = int(lengths.max())
         raise TooLong(
-            f"data.too_long=refuse: {int(above.sum()):,} of {len(ends):,} documents of the {name} split are longer "
-            f"than seq_len={seq_len}; the longest has {longest:,} tokens. Type seq_len={longest}, if the model "
-            "has as many positions, or data.too_long=cut or drop.",
+            f"data.too_long=refuse: the {name} split has {quantity(int(above.sum()), 'document')} longer than "
+            f"seq_len={seq_len} (of {len(ends):,}), the longest with {quantity(longest, 'token')}. Type "
+            f"seq_len={longest} if the model has that many positions, or data.too_long=cut or drop.",
             int(above.argmax()),
         )
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
@@ -324,7 +327,7 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     }
     report["nothing_to_learn"] = int(usable.sum()) - report["documents"]
     if not len(learnt.starts):
-        raise NothingToLearn(name, f" in at most seq_len={seq_len} tokens", report | {"rows": 0})
+        raise NothingToLearn(name, f" at seq_len={seq_len}", report | {"rows": 0})
     return learnt, report
 
 
@@ -405,4 +408,7 @@ def _save(file: Path, **arrays: np.ndarray) -> None:
             np.savez(draft, **arrays)
         os.replace(draft.name, file)
     except OSError as error:
-        raise Refused(f"cache_dir: rows cannot be written to {file.parent} ({error.strerror}). Make room.") from error
+        raise Refused(
+            f"cache_dir: cannot write the packed rows to {file.parent} ({error.strerror}). Free some space, or type "
+            "cache_dir=<another folder>."
+        ) from error

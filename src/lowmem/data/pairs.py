@@ -23,6 +23,7 @@ from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.packing import Documents, NothingToLearn, Padded, Pieces, TooLong, describe_split, labels_that_count
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class AnswerRows:
     """The base class of rows of answers: it chooses units in place of single documents, which are pairs or answers that
     were rated."""
 
-    fits: str  # describes in a refusal what has to fit into seq_len tokens
+    fits: str  # says in a refusal which tokens have to fit into seq_len
     batch: type[AnswerBatch]
     reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
 
@@ -104,13 +105,14 @@ class AnswerRows:
         lengths = np.diff(ends, prepend=0)
         documents = self._documents(lengths, name)
         starts, lengths = (ends - lengths)[documents], lengths[documents]
-        need, limit, units = self._need(lengths), self.seq_len, self.batch.UNIT
+        need, limit, unit = self._need(lengths), self.seq_len, self.batch.UNIT.removesuffix("s")
         above = need > limit
         if self.too_long == "refuse" and above.any():
             raise TooLong(
-                f"data.too_long=refuse: {int(above.sum()):,} of {len(lengths):,} {units} of the {name} split do not "
-                f"fit into seq_len={limit}; the longest has {int(need.max()):,} tokens, {self.fits}. Type "
-                f"seq_len={int(need.max())}, if the model has as many positions, or data.too_long=drop or cut.",
+                f"data.too_long=refuse: the {name} split has {quantity(int(above.sum()), unit)} longer than "
+                f"seq_len={limit} (of {len(lengths):,}), the longest with {quantity(int(need.max()), 'token')} "
+                f"({self.fits}). Type seq_len={int(need.max())} if the model has that many positions, or "
+                "data.too_long=drop or cut.",
                 int(documents[above.argmax(), 0]),
             )
         is_cut = above[:, None] if self.too_long == "cut" else False
@@ -127,7 +129,7 @@ class AnswerRows:
             "nothing_to_learn": int((~learnt).sum()),
         }
         if not learnt.any():
-            raise NothingToLearn(name, f" in at most seq_len={limit} tokens", report | {"rows": 0})
+            raise NothingToLearn(name, f" at seq_len={limit}", report | {"rows": 0})
         return both.chosen(np.repeat(learnt, self.batch.ANSWERS)), report
 
     @property
@@ -149,9 +151,9 @@ class _Pairs(AnswerRows):
         """Returns both documents of each pair. Raises: Refused: records have single answers with a rating."""
         if rated := int((lengths == 0).sum()):
             raise Refused(
-                f"loss=: {rated:,} of {len(lengths) // 2:,} records of the {name} split are single answers with a "
-                "rating, and this loss compares two answers to a prompt. Type loss=kto, which takes both kinds of "
-                "record."
+                f"loss=: the {name} split has {quantity(rated, 'record')} with a single rated answer (of "
+                f"{len(lengths) // 2:,}), but this loss compares two answers to the same prompt. Type loss=kto, which "
+                "accepts both kinds of record."
             )
         return np.arange(len(lengths)).reshape(-1, 2)
 
@@ -169,7 +171,7 @@ class _Pairs(AnswerRows):
 class PaddedAnswers(AnswerRows, Padded):
     """Rows of one answer each, as long as the longest of the micro-batch. A row's number is that of a unit."""
 
-    fits = "of an answer with its prompt"
+    fits = "prompt and answer"
 
     def _need(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.max(1)
@@ -208,7 +210,7 @@ class PaddedPairs(_Pairs, PaddedAnswers):
 class PackedPairs(_Pairs, Documents):
     """Rows of complete pairs."""
 
-    fits, batch, stored_as = "of both answers with their prompts", PackedPairBatch, "pairs"
+    fits, batch, stored_as = "both answers, each with its prompt", PackedPairBatch, "pairs"
 
     def _need(self, lengths: np.ndarray) -> np.ndarray:
         return lengths.sum(1)
@@ -249,7 +251,7 @@ PairRows = PaddedPairs | PackedPairs
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> PairRows:
     """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `AnswerRows` and `_Pairs`."""
     made = _kind(packing)(split, seq_len, too_long, name)
-    log.info(describe_split(made.report, name, packing, "pairs"))
+    log.info(describe_split(made.report, name, packing, "pair"))
     return made
 
 
@@ -260,7 +262,10 @@ def example(data: Mapping, batch_size: int, seq_len: int) -> PairBatch:
 
 def _kind(packing: str) -> type[PairRows]:
     if packing not in PACKINGS:
-        raise Refused(f"data.packing={packing}: rows of pairs are {' or '.join(PACKINGS)}. Type one of them.")
+        raise Refused(
+            f"data.packing={packing}: pairs support {' and '.join(PACKINGS)} only. Type data.packing="
+            f"{' or data.packing='.join(PACKINGS)}."
+        )
     return PACKINGS[packing]
 
 

@@ -23,13 +23,14 @@ from lowmem.data.packing import FILLER, Padded, describe_split
 from lowmem.data.pairs import AnswerBatch, PaddedAnswers
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
 ONE_KIND = {  # what follows from answers of one kind, by split
-    "train": ", so this loss compares them with nothing. Check data.label=, give answers of both kinds, or learn from "
-    "desirable ones with data=jsonl or data=chat.",
-    "val": ": figures of the absent kind are empty, and early_stop.watch=accuracy ends no run. Type "
+    "train": "so the loss has nothing to contrast them with. Check data.label=, add answers of the other kind, or "
+    "train on desirable answers with data=jsonl or data=chat.",
+    "val": "so metrics of the other kind stay empty and early_stop.watch=accuracy never stops the run. Type "
     "data.val_path=<a file with both kinds>, or a larger data.val_fraction= if validation comes from data.path.",
 }
 
@@ -88,10 +89,10 @@ class RatedAnswers(PaddedAnswers):
         self._others = np.full(len(self), -1)  # those that were asked for
         if self._next_prompt(0) is None:
             place = "Type a larger data.val_fraction=, or data.val_path=<a file with several prompts>"
-            more = place if name == "val" else "Give other prompts, too"
+            more = place if name == "val" else "Add records with other prompts"
             raise Refused(
-                f"loss=: the {name} split has {len(self):,} answer{'s' if len(self) > 1 else ''} and one prompt, and "
-                f"this loss also reads each answer behind another prompt. {more}."
+                f"loss=: the {name} split has {quantity(len(self), 'answer')} but only one prompt, and this loss also "
+                f"scores each prompt with the answer to a different prompt. {more}."
             )
 
     @property
@@ -174,12 +175,12 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of rated answers. Args: name: of the split, train or val. Raises: Refused: see `RatedAnswers`."""
     _check(packing)
     made = RatedAnswers(split, seq_len, too_long, name)
-    log.info(describe_split(made.report, name, packing, RatedBatch.UNIT))
+    log.info(describe_split(made.report, name, packing, "answer"))
     desirable = int(made.desirable.sum())
-    log.info(f"{name}: {desirable:,} answers are desirable, and {len(made) - desirable:,} are not.")
+    log.info(f"{name}: desirable answers: {desirable:,}, undesirable: {len(made) - desirable:,}.")
     if desirable in (0, len(made)):
         kinds = ("undesirable", "desirable") if desirable == 0 else ("desirable", "undesirable")
-        log.warning(f"{name}: all answers are {kinds[0]}, and none is {kinds[1]}{ONE_KIND[name]}")
+        log.warning(f"{name}: all answers are {kinds[0]} and none are {kinds[1]}, {ONE_KIND[name]}")
     return made
 
 
@@ -192,6 +193,6 @@ def example(data: Mapping, batch_size: int, seq_len: int) -> RatedBatch:
 def _check(packing: str) -> None:
     if packing != "padded":
         raise Refused(
-            f"data.packing={packing}: rows of rated answers are padded, since loss=kto reads each prompt with another "
-            "answer, too. Type data.packing=padded, or loss=dpo for pairs."
+            f"data.packing={packing}: rated answers must be padded, because loss=kto also scores each prompt with a "
+            "mismatched answer. Type data.packing=padded, or loss=dpo if the data has pairs."
         )

@@ -36,7 +36,9 @@ class Stream(Openable):
 
     def __init__(self, records: Records, block: int, val_rows: int) -> None:
         if records.packing == "padded":
-            raise Refused("data.packing=padded: a stream has rows of one length. Type data.packing=documents.")
+            raise Refused(
+                "data.packing=padded: all rows of a stream must have the same length. Type data.packing=documents."
+            )
         self.records, self.block, self.val_rows = records, block, val_rows
         self.table, self.packing = records.reader, records.packing
         self.chat, self.bos = records.chat, records.bos
@@ -44,8 +46,8 @@ class Stream(Openable):
     def opened(self, wanted: Wanted) -> Opened:
         if wanted.tokenizer is None:
             raise Refused(
-                "data.streaming=true: no tokenizer can be trained on what is not there yet. Type tokenizer=<a folder "
-                "or hub id>, or data.streaming=false."
+                "data.streaming=true: a tokenizer cannot be trained on a stream. Type tokenizer=<a folder or hub id>, "
+                "or data.streaming=false."
             )
         dress(wanted.tokenizer, self)
         self.tokenizer, self.seq_len = wanted.tokenizer, wanted.seq_len
@@ -160,7 +162,7 @@ class StreamLoader(WindowLoader):
 
     def windows_in(self, epochs: int) -> int:
         raise Refused(
-            f"epochs={epochs}: nobody knows how long a stream is. Type max_steps=<optimizer steps>, or "
+            f"epochs={epochs}: the length of a stream is unknown. Type max_steps=<optimizer steps>, or "
             "data.streaming=false."
         )
 
@@ -177,8 +179,8 @@ class StreamLoader(WindowLoader):
                 position = window.end
             if position == before:
                 raise Refused(
-                    "data.streaming=true: there is nothing to train on behind the validation rows. Type a smaller "
-                    "data.val_rows or a larger seq_len, or give more text."
+                    "data.streaming=true: the stream has nothing left to train on after the validation rows. Type a "
+                    "smaller data.val_rows or a larger seq_len, or give more text."
                 )
 
     def _windows(self, start: Position) -> Iterator[Window]:

@@ -21,6 +21,7 @@ from lowmem.data.checked_folder import Stored, stored
 from lowmem.data.sources.framing import dress, framing_of
 from lowmem.data.sources.source import OLDER, Encoded, Source, SplitName
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
@@ -139,15 +140,17 @@ def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> Stored:
     def fill(draft: Path) -> dict:
         meta = write(draft)
         if place() != folder:
-            raise Refused("data: a file changed while it was read. Type the command again once nothing writes to it.")
+            raise Refused(
+                "data: a file changed while it was being read. Run the command again once nothing writes to the file."
+            )
         return meta
 
     try:
         made = stored(folder, fill)
     except OSError as error:
         raise Refused(
-            f"cache_dir={folder.parent}: the tokens of this text cannot be written there "
-            f"({error.strerror or 'the disk is full'}). Make room, or type cache_dir=<a folder that has some>."
+            f"cache_dir={folder.parent}: cannot write the tokens there ({error.strerror or 'the disk is full'}). Free "
+            "some space, or type cache_dir=<a folder with enough space>."
         ) from error
     for note in made.meta.get("notes", ()):
         log.info(note)
@@ -283,7 +286,7 @@ def _write_split(
                 document(digest.digest())
                 digest = _digest()
     if not text:
-        raise Refused(" ".join([f"data: the {split} files hold no text. Give files that do.", *source.notes()]))
+        raise Refused(" ".join([f"data: the {split} files contain no text. Give files that do.", *source.notes()]))
 
 
 def _digest():
@@ -343,9 +346,9 @@ class Twice:
     def check(self) -> None:
         if 2 * len(self.repeated) > len(self.looked_for):
             raise Refused(
-                f"data: {len(self.repeated):,} of {len(self.looked_for):,} different validation documents are training "
-                "documents too, and validation would be of what was trained on. Leave the doubles out, or type "
-                "data.val_path=<other text>."
+                f"data: the training data contains {len(self.repeated):,} of "
+                f"{quantity(len(self.looked_for), 'distinct validation document')}, so validation would leak training "
+                "data. Remove the duplicates, or type data.val_path=<other text>."
             )
 
 

@@ -31,6 +31,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+def quantity(count: int, noun: str) -> str:
+    """Returns 1 and "pair" as "1 pair", 1200 and "pair" as "1,200 pairs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def steps_or_seconds(every: object) -> tuple[float, float]:
     """Returns 500 as (500, inf) and "30min" as (inf, 1800.0).
 

@@ -6,7 +6,7 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used. The message says what was found in it, without a file's name or a full stop."""
+    """A record that cannot be used. The message says what is wrong, without a file's name or a full stop."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:
@@ -14,38 +14,38 @@ def checked(value: object, name: str, empty: bool = False) -> str:
     character.
 
     Raises:
-        BadRecord: it is no text, or holds a code that is no character.
+        BadRecord: it is not text, or contains a code that is not a character.
     """
     if not isinstance(value, str):
-        raise BadRecord(f"{name} is {kind(value)} and no text")
+        raise BadRecord(f"{name} must be text, but is {kind(value)}")
     if not empty and not value.strip():
         raise BadRecord(f"{name} is empty")
     if "\0" in value:
-        raise BadRecord(f"{name} holds a zero byte")
+        raise BadRecord(f"{name} contains a null character (U+0000)")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeError:
-            raise BadRecord(f"{name} holds half a character") from None
+            raise BadRecord(f"{name} contains an unpaired surrogate (half a character)") from None
     return value
 
 
 def no_field(fields: Mapping, name: str) -> BadRecord:
     """Returns the error for a record without a field."""
-    return BadRecord(f'there is no field "{name}"; its fields are {names_of(fields)}')
+    return BadRecord(f'field "{name}" is missing (fields: {names_of(fields)})')
 
 
 def names_of(fields: Mapping) -> str:
     """Returns the first names of a record's fields, or of a message's."""
-    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none at all"
+    return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none"
 
 
 def control(name: str, token: str) -> BadRecord:
     """Returns the error for a text that contains a control token, which would end a document or a message inside it.
     Args: name: of the text in messages."""
     return BadRecord(
-        f"{name} holds {token}, which the tokenizer reads as a control token. Write it otherwise, such as with a space "
-        "inside"
+        f"{name} contains {token}, which the tokenizer reads as a control token; write it differently, for example "
+        "with a space inside"
     )
 
 
@@ -57,4 +57,4 @@ def kind(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return f"the number {str(value)[:20]}"
-    return {list: "a list", dict: "an object", str: "a text"}.get(type(value), f"a {type(value).__name__}")
+    return {list: "a list", dict: "an object", str: "text"}.get(type(value), f"a {type(value).__name__}")

@@ -27,7 +27,7 @@ from lowmem.system.errors import Refused
 
 VERSION = 2  # raise it when the same conversations make other rows
 ROLES = ("system", "developer", "user", "assistant", "tool")
-BLANK = "answers of the assistant are empty: they are context, and not learnt"
+BLANK = "empty answers of the assistant, kept as context and not in the loss"
 SYSTEM = ("system", "developer")  # roles of instructions, which come once, before everything else
 
 
@@ -118,7 +118,7 @@ class Chat(Encoder):
         except BadRecord as error:
             return error
         except RecursionError:
-            return BadRecord("its values are nested too deeply")
+            return BadRecord("the record is nested too deeply")
         self._count(template, messages)
         return rows
 
@@ -129,7 +129,7 @@ class Chat(Encoder):
                 self.counts[BLANK] += 1
             for name in message.keys() - KNOWN:
                 if name not in template.source:
-                    self.counts[f'messages have a field "{shown(name)}", which {template.name} does not write'] += 1
+                    self.counts[f'messages with a field "{shown(name)}" that {template.name} does not render'] += 1
 
     def _encoded(
         self, tokens: ChatTokens, rows: list[Rendered], encodings: list[Encoding]
@@ -155,7 +155,10 @@ def messages_of(fields: dict, name: str) -> Messages:
         raise no_field(fields, name)
     value = read_json(fields[name])
     if not isinstance(value, list) or not value:
-        raise BadRecord(f'field "{name}" is {kind(value) if value != [] else "an empty list"} and no list of messages')
+        is_empty = isinstance(value, list)
+        raise BadRecord(
+            f'field "{name}" must be a list of messages, but is {"an empty list" if is_empty else kind(value)}'
+        )
     messages = [_message(number, message) for number, message in enumerate(value, 1)]
     _check_order(messages)
     return messages
@@ -165,16 +168,16 @@ def _message(number: int, value: object) -> dict[str, Any]:
     """Returns a copy of a message, without fields that are null."""
     where = f"message {number}"
     if not isinstance(value, dict):
-        raise BadRecord(f"{where} is {kind(value)} and not an object with role and content")
+        raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")
     message = {key: field for key, field in value.items() if field is not None}
     if "role" not in message:
-        raise BadRecord(f"{where} has no role; its fields are {names_of(message)}")
+        raise BadRecord(f"{where} has no role (fields: {names_of(message)})")
     role = message["role"]
     if role not in ROLES:
-        raise BadRecord(f"{where} has the role {role!r:.40}: roles are {', '.join(ROLES)}")
+        raise BadRecord(f"{where} has the unknown role {role!r:.40} (known: {', '.join(ROLES)})")
     is_answer = role == "assistant" and ("content" in value or any(message.get(name) for name in CALLS))
     if "content" not in message and not is_answer:
-        raise BadRecord(f"{where} ({role}) has no content; its fields are {names_of(message)}")
+        raise BadRecord(f"{where} ({role}) has no content (fields: {names_of(message)})")
     message["content"] = _content(f"{where} ({role})", message.get("content", ""))
     _check_calls(f"{where} ({role})", message)
     return message
@@ -184,7 +187,7 @@ def _check_calls(where: str, message: dict) -> None:
     """Refuses calls that are no list of functions with names."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadRecord(f"the tool_calls of {where} are {kind(calls)} and no list of calls")
+        raise BadRecord(f"the tool_calls of {where} must be a list of calls, but are {kind(calls)}")
     titled = {f"call {number}": call for number, call in enumerate(calls, 1)}
     if "function_call" in message:
         titled["function_call"] = message["function_call"]
@@ -192,7 +195,7 @@ def _check_calls(where: str, message: dict) -> None:
         function = call.get("function", call) if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not (isinstance(name, str) and name.strip()):
-            raise BadRecord(f"{title} of {where} is no object with the name of a function")
+            raise BadRecord(f"{title} of {where} must be an object with the name of a function")
 
 
 def _answers(messages: Messages, last: bool) -> list[int]:
@@ -200,7 +203,9 @@ def _answers(messages: Messages, last: bool) -> list[int]:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
     learnt = [i for i in answers if not is_blank(messages[i])]
     if not learnt:
-        raise BadRecord(f"message {answers[-1] + 1} is a blank answer of the assistant, so there is nothing to learn")
+        raise BadRecord(
+            f"message {answers[-1] + 1} is an empty answer of the assistant, so there is nothing to train on"
+        )
     return learnt
 
 
@@ -212,7 +217,7 @@ def _content(where: str, content: object) -> str:
         ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if not isinstance(content, str):
-        raise BadRecord(f"the content of {where} is {kind(content)} and no text")
+        raise BadRecord(f"the content of {where} must be text, but is {kind(content)}")
     return content
 
 
@@ -221,12 +226,12 @@ def _check_order(messages: Messages) -> None:
     system = [number for number, role in enumerate(roles, 1) if role in SYSTEM]
     if len(system) > 1:
         raise BadRecord(
-            f"messages {system[0]} and {system[1]} are both system messages: there can be one, at the beginning"
+            f"messages {system[0]} and {system[1]} are both system messages, but only the first message may be one"
         )
     if system and system != [1]:
-        raise BadRecord(f"message {system[0]} is a system message: it can only be the first")
+        raise BadRecord(f"message {system[0]} is a system message, but only the first message may be one")
     if "assistant" not in roles:
-        raise BadRecord("there is no answer of the assistant, so nothing to learn")
+        raise BadRecord("the conversation has no message of the assistant, so there is nothing to train on")
 
 
 def _check_weights(messages: Messages) -> None:
@@ -234,8 +239,8 @@ def _check_weights(messages: Messages) -> None:
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant" and message.get("weight", 1) != 1:
             raise BadRecord(
-                f"message {number} has the weight {message['weight']!r:.20}, and every answer is learnt alike. Take "
-                "such weights out; data.assistant=last learns the last answer alone"
+                f"message {number} has the weight {message['weight']!r:.20}, but weights of messages are not "
+                "supported; remove them (data.assistant=last trains on the last answer only)"
             )
 
 
@@ -264,7 +269,8 @@ def _strings(value: object) -> Iterator[str]:
 def _tools(fields: dict) -> list | None:
     tools = read_json(fields.get("tools"))
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise BadRecord(f'field "tools" is {kind(tools)} and no list of objects')
+        found = "a list of other values" if isinstance(tools, list) else kind(tools)
+        raise BadRecord(f'field "tools" must be a list of objects, but is {found}')
     return tools or None
 
 
@@ -275,6 +281,6 @@ def _read(template: str) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise Refused(
-            f"data.template={template}: {reason.lower()}. Type chatml, a file with a template in jinja, or null for "
-            "the tokenizer's own."
+            f"data.template={template}: {reason.lower()}. Type data.template=chatml, a file with a Jinja template, or "
+            "null for the tokenizer's own template."
         ) from None

@@ -88,8 +88,8 @@ class ChatTemplate:
         self.name = named or f"the chat template{owner}"
         if not tokenizer.is_fast:
             raise Refused(
-                f"data=chat: the tokenizer {tokenizer.name_or_path} has no fast version, which alone says where its "
-                "tokens stand in the text. Choose a model whose tokenizer has one (a tokenizer.json)."
+                f"data=chat: the tokenizer {tokenizer.name_or_path} has no fast version, and only fast tokenizers map "
+                "tokens to characters. Choose a model whose tokenizer has a fast version (a tokenizer.json)."
             )
         self.source = _NOW.sub(lambda call: repr(TODAY.strftime(call[2])), source or _own(tokenizer))
         self.tagged = _TAG.search(self.source) is not None
@@ -105,16 +105,16 @@ class ChatTemplate:
         self.remarks: Counter[str] = Counter()  # what the log says, and how often
         if "strftime_now(" in self.source:
             raise Refused(
-                f"data=chat: {self.name} writes today's date in a way that cannot be held still, and the tokens would "
-                "change from day to day. Type data.template=<a file> with a copy of it that names a date."
+                f"data=chat: {self.name} inserts today's date in a way that cannot be pinned, so the tokens would "
+                "change from day to day. Type data.template=<a file> with a copy of the template that has a fixed date."
             )
 
     @property
     def further_rows(self) -> str:
         """Returns what the log says of the tokens that several rows of a conversation have beyond its longest row."""
         return (
-            f"tokens are in further rows of a conversation, since {self.name} writes an answer, or what is before it, "
-            "otherwise once more follows"
+            f"tokens in additional rows of conversations, because {self.name} renders an answer or its context "
+            "differently once later messages follow"
         )
 
     def in_text(self, text: str, by_assistant: bool) -> str | None:
@@ -148,8 +148,8 @@ class ChatTemplate:
         for row in rows:
             if part := self._missing(messages, tools, row, row.spans):
                 raise BadRecord(
-                    f"{part.named(messages)} is not in what {self.name} writes. Take it out, or type "
-                    "data.template=<a file> with a template that writes it"
+                    f"{part.named(messages)} is missing from the text that {self.name} renders; remove it from the "
+                    "record, or type data.template=<a file> with a template that renders it"
                 )
         self._check_roles(messages, tools, text)
         return [self._rendered(messages, row) for row in reversed(rows)]
@@ -182,7 +182,7 @@ class ChatTemplate:
             spans = [(max(a, start), min(b, stop)) for start, stop in spans for a, b in row.tags]
         spans = [span for span in spans if span[0] < span[1]]
         if line := _unsaid(messages, [*row.spans], row.text, spans):
-            raise BadRecord(f"{line} is not in what {self.name} writes")
+            raise BadRecord(f"{line} is missing from the text that {self.name} renders")
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: Row) -> Row:
@@ -209,17 +209,17 @@ class ChatTemplate:
         if same >= header:
             row.spans[i] = same, len(text)
             self.remarks[
-                f"answers begin otherwise than {self.name} asks for them: its prompt goes on with {prompt[same:]!r}, "
-                "which it does not write before answers that are given"
+                f"answers that {self.name} begins differently in training than in generation: its generation prompt "
+                f"ends with {prompt[same:]!r}, which it does not render before existing answers"
             ] += 1
             return row
         asks, begin = prompt[header:], len(commonprefix([text, other]))
         at = text.rfind(asks, 0, begin) if asks else -1
         if at < 0:
             raise BadRecord(
-                f"{self.name} writes what is before message {i + 1} (assistant) otherwise when it asks for this "
-                "answer, so what the model is asked is not what it would learn from. data.template=<chatml or a file> "
-                "takes another template"
+                f"{self.name} renders the context of message {i + 1} (assistant) differently in the generation prompt, "
+                "so the training text would not match inference; type data.template=<chatml or a file> for another "
+                "template"
             )
         moved = len(prompt) - (at + len(asks))
         row.text, row.asked = prompt + text[at + len(asks) :], True
@@ -291,8 +291,8 @@ class ChatTemplate:
             is_marked = part.message not in answers or any(start <= at < stop for start, stop in tags)
             if self.tagged and not row.asked and at >= 0 and not is_marked:
                 raise BadRecord(
-                    f"{part.named(messages)} is outside of what {self.name} marks as the assistant's, so it would not "
-                    "be learnt"
+                    f"{part.named(messages)} is outside of the generation block of {self.name}, so it would not be in "
+                    "the loss"
                 )
         for number, part in enumerate(other.parts):
             is_needed = part.message in answers or not part.is_reasoning
@@ -330,7 +330,7 @@ class ChatTemplate:
             except BadRecord:  # so it does make a difference
                 is_same = False
             if is_same:
-                raise BadRecord(f"the role of message {i + 1} ({role}) makes no difference to what {self.name} writes")
+                raise BadRecord(f"{self.name} ignores the role of message {i + 1} ({role})")
             self.roles.add(role)
 
     def rendering(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
@@ -345,10 +345,12 @@ class ChatTemplate:
                 **self.variables,
             )
         except TemplateSyntaxError as error:
-            raise Refused(f"data=chat: {self.name} cannot be read (line {error.lineno}: {error}). Mend it.") from None
+            raise Refused(
+                f"data=chat: {self.name} is not valid Jinja (line {error.lineno}: {error}). Fix it."
+            ) from None
         except Exception as error:  # other people's code may raise anything
             raise BadRecord(
-                f"{self.name} does not take it ({' '.join(str(error).split()) or type(error).__name__})"
+                f"{self.name} rejects the conversation ({' '.join(str(error).split()) or type(error).__name__})"
             ) from None
         return texts[0], spans[0] if spans else []
 
@@ -391,8 +393,8 @@ def _check_spelling(name: str, text: str, messages: Messages) -> None:
                 json.dumps(arguments, ensure_ascii=ascii) in text for ascii in (True, False)
             ):
                 raise BadRecord(
-                    f"message {number} ({message['role']}) has arguments that are a text and no object in JSON, and "
-                    f"{name} would write them inside quotation marks"
+                    f"message {number} ({message['role']}) has tool-call arguments that are not a JSON object, and "
+                    f"{name} would render them as a quoted string"
                 )
 
 
@@ -401,8 +403,8 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
         return tokenizer.get_chat_template()
     except ValueError:  # the tokenizer has no template, or several without a default
         raise Refused(
-            f"data=chat: the tokenizer of {tokenizer.name_or_path} has no chat template, as those of base models have "
-            "none. Type data.template=chatml, which adds its two tokens, or data.template=<a jinja file>."
+            f"data=chat: the tokenizer of {tokenizer.name_or_path} has no chat template (base models usually have "
+            "none). Type data.template=chatml, which adds ChatML's two tokens, or data.template=<a Jinja file>."
         ) from None
 
 

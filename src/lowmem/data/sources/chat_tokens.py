@@ -39,7 +39,7 @@ class ChatTokens:
         for start, stop in self._learnt(rendered, encoding, encoding.ids):
             learnt[start:stop] = True
         if not learnt.any():
-            raise BadRecord(f"{self.template.name} leaves nothing of it to learn: no token is the assistant's")
+            raise BadRecord(f"{self.template.name} renders no token of the assistant, so there is nothing to train on")
         text_bytes = len(self.template.control.sub("", rendered.text).encode())  # control tokens are no text
         return Encoded(ids, learnt, text_bytes)
 
@@ -69,15 +69,15 @@ class ChatTokens:
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
         if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
             how = (
-                "has the token that ends an answer outside of its generation tag"
+                "puts the token that ends an answer outside of its generation block"
                 if self.template.tagged
-                else "has no token that ends an answer: as in GLM-4.5, the header of the next message does that, and "
-                "nothing is behind the last one"
+                else "does not end every answer with a token (in GLM-4.5, for example, the header of the next message "
+                "ends an answer, and nothing follows the last one)"
             )
             raise Refused(
-                f"data=chat: {self.template.name} {how}: the model would never learn to stop. Type "
-                "data.template=chatml, or data.template=<a file> with a copy of it that ends every answer with its "
-                "token."
+                f"data=chat: {self.template.name} {how}, so the model would never learn to stop. Type "
+                "data.template=chatml, or data.template=<a file> with a copy of the template that ends every answer "
+                "with its token."
             )
         return spans
 
@@ -98,13 +98,13 @@ class ChatTokens:
         begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
         if _joins(encoding, start, len(text)):
             instead = (
-                "Take the white space off the beginning of the answer"
+                "remove the white space at the beginning of the answer"
                 if text[start].isspace() and start not in rendered.written
-                else "Type data.template=<a file> with a copy of it whose header ends in no white space"
+                else "type data.template=<a file> with a copy of the template whose header ends in no white space"
             )
             raise BadRecord(
-                f"an answer begins with {text[start : start + 20]!r}, which the tokenizer joins to the header before "
-                f"it, so its first token is half the template's. {instead}"
+                f"an answer begins with {text[start : start + 20]!r}, which the tokenizer merges with the end of the "
+                f"header into one token, so the loss would include a part of the template; {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
             stop += 1  # some tokens include the white space after them

@@ -78,7 +78,7 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
         if plain and len(starts) == 1:
             return whole[: starts[0]], whole[starts[0] + len(plain) :]
-    raise Refused(f"data: {_name(tokenizer)} makes no tokens of a text. Type tokenizer=<another folder or hub id>.")
+    raise Refused(f"data: {_name(tokenizer)} cannot encode plain text. Type tokenizer=<another folder or hub id>.")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -102,8 +102,9 @@ def answer_documents(
     """
     if not (framing.end or framing.apart):
         raise Refused(
-            f"data: {_name(tokenizer)} has no end-of-text token, so the model would never learn to stop. Name one as "
-            '"eos_token" in its tokenizer_config.json, or type tokenizer=<a folder or hub id> of one that has it.'
+            f"data: {_name(tokenizer)} has no end-of-text token, so the model would never learn to stop. Set "
+            '"eos_token" in its tokenizer_config.json, or type tokenizer=<a folder or hub id> of a tokenizer that has '
+            "one."
         )
     prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
     wholes = encode(tokenizer, [completion if framing.apart else prompt + completion for prompt, completion in pairs])
@@ -128,9 +129,9 @@ def _continuation(
         if behind and _decoded(tokenizer, np.concatenate([before, ids])) in texts:
             return ids
     return BadRecord(
-        f"the tokenizer joins the end of the prompt ({prompt[-SHOWN:]!r}) and the beginning of the completion "
-        f"({completion[:SHOWN]!r}), and apart they read as another text. Let the prompt end in a complete word, and "
-        "move white space between both to the beginning of the completion"
+        f"the tokenizer merges the end of the prompt ({prompt[-SHOWN:]!r}) and the beginning of the completion "
+        f"({completion[:SHOWN]!r}) into one token, and encoding them separately changes the text; end the prompt with "
+        "a complete word, and move white space between the two to the beginning of the completion"
     )
 
 
@@ -151,8 +152,8 @@ def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
     bos, (begin, end) = tokenizer.bos_token_id, _own(tokenizer)
     if wanted and bos is None:
         raise Refused(
-            f"data.bos=true: {_name(tokenizer)} has no token for the beginning of a text. Type data.bos=auto, or name "
-            'one as "bos_token" in its tokenizer_config.json.'
+            f"data.bos=true: {_name(tokenizer)} has no begin-of-text token. Type data.bos=auto, or set "
+            '"bos_token" in its tokenizer_config.json.'
         )
     begin_now = begin if wanted and bos in begin else [bos, *begin] if wanted else []
     if begin_now == begin:
@@ -163,8 +164,8 @@ def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
         tokenizer.add_bos_token = wanted
     if _own(tokenizer) != (begin_now, end):
         raise Refused(
-            f"data.bos={str(wanted).lower()}: {_name(tokenizer)} cannot be changed. Type data.bos=auto, which takes it "
-            "as it is."
+            f"data.bos={str(wanted).lower()}: {_name(tokenizer)} does not allow changing its begin-of-text token. Type "
+            "data.bos=auto, which keeps the tokenizer's default."
         )
 
 
@@ -195,13 +196,13 @@ def tell(tokenizer: PreTrainedTokenizerBase) -> None:
     """Logs what a tokenizer does to texts that people may not expect."""
     if not framing_of(tokenizer).end:
         log.info(
-            f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model learns "
-            'no end. Name one as "eos_token" in its tokenizer_config.json to change that.'
+            f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model does not "
+            'learn to stop. To change that, set "eos_token" in its tokenizer_config.json.'
         )
     if (decoded := _decoded(tokenizer, ids_of(tokenizer, [PLAIN])[0])) != PLAIN:
         log.info(
-            f"data: {_name(tokenizer)} does not keep texts as they are: {PLAIN!r} becomes {decoded!r}. The model "
-            "learns, and writes, such texts."
+            f"data: {_name(tokenizer)} changes text: {PLAIN!r} becomes {decoded!r}. The model trains on, and "
+            "generates, text changed in this way."
         )
 
 

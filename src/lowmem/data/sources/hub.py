@@ -30,7 +30,7 @@ TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}  # of a folder, that are
 # Settings of a README with which they are read so, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
 GUESSED = (
-    "Mend it or, if the file holds a text there that `datasets` took for something else, type data=csv or data=jsonl "
+    "Fix the record or, if `datasets` guessed the wrong type for this text, type data=csv or data=jsonl "
     "data.path=<the file>"
 )
 
@@ -103,8 +103,8 @@ class Table(Reader):
     ) -> None:
         if splits["val"] == splits["train"]:
             raise Refused(
-                f"data.val_split={splits['val']}: this is data.split too, and validation would be of what was trained "
-                "on. Type data.val_split=<another>, or null for some of its rows."
+                f"data.val_split={splits['val']}: data.split is {splits['train']}, too, so validation would leak "
+                "training data. Type data.val_split=<another split>, or data.val_split=null to hold out some rows."
             )
         folder = Path(os.path.expanduser(path))
         self.path, self.folder = str(folder.resolve()) if folder.is_dir() else path, folder.is_dir()
@@ -190,9 +190,9 @@ class Table(Reader):
             refuse_gated(error, "data.path", shown(self.path), f"datasets/{self.path}")
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             instead = (
-                "Give a folder of parquet, csv or jsonl files, and a split that it has."
+                "Type a folder of parquet, csv or jsonl files, and a data.split that exists there."
                 if self.folder
-                else "Give an id that there is and a network, or fetch it elsewhere (hf download --repo-type dataset "
-                f"{shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
+                else "Check the id and the network, or download the data set elsewhere (hf download --repo-type "
+                f"dataset {shown(self.path)} --local-dir <folder>) and type data.path=<folder>."
             )
-            raise Refused(f"data.path={shown(self.path)}: this data set cannot be read ({reason}). {instead}") from None
+            raise Refused(f"data.path={shown(self.path)}: cannot read this data set ({reason}). {instead}") from None

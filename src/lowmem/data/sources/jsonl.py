@@ -56,23 +56,28 @@ def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
 def fields_of(line: bytes) -> dict | BadRecord:
     """Returns the fields of a line."""
     value = value_of(line)
-    return value if isinstance(value, dict | BadRecord) else BadRecord(f"it is {kind(value)} and no object with fields")
+    return (
+        value
+        if isinstance(value, dict | BadRecord)
+        else BadRecord(f"the line must be a JSON object, but is {kind(value)}")
+    )
 
 
 def value_of(line: bytes) -> object:
     """Returns the value of a line, or a BadRecord. As `json` does, it takes NaN, and the last of several fields of one
     name."""
     if len(line) > LONGEST:
-        return BadRecord(f"it is longer than {LONGEST:,} bytes")
+        return BadRecord(f"the line is longer than {LONGEST:,} bytes")
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
         return BadRecord(
-            f"it is no UTF-8 (see byte {error.start:,} of the line): type iconv -f latin1 -t utf-8 FILE > NEW"
+            f"the line is not valid UTF-8 (at byte {error.start:,}); convert the file with "
+            "iconv -f latin1 -t utf-8 FILE > NEW"
         )
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
         reason = error.msg.lower().rstrip(".").removesuffix(" at")
-        return BadRecord(f'it is no JSON ({reason} at character {error.pos:,}, near "{near}")')
+        return BadRecord(f'the line is not valid JSON ({reason} at character {error.pos:,}, near "{near}")')
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
-        return BadRecord(f"it is no JSON that can be read ({str(error).partition(';')[0].lower()})")
+        return BadRecord(f"the line cannot be read as JSON ({str(error).partition(';')[0].lower()})")

@@ -45,7 +45,7 @@ class Cuts:
         self.tried, self.proofs = self.tried + 1, self.proofs + same
         if self.tried == PROOFS and not self.proofs:
             self.never = True
-            log.info("data: this tokenizer gives other tokens to a text in pieces, so each text is encoded whole.")
+            log.info("data: this tokenizer encodes a text differently in pieces, so each text is encoded whole.")
         return same
 
 

@@ -70,9 +70,11 @@ class Fields(NamedTuple):
         """Raises Refused for a name that is missing, or that two of them have."""
         for key, name in self._asdict().items():
             if name is None and key != "prompt":
-                raise Refused(f"data.{key}=null: give the name of a field, which records may lack.")
+                raise Refused(f"data.{key}=null: type data.{key}=<a field>. Records may lack this field.")
             if other := next((k for k, n in self._asdict().items() if n == name and n and k != key), None):
-                raise Refused(f"data.{key}={name}: data.{other} names this field, too. Give each a field of its own.")
+                raise Refused(
+                    f"data.{key}={name}: data.{other} names this field, too. Type a different field for each."
+                )
         return self
 
     def rates(self, fields: dict) -> bool:
@@ -128,14 +130,14 @@ class Preference(Records):
         self.rated, fields = rated, Fields(prompt, chosen, rejected, completion, messages, label).checked()
         if is_hub_id(path):
             typed = {"val_path": val_path is not None, "pattern": pattern != FILES}
-            _check_unused(typed, f"{path} is no file here, and a data set of the hub", "Mend data.path or leave")
+            _check_unused(typed, path, "a data set of the hub (there is no such file)", "Correct data.path, or leave")
             from lowmem.data.sources.hub import Table  # `datasets` is slow to import
 
             reader = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
         else:
             of_hub = {"subset": subset, "val_split": val_split, "revision": revision}
             typed = {key: value is not None for key, value in of_hub.items()} | {"split": split != "train"}
-            _check_unused(typed, f"{shown(path)} is a file or folder, which", "Leave")
+            _check_unused(typed, path, "a local file or folder", "Leave")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields), bos)
@@ -180,11 +182,13 @@ class ByPrompt(Reader):
             yield record
 
 
-def _check_unused(typed: Mapping[str, bool], what: str, instead: str) -> None:
+def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
     """Raises: Refused: a key is typed that is not read with this path. Args: typed: by key; what: the path is."""
     for key, is_typed in typed.items():
         if is_typed:
-            raise Refused(f"data.{key}=: data.path={what} has no {key}. {instead} data.{key} out.")
+            raise Refused(
+                f"data.{key}=: this key does not apply to data.path={shown(path)}, {what}. {instead} out data.{key}."
+            )
 
 
 def is_hub_id(path: str) -> bool:
@@ -271,7 +275,7 @@ class Answers(Encoder):
         if not all(begins_with(fields[name], fields[self.prompt]) for name in names):
             return None
         if names == self.names:
-            return "Type data.prompt=null, which takes what both answers begin with for the prompt."
+            return "Type data.prompt=null, which takes the common beginning of both answers as the prompt."
         return self._encoders[names[0]].repeats_prompt(fields)
 
     @property
@@ -286,17 +290,18 @@ class Answers(Encoder):
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(
-                    f'"{name}" would take {len(answer)} rows, since the template writes its answers otherwise once '
-                    "more follows, and each side of a pair has one: data.assistant=last learns the last answer alone"
+                    f'"{name}" would take {len(answer)} rows, because the template renders answers differently once '
+                    "later messages follow, but each side of a pair has one row; data.assistant=last trains on the "
+                    "last answer only"
                 )
             if isinstance(answer, BadRecord):
                 is_named = not self.chats or f'"{name}"' in str(answer)
-                return answer if is_named else BadRecord(f'in field "{name}" {answer}')
+                return answer if is_named else BadRecord(f'field "{name}": {answer}')
         first, *second = answers.values()
         if not second:
             return [first, NOTHING] if fields[self.fields.label] else [NOTHING, first]
         if np.array_equal(first.ids, second[0].ids):
-            return BadRecord(f'"{self.names[0]}" and "{self.names[1]}" are the same, so none can be preferred')
+            return BadRecord(f'"{self.names[0]}" and "{self.names[1]}" are identical, so neither is preferred')
         return [first, *second]
 
     def _sides_or_reason(self, fields: dict) -> dict[str, dict] | BadRecord:
@@ -322,19 +327,24 @@ class Answers(Encoder):
         if (name := self.fields.label) not in fields:
             raise no_field(fields, name)
         if not isinstance(fields[name], int | float) or fields[name] not in (0, 1):  # tables turn 1 into 1.0
-            raise BadRecord(f'field "{name}" is {kind(fields[name])} and neither true nor false')
+            raise BadRecord(f'field "{name}" must be true or false, but is {kind(fields[name])}')
         if self.prompt is None and not self.chats:
-            raise BadRecord("it has a single answer, and with data.prompt=null nobody says where its prompt ends")
+            raise BadRecord(
+                "the record has a single rated answer, but data.prompt=null leaves it without a prompt; type "
+                "data.prompt=<a field>"
+            )
 
     def _texts(self, fields: dict, names: Sequence[str]) -> dict[str, dict]:
         if self.prompt in fields:
             return dict.fromkeys(names, fields)
         if self.prompt is not None:
-            null = "; data.prompt=null takes what both answers begin with" if names[1:] else ""
-            raise BadRecord(f'there is no field "{self.prompt}"{null}')
+            null = "; data.prompt=null takes the common beginning of both answers as the prompt" if names[1:] else ""
+            raise BadRecord(f'field "{self.prompt}" is missing{null}')
         answers = [fields[name] for name in names]
         if not all(isinstance(answer, str) for answer in answers):
-            raise BadRecord(f'"{names[0]}" and "{names[1]}" are {kind(answers[0])} and {kind(answers[1])}')
+            raise BadRecord(
+                f'"{names[0]}" and "{names[1]}" must be text, but are {kind(answers[0])} and {kind(answers[1])}'
+            )
         shared = BEFORE_WHITE_SPACE.match(commonprefix(answers))
         begin = shared.end() if shared else 0
         return {name: {"prompt": text[:begin], name: text[begin:]} for name, text in zip(names, answers, strict=True)}
@@ -345,8 +355,8 @@ class Answers(Encoder):
         before = [messages[:-1] for messages in both.values() if isinstance(messages, list)]
         if self.assistant == "last" and before[1:] and before[0] != before[1]:
             raise BadRecord(
-                f'"{names[0]}" and "{names[1]}" differ before their last messages, and only these would be '
-                "learnt: data.assistant=all learns all answers"
+                f'"{names[0]}" and "{names[1]}" differ before their last messages, but only the last messages would be '
+                "in the loss; data.assistant=all trains on all answers"
             )
         tools = {TOOLS: fields[TOOLS]} if TOOLS in fields else {}
         return {name: {name: messages} | tools for name, messages in both.items()}
@@ -368,8 +378,8 @@ class Answers(Encoder):
                     return [*prompt, *messages[count:]]
             if _role(prompt[-1]) == "user":
                 raise BadRecord(
-                    f'"{name}" begins with another user message than "{self.prompt}", which would not be used: '
-                    "data.prompt=null reads the messages alone"
+                    f'"{name}" begins with a user message that differs from "{self.prompt}"; data.prompt=null ignores '
+                    f'"{self.prompt}" and reads only the messages'
                 )
         return [*prompt, *messages]
 
@@ -379,11 +389,11 @@ class Answers(Encoder):
         for name, messages in both.items():
             roles = [_role(message) for message in messages] if isinstance(messages, list) else []
             if self.prompt and roles and all(role in ("assistant", "tool") for role in roles):
-                raise BadRecord(f'"{name}" begins with its answer, and there is no "{self.prompt}" before it')
+                raise BadRecord(f'"{name}" begins with an answer, and "{self.prompt}" gives no message before it')
             if roles and roles[-1] not in ("assistant", None):
-                raise BadRecord(f'"{name}" does not end with an answer of the assistant')
+                raise BadRecord(f'"{name}" must end with a message of the assistant')
             if self.assistant == "all" and roles[-1:] == ["assistant"] and is_blank(messages[-1]):
-                raise BadRecord(f'"{name}" ends with a blank answer of the assistant')
+                raise BadRecord(f'"{name}" ends with an empty answer of the assistant')
 
 
 def _listed(value: object) -> object:

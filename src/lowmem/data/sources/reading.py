@@ -16,7 +16,9 @@ BLOCK = 1 << 20  # bytes
 UTF_8 = "utf-8"  # is part of the keys of caches, as it was when files could have other encodings
 BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
 OVER = object()
-INSTEAD = " data.on_error=skip leaves such files out, data.on_error=replace puts U+FFFD where there is no character."
+INSTEAD = (
+    " Or type data.on_error=skip to leave out such files, or data.on_error=replace for U+FFFD in place of bad bytes."
+)
 T = TypeVar("T")
 
 
@@ -28,7 +30,7 @@ def readable(file: Path) -> Iterator[None]:
     except OSError as error:
         raise Refused(
             f"data: {shown(file)} cannot be read ({(error.strerror or str(error)).lower()}). "
-            "Make it readable, or type a data.pattern that leaves it out."
+            "Make it readable, or type a data.pattern that excludes it."
         ) from None
 
 
@@ -57,8 +59,8 @@ class NotText(Refused):
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
-            f"data: {shown(file)} is no text in UTF-8 (line {line:,}). If it is text, type iconv -f latin1 -t utf-8 "
-            f"{shlex.quote(shown(file))} > NEW, with the encoding it has, which `file` guesses.{instead}"
+            f"data: {shown(file)} is not UTF-8 text (line {line:,}). If it is text in another encoding (`file` guesses "
+            f"which), type iconv -f latin1 -t utf-8 {shlex.quote(shown(file))} > NEW.{instead}"
         )
 
 

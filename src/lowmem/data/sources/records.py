@@ -26,6 +26,7 @@ from lowmem.data.sources.reading import ahead, digests
 from lowmem.data.sources.source import REFUSE, ChatFormat, Encoded, Encoder, SplitName
 from lowmem.data.sources.text_files import Files
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ class Reader:
     val_key: str  # the key that gives other records for validation
     held_out_are = "records"  # as a refusal calls what is held out
     least = 1  # different ones that are held out
-    mend = "Mend it"  # what to do about a record that cannot be used
+    mend = "Fix it"  # what to do about a record that cannot be used
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
         self.alone, self.val_fraction = alone, val_fraction
@@ -167,8 +168,8 @@ class Records(StoredSource):
         yield from self.documents(self.reader.records(split), split, tokenizer)
         if self.reader.alone and not self._counts[split][1]:
             raise Refused(
-                f"data: no record of data.path fell to {'validation' if split == 'val' else 'training'}: there are too "
-                f"few {self.reader.held_out_are}, or all are the same. Type data.{self.reader.val_key}, or give more."
+                f"data: the {'validation' if split == 'val' else 'training'} split is empty, because data.path has too "
+                f"few distinct {self.reader.held_out_are}. Type data.{self.reader.val_key}, or give more."
             )
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
@@ -184,7 +185,7 @@ class Records(StoredSource):
                 documents += count
             if documents != len(split.ends):
                 raise
-            raise Refused(f"{error} The first of them is {shown(found)}.") from None
+            raise Refused(f"{error} The first one is {shown(found)}.") from None
 
     def make_rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
         return super().rows(split, seq_len, name)
@@ -216,7 +217,7 @@ class Records(StoredSource):
         return self._told_by_encoder() + self._left_out() + self._repeated()
 
     def _told_by_encoder(self) -> list[str]:
-        return [f"{split}: {n:,} {what}." for split, counts in self._told.items() for what, n in counts.items()]
+        return [f"{split}: {what}: {n:,}." for split, counts in self._told.items() for what, n in counts.items()]
 
     def _repeated(self) -> list[str]:
         """Tells of splits in which most records repeat their prompt: in a few an answer may quote it."""
@@ -226,15 +227,16 @@ class Records(StoredSource):
             if 2 * repeats.total() > count - bad:
                 ((mend, _),) = repeats.most_common(1)
                 notes.append(
-                    f"data: in {repeats.total():,} of {count - bad:,} {split} records the answer repeats the prompt, "
-                    f"so the model reads it twice and learns to write it. {mend}"
+                    f"data: the answer repeats the prompt in {repeats.total():,} of "
+                    f"{quantity(count - bad, f'{split} record')}, so the model reads the prompt twice and learns to "
+                    f"generate it. {mend}"
                 )
         return notes
 
     def _left_out(self) -> list[str]:
         return [
-            f"data.skip_bad=true: {bad:,} of {count:,} {split} records are left out ({'; '.join(self._bad[split])}"
-            f"{'; and others' * (bad > NAMED)})."
+            f"data.skip_bad=true: skipped {bad:,} of {quantity(count, f'{split} record')} "
+            f"({'; '.join(self._bad[split])}{'; and others' * (bad > NAMED)})."
             for split, (bad, count) in self._counts.items()
             if bad
         ]
@@ -242,8 +244,8 @@ class Records(StoredSource):
     def _leave_out(self, split: SplitName, where: str, bad: BadRecord) -> None:
         if not self.skip_bad:
             raise Refused(
-                f"data: {shown(where)}: {shown(bad)}. {self.reader.mend}, or type data.skip_bad=true to leave such "
-                "records out and count them."
+                f"data: {shown(where)}: {shown(bad)}. {self.reader.mend}, or type data.skip_bad=true to skip and count "
+                "such records."
             )
         self._counts[split][0] += 1
         if len(self._bad[split]) < NAMED:
@@ -326,7 +328,7 @@ class Completion(_Fields):
     def repeats_prompt(self, fields: dict) -> str | None:
         prompt, completion = self.names
         return (
-            f'Take it off: jq -c \'."{prompt}" as $p | ."{completion}" |= ltrimstr($p)\' FILE > NEW.'
+            f'Remove it: jq -c \'."{prompt}" as $p | ."{completion}" |= ltrimstr($p)\' FILE > NEW.'
             if begins_with(fields[completion], fields[prompt])
             else None
         )
@@ -364,8 +366,8 @@ def check_no_bos(bos: bool | str) -> None:
     """Raises Refused if `data.bos` is typed for conversations."""
     if isinstance(bos, bool):
         raise Refused(
-            f"data.bos={str(bos).lower()}: a chat template writes all tokens of a conversation, the first one too. "
-            "Leave data.bos out, or type data.template=<a file> with a template that writes what you want."
+            f"data.bos={str(bos).lower()}: the chat template renders all tokens of a conversation, the first one, too. "
+            "Leave out data.bos, or type data.template=<a file> with a template that renders the tokens you want."
         )
 
 

@@ -85,19 +85,22 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
                 raw = identity(fields)
                 if None in fields or None in fields.values():  # too many cells, or too few
                     cells = "more" if None in fields else "fewer"
-                    fields = BadRecord(f"it has {cells} cells than the first line has names, {len(table.fieldnames)}")
+                    fields = BadRecord(
+                        f"the row has {cells} cells than the header has columns ({len(table.fieldnames)})"
+                    )
                 yield Record(f"line {number:,}", fields, raw)
         except UnicodeDecodeError:
             raise NotText(file, table.reader.line_num + 1) from None
         except csv.Error as error:
             if "new-line" in str(error):
                 raise Refused(
-                    f"data: {shown(file)}, line {number + 1:,}: a carriage return stands outside of quotation marks. "
-                    "If all lines end in one, type tr '\\r' '\\n' < FILE > NEW; if not, quote the cell that holds it."
+                    f"data: {shown(file)}, line {number + 1:,}: there is a carriage return outside of quotation marks. "
+                    "If every line ends in one, type tr '\\r' '\\n' < FILE > NEW; otherwise quote the cell that "
+                    "contains it."
                 ) from None
             raise Refused(
-                f"data: {shown(file)}, line {number + 1:,}: {error} (in line {table.reader.line_num:,}). Mend the row "
-                "that begins there: a quotation mark may be missing."
+                f"data: {shown(file)}, line {number + 1:,}: {error} (in line {table.reader.line_num:,}). Fix the row "
+                f"that begins in line {number + 1:,}; a quotation mark may be missing."
             ) from None
 
 
@@ -126,7 +129,8 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise Refused(
-                f"data: {shown(file)} is no parquet file, or damaged after row {number:,} ({reason}). Give one that is."
+                f"data: {shown(file)} is not a parquet file, or is damaged after row {number:,} ({reason}). Give an "
+                "intact parquet file."
             ) from None
 
 
@@ -159,8 +163,8 @@ def _check_delimiter(names: Sequence[str], columns: Sequence[str], file: Path) -
         for character, typed in {"\t": "tab", ";": "';'", "|": "'|'"}.items():
             if character in names[0]:
                 raise Refused(
-                    f"data: {shown(file)} has one column, whose name is {shown(names[0])}: its cells seem to be "
-                    f"separated by another character. Type data=csv data.delimiter={typed}."
+                    f"data: {shown(file)} has a single column, named {shown(names[0])}, so another character seems to "
+                    f"separate its cells. Type data=csv data.delimiter={typed}."
                 )
 
 
@@ -170,4 +174,4 @@ def _check_columns(names: Sequence[str], columns: Sequence[str], file: Path) -> 
             known = ", ".join(f'"{shown(name)}"' for name in names[:8]) or "unnamed"
             raise Refused(f'data: {shown(file)} has no column "{column}"; its columns are {known}. Type one of them.')
         if names.count(column) > 1:
-            raise Refused(f'data: {shown(file)} has two columns "{column}". Rename one.')
+            raise Refused(f'data: {shown(file)} has two columns named "{column}". Rename one.')

@@ -25,6 +25,7 @@ from lowmem.data.sources.pieces import Cuts, batches, controls, ids_of, pieces, 
 from lowmem.data.sources.reading import UTF_8, ahead, between, blocks, cut_at, digests, is_text
 from lowmem.data.sources.source import Encoded, SplitName
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,12 +84,13 @@ class Corpus(StoredSource):
 
     def notes(self) -> list[str]:
         return [
-            f"data.on_error=skip: {count} of {len(getattr(self, split))} {split} files are left out."
+            f"data.on_error=skip: skipped {count:,} of {quantity(len(getattr(self, split)), f'{split} file')} "
+            "(not UTF-8 text)."
             for split, count in self.skipped.items()
             if count
         ] + [
-            f"data: the {split} text holds {count:,} control tokens of the tokenizer, written out: the model gets the "
-            "tokens, such as the end of a document, and not their letters."
+            f"data: the {split} text contains {quantity(count, 'control token')} of the tokenizer, spelled out. Each "
+            "is encoded as the token itself, such as end of text, and not as letters."
             for split, count in self.controls.items()
             if count
         ]
@@ -132,7 +134,7 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", 
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
         raise Refused(
-            f"data=stdlib: there are no .py files under {root}; this Python ships its library without sources. "
+            f"data=stdlib: there are no .py files under {root}, because this Python ships its library without sources. "
             "Type data=text data.path=<your text files>."
         )
     how = {"on_error": "replace", "packing": packing, "too_long": too_long, "bos": bos}
@@ -189,8 +191,8 @@ def find_files(
     """
     if isinstance(val_path, Mapping):  # the sources of data.val are read one by one
         raise Refused(
-            f"data.parts.<name>.val_path={dict(val_path)}: a part of a mixture has one validation set. Type one file "
-            "or folder."
+            f"data.parts.<name>.val_path={dict(val_path)}: each part of a mixture has one validation set. Type "
+            "one file or folder."
         )
     root, files = _files(path, pattern, "data.path", usable)
     if val_path is None:
@@ -201,18 +203,21 @@ def find_files(
     train = [f for f in files if f.resolve() not in held_out]
     if not train:
         raise Refused(
-            f"data.val_path={', '.join(map(shown, places))}: these are the files of data.path, so nothing is left to "
-            "train on. Give other files, or leave val_path out: data.val_fraction of the text is then held out."
+            f"data.val_path={', '.join(map(shown, places))}: this contains all files of data.path, so nothing is left "
+            "to train on. Give other files, or leave out data.val_path to hold out data.val_fraction of the text."
         )
     if len(train) < len(files):
-        log.info(f"data.val_path: of {len(files)} files of data.path {len(files) - len(train)} are validation only.")
+        log.info(
+            f"data.val_path: excluded {len(files) - len(train):,} of {quantity(len(files), 'file')} of data.path from "
+            "training (validation only)."
+        )
     return Files(root, train, sets[0])
 
 
 def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], list[Path]]) -> tuple[Path, list[Path]]:
     typed = f"{key}={shown(path)}"
     if not path.strip():
-        raise Refused(f"{key}=: it is empty. Type {key}=<a file or folder>, and {key}=. for this one.")
+        raise Refused(f"{key}=: the path is empty. Type {key}=<a file or folder>, or {key}=. for the current folder.")
     try:
         root = Path(os.path.expanduser(path)).resolve()
         if root.is_file():
@@ -229,7 +234,7 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
         raise Refused(f"{typed}: {reason}{place}. Give files and folders that you can read.") from None
     files = usable(files)
     if not files:
-        raise Refused(f"{typed}: there is no text in it. Give files that hold some.")
+        raise Refused(f"{typed}: there is no text in it. Give files that contain text.")
     return root, files
 
 
@@ -241,16 +246,20 @@ def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
         files = sorted(f for f in root.glob(pattern) if f.is_file())
     except (ValueError, NotImplementedError) as error:
         raise Refused(
-            f"data.pattern={pattern}: {str(error).rstrip('.')}. Type one below the folder, such as '**/*.md'."
+            f"data.pattern={pattern}: {str(error).rstrip('.')}. Type a pattern relative to the folder, such as "
+            "'**/*.md'."
         ) from None
     others = Counter(f.suffix for f in everything.difference(files))
-    kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an ending'}" for suffix, count in others.most_common(3))
+    kinds = ", ".join(f"{count:,} {shown(suffix) or 'without an extension'}" for suffix, count in others.most_common(3))
     likely = next((suffix for suffix, _ in others.most_common() if suffix.isprintable() and suffix), ".md")
     if not files:
-        others_are = f"; there are {kinds}" if others else ""
-        raise Refused(f"{typed}: no file there matches {pattern}{others_are}. Type data.pattern='**/*{likely}', say.")
+        others_are = f" (found: {kinds})" if others else ""
+        raise Refused(
+            f"{typed}: no file there matches data.pattern={pattern}{others_are}. Type, for example, "
+            f"data.pattern='**/*{likely}'."
+        )
     if others:
-        log.info(f"{typed}: data.pattern={pattern} passes over {others.total():,} other files ({kinds}).")
+        log.info(f"{typed}: data.pattern={pattern} skips {quantity(others.total(), 'other file')} ({kinds}).")
     return files
 
 
@@ -275,9 +284,9 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
     records = [f for f in files if f.suffix.lower() in RECORDS]
     if records and on_error == "refuse":
         raise Refused(
-            f"data: {shown(records[0])} holds records, and data=text reads plain text: the model would learn braces "
-            "and keys. Type data=jsonl, which reads their fields, or data.on_error=replace to take them as they are, "
-            "or data.on_error=skip to leave them out."
+            f"data: {shown(records[0])} contains records, but data=text reads plain text: the model would learn braces "
+            "and keys. Type data=jsonl to read the fields of records, data.on_error=replace to train on such files as "
+            "they are, or data.on_error=skip to leave them out."
         )
     return [f for f in files if on_error != "skip" or f not in records]
 
@@ -286,7 +295,9 @@ def split(root: Path, files: list[Path], val_fraction: float) -> Files:
     """Holds out full files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
     single file is both splits."""
     if not 0.0 < val_fraction < 1.0:
-        raise Refused(f"data.val_fraction={val_fraction}: give a share between 0 and 1, such as 0.05.")
+        raise Refused(
+            f"data.val_fraction={val_fraction}: type a fraction between 0 and 1, such as data.val_fraction=0.05."
+        )
     if len(files) == 1:
         return Files(root, files, files)
     order = sorted(files, key=lambda f: hashlib.sha256(_name(f, root)).digest())

@@ -288,7 +288,7 @@ def test_a_header_that_opens_a_thought_which_answers_lack_is_told(how):
     (one,) = chat.encode(made, [{"messages": PAIR}])
     assert made.decode(one.ids[one.learnt]) == (f"fine{END}sat{END}" if how == "all" else f"sat{END}")
     ((told, count),) = chat.remarks().items()
-    assert "its generation prompt ends with '<think>'" in told and count == (2 if how == "all" else 1)
+    assert "it ends with '<think>', which is not rendered before" in told and count == (2 if how == "all" else 1)
 
 
 THINKS = turns(  # writes thoughts behind the last question alone

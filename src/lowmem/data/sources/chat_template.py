@@ -209,8 +209,8 @@ class ChatTemplate:
         if same >= header:
             row.spans[i] = same, len(text)
             self.remarks[
-                f"answers that {self.name} begins differently in training than in generation: its generation prompt "
-                f"ends with {prompt[same:]!r}, which it does not render before existing answers"
+                f"answers that do not continue the generation prompt of {self.name}: it ends with {prompt[same:]!r}, "
+                "which is not rendered before existing answers"
             ] += 1
             return row
         asks, begin = prompt[header:], len(commonprefix([text, other]))

@@ -32,6 +32,7 @@ EVERY = {
     "plan_time": "counted times beside a stopwatch's",
     "published": "peaks that other projects measured on cards, beside the plan's",
     "plans": "what the planner chooses for known models and cards",
+    "capacity": "Llama-3.1-8B on cards of 141 to 4 GB: docs/capacity.svg",
     "reach": "the longest packed rows that a card has room for",
     "pages": "the tables of docs/, from what the others left",
 }

@@ -1,0 +1,123 @@
+"""Predicts what training all weights of Llama-3.1-8B needs, from plain mixed precision to a 4 GB card.
+
+python -m benchmarks.capacity            # about three minutes on two cores; nothing is downloaded or allocated.
+
+Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the result.
+
+The optimizer of masters runs on the host's CPU. To time it, the planner would measure the CPU that happens to be here;
+this benchmark takes the time of benchmarks/results/host_optimizer.json, which was measured with nothing beside it.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from unittest.mock import patch
+
+from benchmarks.runner import RESULTS, measure, medians, write
+from lowmem.system.units import GIB
+
+LLAMA = ["model=llama-3.1-8b", "seq_len=2048"]
+STREAMED = ["experiment=llama_8b_4gb"]  # it sets LLAMA, too
+ON_CARD = ["precision=bf16", "optim=adamw8bit", "optim.in_backward=true", "clip=null", "batch_size=1"]
+MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled"]
+# size of the card -> (its key in conf/gpu.yaml, or a bare size; the lines that are typed). Batches are the largest that
+# fit, but for the first two recipes, which lose nothing with one sequence, and for the preset as it is.
+RECIPES = {
+    "141 GB": ("h200", [*LLAMA, "precision=bf16", "batch_size=1"]),
+    "80 GB": ("h100", [*LLAMA, *ON_CARD]),
+    "24 GB": ("rtx4090", [*LLAMA, *MASTERS, "batch_size=8"]),
+    "12 GB": ("rtx3060", [*STREAMED, "batch_size=14"]),
+    "8 GB": ("8GiB", [*STREAMED, "batch_size=8"]),
+    "4 GB": ("4GiB", STREAMED),
+    "4 GB, with a drive": ("4GiB", [*STREAMED, "weights.drive=scratch", "batch_size=3"]),
+}
+STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
+PER = 10_000_000  # parameters, to which its milliseconds belong
+
+
+def row(name: str) -> dict:
+    """Predicts one recipe."""
+    from lowmem.config.cards import card
+    from lowmem.config.drives import FOLDER, space
+    from lowmem.config.settle import run_of
+    from lowmem.plan.cost import step_time, update_time
+    from lowmem.plan.cost.machine import machine
+    from lowmem.plan.job import resolved
+    from lowmem.plan.prediction import predict
+    from lowmem.plan.target import Target
+
+    on, lines = RECIPES[name]
+    # the rates of a drive in this machine would be measured
+    run = resolved(run_of([line.replace("=scratch", f"={FOLDER}") for line in lines]), on_card=True)
+    drive = space("200GB", run.drive_folder) if run.drive_folder else None
+    target = Target(on_card=True, card=card(on), drive=drive)
+    need = predict(run, target)
+    rates = machine(on_card=True, card=target.card, products=run.multiplies_in)
+    with patch.object(step_time, "pace_of_update", pace(update_time.counted)):
+        window = step_time.of_trace(rates, run, need.trace)
+    tokens = run.windows.largest * run.batch_size * run.seq_len
+    return {
+        "overrides": lines,
+        "card": on,
+        "card_bytes": need.device_need,
+        "card_size_bytes": target.device_memory,
+        "tensor_bytes_by_category": dict(need.by_category),
+        "host_bytes": need.host_need(target.device_memory),
+        "drive_bytes": need.drive,
+        "parameters": need.parameters,
+        "tokens_per_step": tokens,
+        "seconds_per_1000_tokens": 1000 * window.seconds / tokens,
+        "of_them_passes": 1000 * window.passes / tokens,
+        "fits": need.fits(target),
+    }
+
+
+def pace(counted: Callable) -> Callable:
+    """Returns a stand-in for `pace_of_update`, which brings a counted update to the stored milliseconds."""
+    from lowmem.plan.cost.update_time import MATRIX
+
+    stored = json.loads((RESULTS / "host_optimizer.json").read_text())["rounds"]
+    seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000 * MATRIX[0] * MATRIX[1] / PER
+    return lambda machine, run: seconds / counted(machine, run)
+
+
+def table(results: dict) -> str:
+    lines = [
+        "Predicted by the planner; none of these recipes has been run on a card. Each optimizer step has one "
+        "micro-batch of `batch_size` sequences of 2,048 tokens. *card GiB* is the size of the smallest card that the "
+        "recipe works on, CUDA context included. *host GiB* is the peak resident memory of the process.",
+        "",
+        "Assumptions: two cores of the host run the optimizer of masters, in the time that [was measured on an AMD "
+        "EPYC](host_optimizer.md). A drive reads 3.5 GB/s and writes 1.5 GB/s. A card with a bare size is as fast as "
+        "an RTX 3060.",
+        "",
+        "| card | what is typed after `python train.py` | card GiB | host GiB | drive GiB | s per 1,000 tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (need,) in results.items():
+        sizes = [f"{need[key] / GIB:.1f}" for key in ("card_bytes", "host_bytes", "drive_bytes")]
+        typed = f"`{' '.join(need['overrides'])}`"
+        cells = [f"{name} ({need['card']})", typed, *sizes, f"{need['seconds_per_1000_tokens']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", help="predict one recipe in this process")
+    parser.add_argument("--table", action="store_true", help="write the table of the stored results again")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(options.row)), flush=True)
+        return
+    if options.table:
+        results = json.loads((RESULTS / "capacity.json").read_text())["rounds"]
+    else:
+        results = measure({name: ["-m", "benchmarks.capacity", "--row", name] for name in RECIPES}, 1)
+    if too_large := [name for name, (need,) in results.items() if not need["fits"]]:
+        raise SystemExit(f"does not fit: {', '.join(too_large)}")
+    write("capacity", {"rounds": results}, table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -34,6 +34,7 @@ EVERY = {
     "plans": "what the planner chooses for known models and cards",
     "capacity": "Llama-3.1-8B on cards of 141 to 4 GB: docs/capacity.svg",
     "reach": "the longest packed rows that a card has room for",
+    "pictures": "the drawn pictures of docs/, from what the others left",
     "pages": "the tables of docs/, from what the others left",
 }
 

@@ -124,8 +124,8 @@ def test_named_tensors_move_and_join():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (PAIRS[1:], "is a mean over pairs and needs a Pairs"),
-        (PAIRS[:1], "is a mean over tokens and needs a MicroBatch"),
+        (PAIRS[1:], "averages over pairs and needs a Pairs"),
+        (PAIRS[:1], "averages over tokens and needs a MicroBatch"),
     ],
 )
 def test_a_loss_of_other_data_is_refused(overrides, words, config):

@@ -198,9 +198,9 @@ def test_half_a_checkpoint_is_evaluated_and_exported_whole(fit, precision):
 
 
 def test_patterns_that_cannot_be_meant_are_refused(fit):
-    with pytest.raises(Refused, match=r"no parameter of GPT2LMHeadModel has a name like \*\.embed\..*transformer\.wte"):
+    with pytest.raises(Refused, match=r"no parameter name of GPT2LMHeadModel matches \*\.embed\..*transformer\.wte"):
         fit("freeze=[*.embed.*]")
-    with pytest.raises(Refused, match=r"freeze=\['\*'\]: nothing is left to train"):
+    with pytest.raises(Refused, match=r"freeze=\['\*'\]: .*nothing is left to train"):
         fit("freeze=['*']")
 
 

@@ -192,4 +192,4 @@ def test_an_error_in_the_time_of_a_step_ends_no_run(fit, monkeypatch, tmp_path, 
     caplog.set_level("INFO")
     summary, _ = fit("plan=check", "max_steps=16")
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
-    assert "How long a step takes is not known: division by zero" in caplog.text
+    assert "The time per step is not known: division by zero" in caplog.text

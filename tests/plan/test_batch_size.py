@@ -62,7 +62,7 @@ def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
 @pytest.mark.process
 def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
-    with pytest.raises(Refused, match=r"the try with batch_size=\d+ failed"):
+    with pytest.raises(Refused, match=r"the trial with batch_size=\d+ failed"):
         batch_size.resolve(cfg)
 
 

@@ -190,9 +190,9 @@ def test_the_end_of_a_small_text_is_counted_in_sequences(config, caplog, tmp_pat
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")
-    assert re.search(r"has \d sequences?, so .* Type data\.val_fraction=", told_of_few(config, caplog, *text)[0])
+    assert re.search(r"has only \d sequences?, so .* Type data\.val_fraction=", told_of_few(config, caplog, *text)[0])
     (told,) = told_of_few(config, caplog, *text, f"data.val_path={tmp_path / 'b.txt'}")
-    assert told.endswith("Give more of them.")
+    assert told.endswith("Add more validation data.")
 
 
 def test_an_export_tells_nothing_of_its_validation(config, caplog, tmp_path):

@@ -113,7 +113,7 @@ def test_a_block_that_branches_on_its_numbers_is_refused():
 
     model = nn.Sequential(Branches()).train()
     compile_blocks(model, "aot_eager")
-    with pytest.raises(Refused, match=r"compile=blocks: torch.compile gives up on Branches .*Type compile=none"):
+    with pytest.raises(Refused, match=r"compile=blocks: torch.compile failed on Branches .*Type compile=none"):
         model(torch.ones(3, requires_grad=True))
 
 

@@ -235,7 +235,7 @@ def test_a_part_that_is_another_function_in_slices_is_refused_by_name(other):
 
 
 def test_a_model_that_cannot_be_cut_is_refused():
-    with pytest.raises(Refused, match="no part of the blocks of OPTForCausalLM"):
+    with pytest.raises(Refused, match="no module in the blocks of OPTForCausalLM"):
         asked(shaped("opt", layers=2))
     with pytest.raises(Refused, match="Linear has no list of blocks"):
         Tiles(nn.Linear(2, 2), 2)

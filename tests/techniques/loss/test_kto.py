@@ -135,7 +135,7 @@ def test_figures_are_means_over_their_own_answers():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"beta": 0}, "loss.beta=0: nothing would be learnt"),
+        ({"beta": 0}, "loss.beta=0: the model would learn nothing"),
         ({"desirable_weight": -1}, "loss.desirable_weight=-1: give a number"),
         ({"undesirable_weight": "x"}, "loss.undesirable_weight=x: give a number"),
         ({"desirable_weight": 0, "undesirable_weight": 0}, "loss.desirable_weight=0, loss.undesirable_weight=0: the"),

@@ -129,9 +129,9 @@ def test_at_the_reference_the_loss_is_log_2_and_exchanging_answers_changes_the_s
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: preference.DPO(beta=0), "loss.beta=0: nothing would be learnt"),
+        (lambda: preference.DPO(beta=0), "loss.beta=0: the model would learn nothing"),
         (lambda: preference.DPO(beta="x"), "loss.beta=x: give a number"),
-        (lambda: preference.DPO(label_smoothing=0.5), "loss.label_smoothing=0.5: from half"),
+        (lambda: preference.DPO(label_smoothing=0.5), "loss.label_smoothing=0.5: from 0.5 on"),
         (lambda: preference.SimPO(gamma=-1), "loss.gamma=-1: give a number"),
         (lambda: preference.IPO(columns=0), "loss.columns=0"),
     ],

@@ -81,8 +81,8 @@ class Machine:
         if name not in self.flops:
             raise Refused(
                 f"The speed of {self.name} is known for {', '.join(self.flops)}, but this run multiplies matrices in "
-                f"{name}, so its time cannot be predicted. To predict its memory alone, type plan=check, or "
-                "search=false to plan.py."
+                f"{name}, so its time cannot be predicted. To predict its memory alone, type plan=check, or add "
+                "search=false to python plan.py."
             )
         return self.flops[name]
 

@@ -265,20 +265,20 @@ def depth_and_period(run: Run) -> tuple[int, int]:
     if strategy.overlaps_micro_batches or strategy.package:
         raise Refused(
             "strategy: a search extrapolates from traces of a few blocks, and this strategy shards a few blocks "
-            "differently from the full model. Type search=false to plan.py to predict one run at a time."
+            "differently from the full model. To predict one run at a time, add search=false to python plan.py."
         )
     depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
     turn = period(kinds) if kinds else 1
     if not depth or turn is None:
         raise Refused(
             f"model.name={run.model.name}: a search extrapolates from traces of a few blocks, so all blocks must be "
-            "equal or their kinds must repeat in a fixed order; the blocks of this model do not. Type search=false to "
-            "plan.py to predict one run at a time."
+            "equal or their kinds must repeat in a fixed order; the blocks of this model do not. To predict one run "
+            "at a time, add search=false to python plan.py."
         )
     if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, turn):
         raise Refused(
             "freeze=, adapter.target=: a search extrapolates from traces of a few blocks, and here some blocks are "
-            "frozen or adapted and others are not. Type search=false to plan.py to predict one run at a time."
+            "frozen or adapted and others are not. To predict one run at a time, add search=false to python plan.py."
         )
     return depth, turn
 

@@ -44,8 +44,8 @@ def _trace(run: Run, derivation: Derivation, todo: deque[Needed], processes: int
             raise
         except Exception as error:
             raise Refused(
-                f"model.name={run.model.name}: a search needs traces of the model, and {untraceable(error)} Type "
-                "search=false to plan.py for an estimate of one run."
+                f"model.name={run.model.name}: a search needs traces of the model, and {untraceable(error)} For an "
+                "estimate of one run, add search=false to python plan.py."
             ) from None
         done()
         if not announced and (seconds := (time.perf_counter() - start) * len(todo) / processes) > WAIT:

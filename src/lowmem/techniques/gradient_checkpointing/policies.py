@@ -39,7 +39,7 @@ def every_k(model: nn.Module, k: int) -> None:
     """Every k-th block keeps only its input: n / k boundaries and the interior of k blocks."""
     if not isinstance(k, int) or k < 1:
         raise Refused(
-            f"gradient_checkpointing.k={k}: a segment needs at least 1 block. Type a whole number of at least 1."
+            f"gradient_checkpointing.k={k}: a segment needs at least 1 block. Give a whole number of at least 1."
         )
     stack = blocks(model)
     for start in range(0, len(stack), k):
@@ -87,7 +87,7 @@ def budget(model: nn.Module, fraction: float, backend: str) -> None:
         backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
     """
     if not 0 <= fraction <= 1:
-        raise Refused(f"gradient_checkpointing.fraction={fraction}: type a number between 0 and 1.")
+        raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
 
     choosing = within_budget(fraction, backend)
     torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of recompilations

@@ -109,7 +109,7 @@ class Chunked(Loss):
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise Refused(f"loss.rows={rows}: type a whole number of tokens, at least 1, such as loss.rows=1024.")
+            raise Refused(f"loss.rows={rows}: give a whole number of tokens, at least 1, such as loss.rows=1024.")
         self.rows = rows
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:

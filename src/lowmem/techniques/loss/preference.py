@@ -239,20 +239,20 @@ def _logistic(margin: Tensor, smoothing: float = 0.0) -> Tensor:
 
 def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise Refused(f"loss.{key}={value}: type a number of at least 0.")
+        raise Refused(f"loss.{key}={value}: give a number of at least 0.")
     return float(value)
 
 
 def _positive(key: str, value: object) -> float:
     if _number(key, value) == 0:
-        raise Refused(f"loss.{key}={value}: the model would learn nothing. Type a number above 0, such as 0.1.")
+        raise Refused(f"loss.{key}={value}: the model would learn nothing. Give a number above 0, such as 0.1.")
     return float(value)
 
 
 def _below_half(value: object) -> float:
     if _number("label_smoothing", value) >= 0.5:
         raise Refused(
-            f"loss.label_smoothing={value}: from 0.5 on, the loss would prefer the rejected answers. Type a number "
+            f"loss.label_smoothing={value}: from 0.5 on, the loss would prefer the rejected answers. Give a number "
             "below 0.5."
         )
     return float(value)

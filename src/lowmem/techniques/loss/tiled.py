@@ -30,7 +30,7 @@ class Tiled(Loss):
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
             raise Refused(
-                f"loss.columns={columns}: type a whole number of vocabulary entries, at least 1, such as "
+                f"loss.columns={columns}: give a whole number of vocabulary entries, at least 1, such as "
                 "loss.columns=4096."
             )
         self.columns = columns

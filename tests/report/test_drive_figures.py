@@ -30,7 +30,7 @@ def test_a_run_with_a_drive_shows_its_bytes_and_rates_everywhere(fit, tmp_path, 
     assert shown == found["drive"] and shown["bytes"] > 0
     assert shown["read_bytes_per_step"] > 0 and shown["written_gb_per_second"] > 0
     (said,) = [line for line in caplog.messages if line.startswith(f"weights.drive={tmp_path / 'drive'}: ")]
-    assert ("direct access, past" in said) == shown["direct"] != ("buffered" in said)
+    assert ("direct I/O" in said) == shown["direct"] != ("buffered" in said)
     rates = {f"drive_{way}_gb_per_second" for way in drive_figures.WAYS}
     assert all(float(columns(run / "metrics.csv")[rate][0]) > 0 for rate in rates)
     assert logged >= {"memory/drive_gib", "memory/drive_read_gib", "memory/drive_written_gib"}
@@ -88,7 +88,7 @@ def test_the_table_says_the_wear_and_what_is_not_known():
     assert not list(drive_figures.lines(None))
 
 
-@pytest.mark.parametrize(("direct", "says"), [(True, "direct access, past"), (False, "direct access is refused here")])
+@pytest.mark.parametrize(("direct", "says"), [(True, "direct I/O"), (False, "refuses direct I/O")])
 def test_the_log_says_how_the_drive_is_accessed(caplog, direct, says):
     with caplog.at_level("INFO", logger="lowmem"):
         drive_figures.log_access(SimpleNamespace(folder="scratch", direct=direct))

@@ -38,7 +38,10 @@ FORMS = [
     BAR,
     rf"evaluating {BAR}",
 ]
-OF_WANDB = [r"W&B: no API key, so this run is recorded offline; `wandb sync <run", r"folder>/wandb/\*` uploads it\."]
+OF_WANDB = [
+    r"W&B: no API key, so this run is logged offline\. Upload it with `wandb",
+    r"sync <run folder>/wandb/offline-run-\*`\.",
+]
 
 
 @pytest.fixture

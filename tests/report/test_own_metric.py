@@ -92,7 +92,7 @@ def test_what_it_draws_is_the_same_on_every_rank(fit, monkeypatch):
         ("raises", r"it raised KeyError \('my own'\)"),
         ("a_list", "it gave '\\[1\\]'"),
         ("taken", "val_loss"),
-        ("two_lines", "names with a number"),
+        ("two_lines", "a dict of numbers"),
     ],
 )
 def test_what_it_does_wrong_is_a_sentence_before_the_first_step(fit, function, says):

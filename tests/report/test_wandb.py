@@ -184,7 +184,8 @@ def test_a_run_is_quiet_but_for_the_line_that_says_where_it_is(no_account, comma
     code, said = command("logger=wandb", "max_steps=1")
     assert code == 0 and "wandb:" not in said  # how W&B begins its own lines
     own = [line for line in said.splitlines() if "wandb" in line]
-    assert len(own) == 2 and "recorded offline; `wandb sync" in own[0] and own[1].startswith(f"wrote {tmp_path}/run/: ")
+    assert len(own) == 2 and "logged offline. Upload it with `wandb sync" in own[0]
+    assert own[1].startswith(f"wrote {tmp_path}/run/: ")
 
 
 @pytest.mark.process

@@ -16,10 +16,13 @@ def log_access(drive: Drive | None) -> None:
     """Logs where a drive is and how it is accessed."""
     if drive is None:
         return
-    how = "direct access, past the system's page cache"
+    how = "direct I/O, which bypasses the page cache"
     if not drive.direct:
-        how = "buffered access, since direct access is refused here. The page cache takes memory, and tmpfs is memory"
-    log.info(f"weights.drive={drive.folder}: {how}. metrics.csv has the rates of reading and writing.")
+        how = (
+            "buffered I/O, because the file system refuses direct I/O. The page cache uses host memory, and so does "
+            "tmpfs"
+        )
+    log.info(f"weights.drive={drive.folder}: {how}. metrics.csv has the read and write rates.")
 
 
 def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None) -> dict | None:

@@ -68,16 +68,16 @@ def load(folder: Path) -> RunFolder:
 def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
     """Returns the status and its reason. A living run holds its folder's lock, which other machines may not see."""
     if locked:
-        return "running", "no summary yet"
+        return "running", "no summary.json yet"
     if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
-        return "broken", "it ended without a summary"
+        return "broken", "the process ended without a summary.json"
     try:
         quiet = time.time() - max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
     except OSError as error:
-        return "unknown", f"its folder cannot be listed ({error.strerror})"
+        return "unknown", f"the folder cannot be listed ({error.strerror})"
     if quiet < QUIET:
-        return "running", "no summary yet"
-    return "unknown", f"no write for {duration(quiet)}; it may run on another machine"
+        return "running", "no summary.json yet"
+    return "unknown", f"no file changed for {duration(quiet)}; it may be running on another machine"
 
 
 def runs_below(folder: Path) -> list[RunFolder]:
@@ -87,16 +87,16 @@ def runs_below(folder: Path) -> list[RunFolder]:
         Refused: there are none.
     """
     if not folder.exists():
-        raise Refused(f"{folder}: there is no such folder. Runs are under outputs/ and multirun/.")
+        raise Refused(f"{folder}: this folder does not exist. Runs are in outputs/ and multirun/.")
     if not folder.is_dir():
-        raise Refused(f"{folder}: this is a file. Give the folder of a run, or one with runs in it.")
+        raise Refused(f"{folder}: this is a file. Give the folder of a run, or a folder that contains runs.")
     if _is_run(folder):
         return [load(folder)]
     below = sorted((path.parent for path in folder.rglob(".hydra") if path.is_dir()), key=_order)
     below += sorted({path.parent for path in folder.rglob("summary.json")} - set(below), key=_order)
     runs = [load(path) for path in below if _is_run(path)]
     if not runs:
-        raise Refused(f"{folder}: no run of train.py is here or below. A run's folder has a summary.json or a .hydra.")
+        raise Refused(f"{folder}: this folder contains no run of train.py (a folder with summary.json or .hydra).")
     return runs
 
 
@@ -253,7 +253,7 @@ def lines_of(file: Path) -> list[str]:
     except (ValueError, yaml.YAMLError):
         lines = None
     if not isinstance(lines, list):
-        raise Refused(f"{file} is damaged: it should list the typed lines. Delete it, and type the lines again.")
+        raise Refused(f"{file} is damaged: it should list the overrides. Delete it, and type the overrides again.")
     return list(map(str, lines))
 
 

@@ -46,26 +46,28 @@ def tell_commands(
 def tell_folders(run: Run, output_dir: Path) -> None:
     """Logs if a run is resumed in a new folder, and where `export=` writes."""
     if run.export is not None:
-        instead = ", in place of the one that is there" if (output_dir / "model").exists() else ""
+        instead = " and replaces the old one" if (output_dir / "model").exists() else ""
         log.info(f"export={run.export}: writes {_shown(output_dir / 'model')}{instead}.")
     if run.resume in (None, "auto"):
         return
     named = Path(run.resume).expanduser().resolve()
     if output_dir.resolve() not in (named, *named.parents):
-        log.info(f"resume={run.resume}: goes on in a new folder, {_shown(output_dir)}. The old one stays as it is.")
+        log.info(
+            f"resume={run.resume}: continues in a new folder, {_shown(output_dir)}. The old folder is not changed."
+        )
 
 
 def tell_lr(run: Run) -> None:
     """Logs if an adapter of a published model has the step size that the model's own weights want."""
     if run.any("freezes_base") and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
-            f"lr={run.lr} suits a training of all weights. An adapter wants ten times as much or more: with AdamW "
-            "lr=2e-4."
+            f"lr={run.lr} is meant for training all weights. Adapters need a learning rate ten times as high or more: "
+            "with AdamW, type lr=2e-4."
         )
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs if the run ends in its warm-up, or if it resumes another one whose schedule differs. Args: resumed: the
+    """Logs if the run ends in its warmup, or if it resumes another one whose schedule differs. Args: resumed: the
     setting that named the other run, its steps, and the learning rate that its next step would have had."""
     schedule, last = preview(instantiate(run.scheduler), run.optim.arguments.get("lr", run.lr)), run.max_steps - 1
     if schedule is None:
@@ -73,9 +75,10 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
     if schedule.warm_up > max(last, 1):
         longer = schedule.warm_up > run.max_steps
         log.info(
-            f"The warm-up of {schedule.warm_up} steps is {'longer than' if longer else 'as long as'} this run of "
-            f"{run.max_steps}: lr {'ends at' if longer else 'reaches'} {schedule.at(last):.3g}"
-            f"{f', below lr={run.lr:g}' if longer else ' at its last step'}. Type scheduler.warmup=0.03."
+            f"The warmup of {schedule.warm_up} steps is {'longer than' if longer else 'as long as'} this run "
+            f"(max_steps={run.max_steps}): the learning rate {'ends at' if longer else 'reaches'} "
+            f"{schedule.at(last):.3g}{f', below lr={run.lr:g}' if longer else ' only in the last step'}. "
+            "Type scheduler.warmup=0.03."
         )
     if resumed is None:
         return
@@ -83,9 +86,9 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
     now = schedule.at(steps)
     if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # else it stays as it was typed
         log.info(
-            f"{asked}: lr is {now:.3g} from step {steps + 1} on, and was {before:.3g} there, since another max_steps=, "
-            f"epochs=, lr= or scheduler= changes the schedule. Type scheduler=constant scheduler.warmup=0 "
-            f"lr={before or now / 10:.2g} for one rate until the end."
+            f"{asked}: the learning rate of step {steps + 1} is {now:.3g} and would have been {before:.3g} in that "
+            "run, because a different max_steps=, epochs=, lr= or scheduler= changes the schedule. For a constant "
+            f"learning rate, type scheduler=constant scheduler.warmup=0 lr={before or now / 10:.2g}."
         )
 
 
@@ -93,8 +96,8 @@ def tell_compilation(run: Run) -> None:
     """Logs why nothing happens in the first step of an optimizer that is compiled."""
     if run.technique("optim").generates_code:
         log.info(
-            "optim: the first step compiles this optimizer for each shape of a weight, some 3 to 5 s each: half a "
-            "minute for the 7 shapes of a Llama, more on a busy machine. A later run finds most of it in a cache."
+            "optim: the first step compiles this optimizer once per weight shape, which takes 3 to 5 s each (about 30 "
+            "s for the 7 shapes of a Llama, longer on a busy machine). Later runs use the compile cache."
         )
 
 

@@ -137,7 +137,7 @@ class Metrics(Callback):
             self._logged_duration = True
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
-                tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training are left.")
+                tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training left.")
         device, size = self.meter.peak_bytes["device"], self.meter.size
         peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # device is None: not measured
         share = f" ({share})" if (share := share_of_limit(device, size)) else ""

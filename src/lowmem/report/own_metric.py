@@ -40,16 +40,16 @@ class OwnMetric(Callback):
             if out_of_memory(error):
                 raise
             raise Refused(
-                f"metric={self.name}: it raised {type(error).__name__} ({error}). Correct it, or type metric=null; "
-                "debug=true shows where it failed."
+                f"metric={self.name}: the function raised {type(error).__name__} ({error}). Fix it or type "
+                "metric=null; debug=true prints the traceback."
             ) from error
         finally:
             for p, required in requires_grad.items():  # a metric may have frozen all of them
                 p.requires_grad_(required)
         if not isinstance(values, Mapping) or not all(map(_is_figure, values.items())):
             raise Refused(
-                f"metric={self.name}: it gave {str(values)[:80]!r}; it must give names with a number each, such as "
-                f"{{'accuracy': 0.5}}. The columns of metrics.csv are taken: {', '.join(COLUMNS)}."
+                f"metric={self.name}: the function returned {str(values)[:80]!r}, but must return a dict of numbers, "
+                f"such as {{'accuracy': 0.5}}. These columns of metrics.csv are reserved: {', '.join(COLUMNS)}."
             )
         return {name: float(value) for name, value in values.items()}
 

@@ -145,7 +145,7 @@ def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
 
 def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str, int]) -> None:
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in OF_CATEGORY.items()]
-    _head(axes, "inside one optimizer step: live tensors on the device side", patches)
+    _head(axes, "inside one optimizer step: live tensors on the device", patches)
     if not timeline:
         axes.text(0.5, 0.5, "not sampled", ha="center", transform=axes.transAxes)
         return
@@ -163,7 +163,7 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
         arrowprops={"arrowstyle": "->", "color": INK},
     )
     _mark_phases(axes, timeline)
-    axes.set(xlabel="allocations and releases, in order", xlim=(0, max(1, len(timeline) - 1)), ylim=(0, 1.3 * peak))
+    axes.set(xlabel="allocations and frees, in order", xlim=(0, max(1, len(timeline) - 1)), ylim=(0, 1.3 * peak))
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
@@ -193,7 +193,7 @@ def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int])
         _line(axes, rows, "held_bytes", size, "-", "weights, gradients, optimizer state")
     _line(axes, rows, "allocated_peak_bytes", size, "-", "allocated by CUDA")
     _line(axes, rows, "reserved_peak_bytes", size, "--", "reserved by CUDA")
-    _head(axes, "over the run: the device side, highest of each step", axes.get_legend_handles_labels()[0])
+    _head(axes, "over the run: device memory, peak of each step", axes.get_legend_handles_labels()[0])
     axes.set_ylim(bottom=0)
 
 
@@ -208,7 +208,7 @@ def _peaks(rows: Iterable[dict]) -> dict[int, dict]:
 
 
 def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
-    axes.set_title("over the run: the process's resident memory, libraries included", fontsize=11)
+    axes.set_title("over the run: resident host memory of the process, libraries included", fontsize=11)
     _line(axes, rows, "rss_peak_bytes", size, "-", "")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
@@ -218,7 +218,7 @@ def _of_the_drive(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int], 
     _line(axes, rows, "drive_bytes", size, "-", "stored")
     for way, style in zip(drive_figures.WAYS, ("--", ":"), strict=True):
         _line(axes, rows, f"drive_{way}_bytes", size, style, f"{way}, {drive_figures.rate(figures, way)}")
-    _head(axes, "over the run: the drive, and what each step moves", axes.get_legend_handles_labels()[0])
+    _head(axes, "over the run: bytes on the drive, and read and written per step", axes.get_legend_handles_labels()[0])
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
 
@@ -238,7 +238,7 @@ def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, 
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high
-    label = f"the device's limit: {limit / name[0]:,.4g} {name[1]}, of which {highest} % were used"
+    label = f"device limit: {limit / name[0]:,.4g} {name[1]} ({highest} % used)"
     if near:
         axes.set_ylim(low, max(high, 1.12 * at))
         axes.axhline(at, color=LIMIT, linestyle="--", linewidth=1)

@@ -102,11 +102,11 @@ def prompts(setting: list | str) -> list[Prompt]:
     for number, prompt in enumerate(listed, start=1):
         if not (_is_text(prompt) or _is_messages(prompt)):
             raise Refused(
-                f"sample_prompts: number {number} is no prompt ({json.dumps(prompt)[:60]}). Give texts, or in a .jsonl "
-                '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]} in each line.'
+                f"sample_prompts: entry {number} is not a prompt ({json.dumps(prompt)[:60]}). Give texts, or a .jsonl "
+                'file with {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]} in each line.'
             )
     if not listed:
-        raise Refused(f"sample_prompts={setting}: it has no prompt. Type some, such as sample_prompts=[a,b].")
+        raise Refused(f"sample_prompts={setting}: there are no prompts. Type, for example, sample_prompts=[a,b].")
     return listed
 
 
@@ -126,15 +126,17 @@ def _read(file: Path) -> list:
             return [_of_json(line, number, file) for number, line in numbered(file)]
         lines = file.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text in utf-8"
-        raise Refused(f"sample_prompts={file}: it cannot be read ({why}). Give a file, or a list: [a,b].") from None
+        why = getattr(error, "strerror", None) or "it is not valid UTF-8"
+        raise Refused(
+            f"sample_prompts={file}: the file cannot be read ({why}). Give another file, or a list such as [a,b]."
+        ) from None
     return [line.removesuffix("\r") for line in lines if line.strip()]
 
 
 def _of_json(line: bytes, number: int, file: Path) -> object:
     record = value_of(line)
     if isinstance(record, BadRecord):
-        raise Refused(f"sample_prompts: {file.name}, line {number}: {record}. Mend it.")
+        raise Refused(f"sample_prompts: {file.name}, line {number}: {record}. Fix this line.")
     return record.get("prompt", record.get("messages")) if isinstance(record, dict) else record
 
 

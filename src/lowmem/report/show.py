@@ -39,10 +39,10 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
     blocks = []
     for number, index in enumerate(train.between(START, Position(0, count)), 1):
         for name, row in rows_of(rows, index).items():
-            learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learnt"
+            learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learned"
             title = f"{HEAD} sequence {number} of {len(rows):,}{name}: {learnt} {HEAD}"
             blocks.append(f"{title}\n{written(row, tokenizer, marks)}\n")
-    return "\n".join([*blocks, *counts(rows), f"Learnt text is {'green' if colour else 'in [ ]'}."])
+    return "\n".join([*blocks, *counts(rows), f"Learned text (with a label) is {'green' if colour else 'in [ ]'}."])
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
@@ -82,7 +82,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
             yield from counts(source, source_name)
         yield f"{name}: {'; '.join(rows.describe())}."
     elif isinstance(rows, Drawn):
-        yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,}, drawn and of no text."
+        yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,} random tokens."
     else:
         yield f"{name}: {'; '.join(_phrases(rows, rows.split))}."
 
@@ -91,11 +91,11 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
     documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # one without tokens stands for no answer
-    phrases = [f"{documents:,} documents", f"{tokens:,} tokens, {learnt / tokens:.0%} of them learnt"]
-    phrases.append(f"{len(rows):,} sequences of {rows.seq_len:,}")
+    phrases = [f"{documents:,} documents", f"{tokens:,} tokens ({learnt / tokens:.0%} learned)"]
+    phrases.append(f"{len(rows):,} sequences of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
         phrases.append(f"{rows.report['fill']:.1%} filled")
-    left_out = {"cut": "cut", "too_long": "longer than that and dropped", "nothing_to_learn": "with nothing to learn"}
+    left_out = {"cut": "truncated", "too_long": "too long and dropped", "nothing_to_learn": "without a learned token"}
     phrases += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
     return phrases
 
@@ -114,7 +114,7 @@ def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str]
             text, marked = text + marks[0], True
         text += _visible(piece)
     text += marks[1] * marked
-    return text + (f"\n({row.padding:,} tokens of padding)" if row.padding else "")
+    return text + (f"\n({row.padding:,} padding tokens)" if row.padding else "")
 
 
 def pieces(

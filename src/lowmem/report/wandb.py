@@ -44,7 +44,7 @@ def logger(  # noqa: PLR0913
         run_id: of the W&B run that this one continues; None starts a new one.
     """
     if find_spec("wandb") is None:
-        log.info("wandb is not installed: the curves are in metrics.csv and memory.csv alone.")
+        log.info("wandb is not installed: metrics are only written to metrics.csv and memory.csv.")
         return None
     import wandb
     from lightning.pytorch.loggers import WandbLogger
@@ -117,7 +117,7 @@ def _mode(folder: Path) -> str:
         why = f"{url} does not answer"
     else:
         return "online"
-    log.info(f"W&B: {why}, so this run is recorded offline; `{_upload(folder)}` uploads it.")
+    log.info(f"W&B: {why}, so this run is logged offline. Upload it with `{_upload(folder)}`.")
     return "offline"
 
 

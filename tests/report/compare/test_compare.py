@@ -27,7 +27,7 @@ def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
     reasons = dict(re.findall(r"^(\d) \w+: (.*)$", said, re.MULTILINE))
     assert reasons.keys() == {*"3456"}
     assert "ZeroDivisionError" in reasons["3"] and "summary.json cannot be read (JSONDecodeError" in reasons["4"]
-    assert "ended without a summary" in reasons["5"] and "no summary yet" in reasons["6"]
+    assert "ended without a summary" in reasons["5"] and "no summary.json yet" in reasons["6"]
     with (sweep / "comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == [table[str(n)] for n in range(7)]
@@ -81,10 +81,10 @@ def test_a_drive_is_listed_where_a_run_has_one(tmp_path, capsys):
     ("make", "says"),
     [
         (lambda at: None, "there is no such folder"),
-        (lambda at: at.mkdir(), "no run of train.py is here or below"),
+        (lambda at: at.mkdir(), "contains no run of train.py"),
         (lambda at: at.write_text("x"), "this is a file"),
-        (lambda at: (at / "checkpoint-500").mkdir(parents=True), "no run of train.py is here or below"),
-        (lambda at: (at / ".hydra").mkdir(parents=True), "no run of train.py is here or below"),  # another Hydra tool
+        (lambda at: (at / "checkpoint-500").mkdir(parents=True), "contains no run of train.py"),
+        (lambda at: (at / ".hydra").mkdir(parents=True), "contains no run of train.py"),  # another Hydra tool
     ],
 )
 def test_what_cannot_be_compared_is_said(tmp_path, make, says):
@@ -182,16 +182,16 @@ def test_a_run_whose_process_lives_is_running_however_long_it_has_not_written(si
     written_here(silent)
     handle = os.open(silent, os.O_RDONLY)
     assert folder_locks.lock(handle)
-    assert status(silent, capsys) == "silent running: no summary yet"
+    assert status(silent, capsys) == "silent running: no summary.json yet"
     os.close(handle)
-    assert status(silent, capsys) == "silent broken: it ended without a summary"
+    assert status(silent, capsys) == "silent broken: the process ended without a summary.json"
 
 
 def test_a_run_of_another_machine_is_judged_by_its_last_write_and_never_called_broken(silent, capsys):
-    said = "silent unknown: no write for 1 h 0 min; it may run on another machine"
+    said = "silent unknown: no file changed for 1 h 0 min; it may be running on another machine"
     assert status(silent, capsys) == said
     (silent / "metrics.csv").touch()
-    assert status(silent, capsys) == "silent running: no summary yet"
+    assert status(silent, capsys) == "silent running: no summary.json yet"
 
 
 def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, capsys, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent
 
     written_here(silent)
     monkeypatch.setattr(folder_locks.fcntl, "flock", unsupported)
-    assert status(silent, capsys).startswith("silent unknown: no write for 1 h 0 min")
+    assert status(silent, capsys).startswith("silent unknown: no file changed for 1 h 0 min")
 
 
 def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
@@ -217,7 +217,7 @@ def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp
     compare.main([str(done), str(silent), "--to", str(tmp_path)])
     said = capsys.readouterr().out
     assert re.search(r"^done .* done$", said, re.MULTILINE)
-    assert "silent unknown: its folder cannot be listed (Permission denied)" in said
+    assert "silent unknown: the folder cannot be listed (Permission denied)" in said
 
 
 def test_learned_tokens_have_a_rate_and_an_axis_where_some_tokens_are_not_learned(tmp_path, capsys):

@@ -97,7 +97,7 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
     return _figure(
         [dots] if at else [],
         "",
-        xaxis={"title": "% above (+) or below (-)", "rangemode": "tozero", "zeroline": True},
+        xaxis={"title": "predicted minus measured, % of measured", "rangemode": "tozero", "zeroline": True},
         yaxis=rows,
     )
 
@@ -128,7 +128,7 @@ def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
     at = {"xref": "paper", "yref": "paper", "showarrow": False}
     notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
     if not traces:
-        notes = [at | {"text": "nothing was measured", "x": 0.5, "y": 0.5}]
+        notes = [at | {"text": "no measurements", "x": 0.5, "y": 0.5}]
     axis = {"automargin": True, "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}  # two zeros in a corner
     axis |= {"gridcolor": "rgba(128,138,150,0.22)", "zerolinecolor": "rgba(128,138,150,0.5)"}
     for name in ("xaxis", "yaxis"):

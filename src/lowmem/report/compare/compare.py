@@ -15,16 +15,25 @@ from lowmem.system.terminal import folded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="compare.py", description="Runs side by side: a table, a csv and a page.")
-    parser.add_argument("folders", nargs="+", type=Path, help="a run's folder, or one with runs below it")
-    parser.add_argument("--to", type=Path, help="where comparison.csv and .html go (the folder, if only one is given)")
+    parser = argparse.ArgumentParser(
+        prog="compare.py", description="Compare runs in a table, a csv file and an html page."
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="the folder of a run, or a folder that contains runs")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        help=(
+            "folder for comparison.csv and comparison.html (default: the given folder if there is only one, else the "
+            "current folder)"
+        ),
+    )
     options = parser.parse_args(arguments)
     try:
         compare(options.folders, options.to)
     except Refused as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(f"{error.filename}: {error.strerror}. Type --to <a folder that can be written>.")
+        sys.exit(f"{error.filename}: {error.strerror}. Type --to <a writable folder>.")
 
 
 def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:

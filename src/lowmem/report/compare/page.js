@@ -74,7 +74,7 @@ function inside() {
   const roomy = starts.map((start, i) => [start, ends[i]]).filter(([start, end]) => end - start > 0.2 * at.length);
   const axis = { ...byId("inside").layout.xaxis, autorange: true, type: { inside: "linear", steps: "linear", phases: "category" }[by] };
   const ticks = alone ? { tickmode: "array", tickvals: roomy.map(([start, end]) => (start + end) / 2), ticktext: roomy.map(([start]) => at[start]) } : { tickmode: "auto" };
-  const title = { inside: "allocations and releases, in order", steps: "optimizer step", phases: "" }[by];
+  const title = { inside: "allocations and frees, in order", steps: "optimizer step", phases: "" }[by];
   Plotly.react("inside", traces, {
     ...byId("inside").layout,
     xaxis: { ...axis, ...ticks, showgrid: by === "steps", title: { ...axis.title, text: title } },

@@ -122,7 +122,7 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
     if len({figures.on for figures in every if figures.on}) > 1:
         words["on"] = lambda figures: (figures.on, figures.on)
     if any(figures.run.reason for figures in every):
-        words["not done"] = lambda figures: (figures.run.reason or None, _state(figures))
+        words["not finished"] = lambda figures: (figures.run.reason or None, _state(figures))
     largest = max((sum(figures.peak.values()) for figures in every), default=0)
     head = '<th class="label">run</th><th class="bar">device peak, by category</th>'
     head += "".join(f'<th class="number">{name}</th>' for name in numbers)

@@ -89,7 +89,7 @@ def test_no_sdpa_is_no_error(config, tmp_path, caplog):
     cfg = cfg.replacing("model.architecture", shrunk("bloom"))
     with caplog.at_level(logging.INFO, "lowmem"):
         fit(cfg, tmp_path)
-    assert "BloomForCausalLM has none; it takes eager" in caplog.text
+    assert "BloomForCausalLM does not support it. Using eager" in caplog.text
     cfg = cfg.replacing("model.attention", "flash_attention_2")
     with pytest.raises(Refused, match=r"model.attention=flash_attention_2: .* Type model.attention=sdpa\."):
         fit(cfg, tmp_path)

@@ -129,7 +129,7 @@ REFUSED = {
     ("model=hf", "model.name={empty}"): ["safetensors", "model.pretrained=false"],
     ("resume={truncated}",): ["incomplete"],
     ("resume={empty}",): ["no complete checkpoint"],
-    ("resume={foreign}",): ["no checkpoint of lowmem"],
+    ("resume={foreign}",): ["not a lowmem checkpoint"],
     ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
     ("optim=adam8bit", "optim.embedding_bits=16"): ["8 or 32"],
     ("optim.in_backward=maybe",): ["true or false"],

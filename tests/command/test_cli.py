@@ -138,7 +138,7 @@ DAMAGED = (b"", b"seed", b"{a", b"\xff\xfe")
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_run_whose_typed_lines_are_damaged_is_not_resumed_without_them(earlier, content):
     (earlier / ".hydra" / "overrides.yaml").write_bytes(content)
-    with pytest.raises(Refused, match=r"overrides\.yaml is damaged.*Delete it, and type the lines again"):
+    with pytest.raises(Refused, match=r"overrides\.yaml is damaged.*Delete it, and type the overrides again"):
         cli.prepare([f"resume={earlier}"])
 
 

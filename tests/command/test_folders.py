@@ -206,4 +206,4 @@ def test_a_living_run_is_running_and_a_killed_one_is_broken_at_once(command, tmp
     assert command("max_steps=1")[0] == 0 and seen == ["running"]
     (tmp_path / "run" / "summary.json").unlink()  # as kill -9 leaves a run
     ended = folders.load(tmp_path / "run")
-    assert (ended.status, ended.reason) == ("broken", "it ended without a summary")
+    assert (ended.status, ended.reason) == ("broken", "the process ended without a summary.json")

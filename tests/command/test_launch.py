@@ -333,12 +333,12 @@ def place(monkeypatch):
     ("env", "says"),
     [
         ({"RANK": "1", "WORLD_SIZE": "4"}, "devices=2: 4 processes were started (WORLD_SIZE=4). Type devices=4"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: this is no number of a rank. Start them with torchrun"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: this is not a number. Start ranks with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK and WORLD_SIZE"),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM runs 2 tasks (SLURM_STEP_NUM_TASKS)"),
         (
             {"SLURM_STEP_NUM_TASKS": "2"},
-            "srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices=2",
+            "srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks per node> ... train.py devices=2",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):
     assert run(f"resume={tmp_path / 'run'}", "max_steps=3", folder="next")["steps"] == 3
     own.write_text(CHATML.replace("<|im_start|>' + m", "<|im_start|> ' + m"))
     typed = (f"data.template={own}", "model.added_tokens=['<|im_start|>','<|im_end|>']", "max_steps=3")
-    with pytest.raises(Refused, match=r"another chat template .* data\.template="):
+    with pytest.raises(Refused, match=r"different chat template.* data\.template="):
         run(f"resume={tmp_path / 'run'}", *typed, folder="other")
 
 

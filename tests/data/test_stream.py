@@ -214,7 +214,8 @@ def test_a_gated_data_set_is_told_what_opens_the_gate(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", refused)
     with pytest.raises(
-        Refused, match=r"data\.path=some/gated: access is gated, .*datasets/some/gated, type `hf auth login`"
+        Refused,
+        match=r"data\.path=some/gated: this repository is gated, .*datasets/some/gated, log in with `hf auth login`",
     ):
         [*hub("some/gated").reader.records("train")]
 

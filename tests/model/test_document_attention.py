@@ -216,7 +216,7 @@ def test_a_model_that_changes_its_mask_itself_gets_one(monkeypatch, caplog):
     with caplog.at_level("INFO", logger="lowmem"):
         packed_attention.verify(model, ids)
     assert packed_attention.attention_taken(model) == document_attention.MASKED
-    assert "have a mask of (tokens, tokens)" in caplog.text
+    assert "needs a (tokens, tokens) mask" in caplog.text
 
 
 def test_no_tensor_of_tokens_by_tokens_waits_for_backward():

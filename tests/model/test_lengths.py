@@ -89,7 +89,7 @@ def test_asking_leaves_a_model_as_it_was(kind):
 @pytest.mark.parametrize(
     ("kind", "rows", "told"),
     [
-        ("longrope", 2, r"seq_len=20 or, with data that are not pairs, batch_size=1\.$"),
+        ("longrope", 2, r"seq_len=20 or, unless the data are pairs, batch_size=1\.$"),
         ("longrope", 1, None),
         ("dynamic", 2, r"seq_len=20\.$"),
         ("dynamic", 1, r"seq_len=20\.$"),
@@ -159,7 +159,7 @@ def test_a_scale_by_the_place_in_a_row_is_refused():
     packed_attention.separate(model)
     assert packed_attention.keeps_apart(model, row[:, :64])
     packed_attention.verify(model, row[:, :BEYOND])
-    with pytest.raises(Refused, match="see each other"):
+    with pytest.raises(Refused, match="attend to each other"):
         packed_attention.verify(model, row)
 
 

@@ -73,7 +73,7 @@ def test_a_head_of_its_own_is_trained_and_exported_as_two_though_the_configurati
 
 
 def test_a_head_of_its_own_is_told_once_and_a_plan_counts_it(run, own_head, caplog):
-    line = "its configuration ties the head to the embedding, and its files hold different ones"
+    line = "config.json ties the output layer to the embedding, but the files hold two different matrices"
     assert told(caplog, run(own_head)).count(line) == 1
     config = loading.describe(run(own_head), plans=True).config
     with torch.device("meta"):
@@ -85,7 +85,7 @@ def test_a_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
     path = folder(tmp_path / "tied", tie_word_embeddings=True)
     embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     add(path, lm_head__weight=embedding.clone())
-    assert "ties the head" not in told(caplog, run(path))
+    assert "ties the output layer" not in told(caplog, run(path))
     model = loaded(run(path))
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
 
@@ -104,7 +104,7 @@ def test_a_difference_in_the_last_row_is_found(run, own_head, monkeypatch, caplo
     head = load_file(own_head / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1
     add(own_head, lm_head__weight=head)
-    assert "ties the head" in told(caplog, run(own_head))
+    assert "ties the output layer" in told(caplog, run(own_head))
 
 
 # --- weights without a place ------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_weights_without_a_place_are_told_before_a_weight_is_loaded(run, tmp_pat
     said = told(caplog, run(path))
     assert (
         f"a tensor of its files is not used, {name.replace('__', '.')}: the model class" in said
-        and "model/ will not have it" in said
+        and "model/ will not contain it" in said
     )
 
 
@@ -133,7 +133,7 @@ def test_weights_that_a_class_declares_to_be_ignored_are_told_too(run, tmp_path,
     keys |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_value_head_dim": 8}
     Qwen3NextForCausalLM(AutoConfig.for_model("qwen3_next", **keys)).save_pretrained(path)
     add(path, mtp__fc__weight=torch.zeros(3), mtp__norm__weight=torch.zeros(3))
-    assert "2 tensors of its files are not used, mtp.fc.weight among them" in told(caplog, run(path))
+    assert "2 tensors in its files are not used (for example mtp.fc.weight)" in told(caplog, run(path))
 
 
 def test_buffers_that_earlier_versions_wrote_are_not_weights(run, tmp_path, caplog):
@@ -216,7 +216,7 @@ def test_quantised_files_are_refused_from_the_configuration_alone(run, tmp_path,
     path = folder(tmp_path / "quantised")
     say(path, quantization_config=QUANTISED[how])
     monkeypatch.setattr(loading, "_check_weights_files", lambda _: pytest.fail("opened a file"))
-    said = rf"its files are quantised \({how}\).*Give the 16-bit original, with adapter=qlora if memory is short\."
+    said = rf"its weights are quantized \({how}\).*Use the original 16-bit model, with adapter=qlora to save memory\."
     with pytest.raises(Refused, match=said):
         loading.describe(run(path, *lines))
     with pytest.raises(Refused, match=said):

@@ -165,15 +165,15 @@ def test_a_resume_on_published_weights_is_the_unbroken_run(fit, pretrained):
 def test_another_base_is_refused(fit):
     """Wrong would be to go on from it: it has the same names and shapes."""
     _, part = fit(*HALF, "max_steps=2", folder="part")
-    with pytest.raises(Refused, match=r"what that run did not train is not in its checkpoint.*seed="):
+    with pytest.raises(Refused, match=r"holds only the trained weights, and the frozen weights .*seed="):
         fit(*HALF, f"resume={part}", "seed=1", folder="again")
-    with pytest.raises(Refused, match=r"what this run trains.*freeze="):
+    with pytest.raises(Refused, match=r"the trained weights of this run.*freeze="):
         fit(f"resume={part}", folder="full")
 
 
 def test_a_whole_checkpoint_is_as_strict_as_ever(fit):
     _, part = fit("max_steps=2", "save_every=1", folder="part")
-    with pytest.raises(Refused, match=r"missing in what this run trains"):
+    with pytest.raises(Refused, match=r"missing in the trained weights of this run"):
         fit(*HALF, f"resume={part}", folder="again")
     with pytest.raises(Refused, match=r"in this model. Type the model= and model.architecture of that run"):
         fit("model.architecture.n_embd=64", f"resume={part}", folder="other")

@@ -235,7 +235,7 @@ def test_a_pickle_that_runs_code_is_refused(fit, tmp_path, monkeypatch, trusting
         load = torch.load
         monkeypatch.setattr(checkpoint.torch, "load", lambda path, **how: load(path, **how | {"weights_only": False}))
     for line in (f"resume={run}", "resume=auto", f"evaluate={run}", f"export={run}"):
-        with pytest.raises(Refused, match="no checkpoint of lowmem"):
+        with pytest.raises(Refused, match="not a lowmem checkpoint"):
             fit(line)
         assert (tmp_path / "went off").exists() == trusting
         if trusting:
@@ -250,9 +250,17 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
     ("there", "here", "said"),
     [
         (ORDER | {"text": "a"}, ORDER | {"text": "b"}, "the text is another. Type the data= of"),
-        (ORDER, ORDER | {"seq_len": 16, "sequences": 4, "text": "a"}, "seq_len is 8 there and 16 here. Type the seq_"),
-        (APART, APART | {"together": 2}, "batch_size is 4 there and 2 here. Type the batch_size= of"),
-        (APART, ORDER | {"text": "a"}, "data.packing is padded there and joined here. Type the data.packing= of"),
+        (
+            ORDER,
+            ORDER | {"seq_len": 16, "sequences": 4, "text": "a"},
+            "seq_len was 8 in that run and is 16 now. Type the seq_",
+        ),
+        (APART, APART | {"together": 2}, "batch_size was 4 in that run and is 2 now. Type the batch_size= of"),
+        (
+            APART,
+            ORDER | {"text": "a"},
+            "data.packing was padded in that run and is joined now. Type the data.packing= of",
+        ),
         (APART, APART | {"seed": 2, "documents": "b"}, "the text is another. Type the seed= and data= of"),
         ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text is another. Type the data= of"),
         (ORDER, ORDER | {"text": "a"}, None),  # of before there were digests
@@ -280,7 +288,7 @@ def test_rows_of_conversations_that_an_earlier_version_made_otherwise_are_not_as
     there = ORDER | {"text": "a"}
     with pytest.raises(Refused) as refused:
         continued(there, there | here, template=template, begin=begin)
-    assert ("earlier version made other rows" in str(refused.value)) == told
+    assert ("earlier version of lowmem split these conversations into rows differently" in str(refused.value)) == told
 
 
 def continued(there: dict, here: dict, template: str | None = None, begin: str | None = None) -> None:

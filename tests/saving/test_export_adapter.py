@@ -185,5 +185,5 @@ def test_of_a_random_start_the_merged_model_is_written_whatever_was_typed(tokeni
 def test_without_an_adapter_it_is_the_model(tokenizer, tmp_path, caplog, merged):
     with caplog.at_level(logging.INFO, logger="lowmem"):
         folder = exported(drawn("llama"), tokenizer, tmp_path / "model", merged=merged)
-    assert ("nothing to merge" in caplog.text) == merged
+    assert ("no adapter to merge" in caplog.text) == merged
     assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), logits(drawn("llama"))) < SAME

@@ -118,7 +118,7 @@ def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer)
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
-    with pytest.raises(Refused, match=r"\(there is no tokenizer.json in it\). Give a folder that holds one"):
+    with pytest.raises(Refused, match=r"\(the folder has no tokenizer.json\). Give a folder that contains a tokenizer"):
         tokenizer(str(tmp_path), False, key="tokenizer")
 
 

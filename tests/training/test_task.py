@@ -78,7 +78,7 @@ def test_one_command_line_starts_goes_on_and_is_done(fit, whole, caplog, no_trai
     caplog.set_level(logging.INFO)
     lines = (*LINES, "resume=auto")
     fit(*lines, "max_steps=2", "scheduler.total_steps=4")
-    assert "the run starts" in caplog.text
+    assert "training starts from step 0" in caplog.text
     summary, run = fit(*lines)
     assert summary["steps"] == 4 and summary["resumed_from"].endswith("step-00000002.ckpt")
     assert same(last(run)["state_dict"], last(whole())["state_dict"])
@@ -241,7 +241,7 @@ def test_export_keeps_the_reason_of_a_run_that_failed_before_its_last_evaluation
     (typed_run / "summary.json").unlink()
     (typed_run / "failed.txt").write_text("killed")
     code, said = command(f"export={typed_run}", base=None)
-    assert code == 0 and "in place of the one that is there" in said, said
+    assert code == 0 and "and replaces the old one" in said, said
     assert (typed_run / "failed.txt").read_text() == "killed" and not (typed_run / "summary.json").exists()
 
 
@@ -410,7 +410,7 @@ def test_the_last_lines_are_commands_that_work(command, tmp_path):
     code, said = command(*shlex.split(typed[-1])[2:], f"hydra.run.dir={tmp_path}/run", base=())
     new, old = tmp_path / "run", tmp_path / "a run"
     assert code == 0 and summary_of(new)["steps"] == 8
-    assert said.startswith(f"resume={old}: goes on in a new folder, {new}. The old one stays as it is.\n")
+    assert said.startswith(f"resume={old}: continues in a new folder, {new}. The old folder is not changed.\n")
 
 
 def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
@@ -466,9 +466,9 @@ def test_a_save_that_fails_once_is_reported_and_training_goes_on(fit, full, capl
 def test_twice_in_a_row_ends_the_run_with_the_old_checkpoint_and_the_weights_of_that_step(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {2, 3})
     code, said = command("save_every=1")
-    assert code == 1 and "Traceback" not in said and "Nor could the one before it" in said
+    assert code == 1 and "Traceback" not in said and "Two saves in a row failed" in said
     run = tmp_path / "run"
-    assert f"resume={run}/checkpoints/step-00000001.ckpt goes on" in said
+    assert f"resume={run}/checkpoints/step-00000001.ckpt continues" in said
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["1.ckpt"] and not drafts(run)
     assert "training ended at step 3" in said and "without the optimizer state that resume= needs, of step 3" in said
     assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
@@ -485,7 +485,7 @@ def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(comm
     code, said = command()
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and "is tried once more after the last evaluation" in said
-    assert "goes on, and" not in said and "There is no checkpoint to go on from." in said
+    assert "training continues, and" not in said and "This run has no checkpoint to resume from." in said
     assert (
         summary_of(run)["steps"] == 4
         and "without the optimizer state that resume= needs" in (run / "failed.txt").read_text()
@@ -503,7 +503,7 @@ def test_without_room_for_the_weights_either_it_says_what_is_left(command, full,
     code, said = command("save_every=2")
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written either: File too large" in said
-    assert "resume=" in said and "step-00000002.ckpt goes on" in said and not (run / "model").exists()
+    assert "resume=" in said and "step-00000002.ckpt continues" in said and not (run / "model").exists()
     assert summary_of(run)["steps"] == 4  # what else fits is written
 
 

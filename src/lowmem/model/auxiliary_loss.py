@@ -65,8 +65,8 @@ class AuxiliaryLoss:
             return
         if getattr(output, "aux_loss", None) is None:
             raise Refused(
-                f"model.architecture.output_router_logits=true: {type(model).__name__} has no auxiliary loss to add to "
-                "its own. Type +model.architecture.output_router_logits=false."
+                f"model.architecture.output_router_logits=true: {type(model).__name__} computes no auxiliary loss. "
+                "Type +model.architecture.output_router_logits=false."
             )
         self._last = output.loss
 

@@ -41,9 +41,9 @@ def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
         return
     alone = rows > 1 and depends_from(model, longest, together=False) is None
     raise Refused(
-        f"data.packing=padded: beyond {length:,} tokens {type(model).__name__} turns the positions of all rows by the "
-        f"longest one, so a row would depend on its neighbours. Type seq_len={length}"
-        f"{' or, with data that are not pairs, batch_size=1' * alone}."
+        f"data.packing=padded: if a row is longer than {length:,} tokens, {type(model).__name__} changes the rotary "
+        f"embedding (RoPE) of all rows, so rows would depend on each other. Type seq_len={length}"
+        f"{' or, unless the data are pairs, batch_size=1' * alone}."
     )
 
 
@@ -57,9 +57,10 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
         return
     alone = depends_from(model, longest, together=False) is None
     raise Refused(
-        f"data.packing=documents: beyond {length:,} tokens {type(model).__name__} turns the positions of all documents "
-        f"by the longest one, or by the filler of a row, so a document would depend on its neighbours. Type "
-        f"seq_len={length}{' or, with data that are not pairs, data.packing=padded batch_size=1' * alone}."
+        f"data.packing=documents: if a document or the padding of a row is longer than {length:,} tokens, "
+        f"{type(model).__name__} changes the rotary embedding (RoPE) of all documents, so documents would depend on "
+        f"each other. Type "
+        f"seq_len={length}{' or, unless the data are pairs, data.packing=padded batch_size=1' * alone}."
     )
 
 

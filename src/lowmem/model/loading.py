@@ -85,10 +85,10 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
     own_code = getattr(config, "auto_map", None) or {}  # in the model's repository
     if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
-        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "no causal language model"
+        kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "not a causal language model"
         raise Refused(
-            f"model.name={name}: {config.model_type} cannot be built as a causal model: it is {kind}, and lowmem "
-            "trains what predicts the next token from those before it. Type model=gpt2, or model.name=<a causal one>."
+            f"model.name={name}: {config.model_type} is {kind}, and lowmem trains only causal (decoder-only) language "
+            "models. Type model=gpt2, or model.name=<a causal model>."
         )
     if pretrained:
         _refuse_quantised(spec, config)
@@ -107,8 +107,8 @@ def _refuse_quantised(spec: schema.Model, config: PretrainedConfig, dtype: str |
         return
     how = published_files.named(says) if says else dtype
     raise Refused(
-        f"model.name={spec.name}: its files are quantised ({how}), and such weights can neither be trained nor adapted "
-        "here. Give the 16-bit original, with adapter=qlora if memory is short."
+        f"model.name={spec.name}: its weights are quantized ({how}), and lowmem cannot train quantized weights or an "
+        "adapter on them. Use the original 16-bit model, with adapter=qlora to save memory."
     )
 
 
@@ -128,8 +128,8 @@ def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared 
     if found and found.beyond:
         depth = config.get_text_config(decoder=True).num_hidden_layers
         raise Refused(
-            f"model.name={spec.name}: its files hold {found.beyond}, and its configuration has {depth} layers: it "
-            "is probably not that of these weights. Give the config.json that belongs to them, or type "
+            f"model.name={spec.name}: its files hold {found.beyond}, but config.json says {depth} layers, so it "
+            "probably belongs to other weights. Use the config.json of these weights, or type "
             f"model.architecture={{num_hidden_layers:{found.layers}}}."
         )
     if found and found.own_head:
@@ -145,15 +145,15 @@ def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
     """Logs what of the files is not used, and a head that the configuration ties."""
     if found and found.unused:
         first, *more = found.unused
-        which = f"{1 + len(more)} tensors of its files are" if more else "a tensor of its files is"
+        which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
         log.info(
-            f"model.name={spec.name}: {which} not used, {first}{' among them' if more else ''}: the model class has no "
-            "place for that. model/ will not have it."
+            f"model.name={spec.name}: {which} not used ({'for example ' if more else ''}{first}): the model class has "
+            f"no such parameter. The exported model/ will not contain {'them' if more else 'it'}."
         )
     if found and found.own_head:
         log.info(
-            f"model.name={spec.name}: its configuration ties the head to the embedding, and its files hold different "
-            "ones. They are trained as two, and the configuration in model/ will say tie_word_embeddings=false."
+            f"model.name={spec.name}: config.json ties the output layer to the embedding, but the files hold two "
+            "different matrices. Both are trained, and the exported config.json will say tie_word_embeddings=false."
         )
 
 
@@ -166,7 +166,9 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
         config.update({key: value for key, value in changes.items() if key != "dtype"})  # its own config.json says it
         return config
     if "model_type" not in architecture:
-        raise Refused("model.architecture: it names no model_type. Type model.architecture.model_type=llama, say.")
+        raise Refused(
+            "model.architecture: model_type is missing. Type, for example, model.architecture.model_type=llama."
+        )
     _refuse_unknown(_of_type(architecture["model_type"]), changes)
     return _of_type(architecture["model_type"], **changes)
 
@@ -194,7 +196,7 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # a value of another kind, or values that contradict each other
-        raise Refused(f"model.architecture: {model_type} cannot be made of these values. {_last_line(error)}") from None
+        raise Refused(f"model.architecture: {model_type} does not accept these values. {_last_line(error)}") from None
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
@@ -213,16 +215,16 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
     place = _place(name)
     if Path(place).is_dir() and pretrained and not any(Path(place).glob("*.safetensors")):
         raise Refused(
-            f"model.name={name}: this folder holds no *.safetensors weights. "
-            "Give one that does, or type model.pretrained=false for a random start."
+            f"model.name={name}: this folder contains no *.safetensors files. "
+            "Give a folder that does, or type model.pretrained=false for a random start."
         )
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         refuse_gated(error, "model.name", name, name)
         raise Refused(
-            f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a hub id that this "
-            "machine reaches or a local folder, or type model.pretrained=false for a random start of one of conf/model."
+            f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a local folder or a "
+            "hub id that this machine can reach, or train a model of conf/model from scratch: model.pretrained=false."
         ) from None
 
 
@@ -239,10 +241,10 @@ def _check_weights_files(name: str) -> None:
                 pass
         except SafetensorError as error:
             is_of_a_run = (folder.parent / "checkpoints").is_dir()
-            again = f"write it again: {in_shell('export', folder.parent)}" if is_of_a_run else "copy it here again"
+            again = f"Export it again: {in_shell('export', folder.parent)}" if is_of_a_run else "Copy the file again"
             raise Refused(
-                f"model.name={name}: {file.name} has {file.stat().st_size:,} bytes, which do not match its header: it "
-                f"was cut short or damaged ({_first_line(error)}). It is a local file: {again}."
+                f"model.name={name}: {file.name} has {file.stat().st_size:,} bytes, which does not match its header: "
+                f"the file is truncated or damaged ({_first_line(error)}). {again}."
             ) from None
 
 
@@ -347,7 +349,10 @@ def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
         vocabulary.grow(model, described.added)
     wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
     if wrong:
-        raise Refused(f"model.name={spec.name}: asked for {weights_dtype} weights and got {wrong}. Type precision=32.")
+        raise Refused(
+            f"model.name={spec.name}: requested {weights_dtype} weights, but some were loaded as {wrong}. Type "
+            "precision=32."
+        )
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
 
@@ -366,7 +371,7 @@ def check_causal(model: PreTrainedModel) -> None:
     instead = f", or type model.architecture={{{key}:true}} to train it as a decoder" if key else ""
     raise Refused(
         f"model.name={model.config.name_or_path or model.config.model_type}: {type(model).__name__} is an encoder "
-        "here: every position sees the tokens behind it, so that nothing is left to predict. "
+        "here: its attention is not causal, so every position sees the token that it should predict. "
         f"Choose a causal model, such as model=gpt2{instead}."
     )
 
@@ -401,10 +406,13 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
-        raise Refused(f"This model cannot be built: {_first_line(error)}") from None
+        raise Refused(f"The model cannot be built: {_first_line(error)}") from None
     if attention != "sdpa":
         raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.")
-    log.info(f"model.attention=sdpa: {type(model).__name__} has none; it takes eager, whose scores take memory.")
+    log.info(
+        f"model.attention=sdpa: {type(model).__name__} does not support it. Using eager, which keeps attention scores "
+        "in memory."
+    )
     return model
 
 
@@ -442,8 +450,8 @@ def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
     """Says what may be wrong with a configuration whose model has weights that the files lack."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
-        return "If the head is the embedding, type model.architecture={tie_word_embeddings:true}."
-    return "Is model.architecture that of these weights?"
+        return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."
+    return "Check that model.architecture matches these weights."
 
 
 def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrainedModel:
@@ -454,7 +462,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
         )
     except SafetensorError as error:  # cut short by a download or a copy, most often
         raise Refused(
-            f"model.name={name}: a file of its weights is damaged or incomplete ({_first_line(error)}). Fetch it again."
+            f"model.name={name}: a weights file is damaged or incomplete ({_first_line(error)}). Download it again."
         ) from None
     except (OSError, RuntimeError) as error:
         raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
@@ -462,7 +470,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
     if missing:
         raise Refused(
             f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
-            f"would start at random. {_of_missing(model, missing)}"
+            f"would be initialized at random. {_of_missing(model, missing)}"
         )
     if here is None:  # they have been downloaded now
         _tell_differences(spec, _agree_with_files(spec, model.config))
@@ -477,9 +485,10 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
     except (OSError, ValueError) as error:
         refuse_gated(error, key, name, name)
         none = Path(place).is_dir() and not (Path(place) / "tokenizer.json").exists()
-        why = "there is no tokenizer.json in it" if none else _first_line(error)
+        why = "the folder has no tokenizer.json" if none else _first_line(error)
         raise Refused(
-            f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that holds one, or a hub id."
+            f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that contains a tokenizer, or a hub "
+            "id."
         ) from None
 
 

@@ -11,7 +11,7 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-WIDER = "Type precision=bf16, bf16-true or bf16-master, which have fp32's range."
+WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
 MANY_ZEROS = 1e-3  # of the numbers: those of a normal distribution of weights are some millionths in fp16
 
 
@@ -23,7 +23,7 @@ def largest_magnitude(numbers: Tensor) -> float:
     """
     largest = numbers.abs().max().item()
     if not math.isfinite(largest):
-        raise Refused(f"The model's numbers are not finite before its first step: {_why(numbers.dtype)}")
+        raise Refused(f"The model computes inf or nan before its first step: {_why(numbers.dtype)}")
     return largest
 
 
@@ -65,8 +65,8 @@ class Rounding:
         if self.zeros > MANY_ZEROS * self.all:
             name = str(self.dtype).removeprefix("torch.")
             log.warning(
-                f"{self.zeros:,} of the {self.all:,} exported numbers became 0: they are smaller than {name} can hold. "
-                "Type export_dtype=bfloat16 to keep them."
+                f"{self.zeros:,} of {self.all:,} nonzero exported numbers became 0 because they are too small for "
+                f"{name}. Type export_dtype=bfloat16 to keep them."
             )
 
 
@@ -81,10 +81,10 @@ def _largest(numbers: Tensor) -> float:
 def _exceeds(name: str, largest: float, dtype: torch.dtype) -> str:
     kind, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
     number = f"{largest:.6g}, " if math.isfinite(largest) else ""
-    return f"{name} holds {number}more than the largest {kind} number, {most:.6g}."
+    return f"{name} contains {number}more than the largest {kind} number, {most:.6g}."
 
 
 def _why(dtype: torch.dtype) -> str:
     if dtype == torch.float16:
         return f"weights or activations exceed the largest fp16 number, 65504. {WIDER}"
-    return f"{dtype} has fp32's range, so the weights are probably damaged. Type another model.name."
+    return f"{dtype} has the range of fp32, so the weights are probably damaged. Type another model.name."

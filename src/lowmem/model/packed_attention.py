@@ -128,20 +128,20 @@ def verify(model: PreTrainedModel, row: Tensor) -> None:
     if attention_taken(model) == BY_DOCUMENT:
         if _works_without_mask(model, input_ids, longest):
             at_once = has_kernel(_computed_in(model, input_ids.device.type), input_ids.device)
-            how = "all at once, in torch's kernel for several lengths" if at_once else "one after the other"
+            how = "in one call of torch's variable-length kernel" if at_once else "in one call per document"
             log.info(
-                f"Attention computes the documents of a row {how}, without a mask of (tokens, tokens) but in layers "
-                "whose window is shorter than a row."
+                f"data.packing=documents: attention runs {how}; only layers with a sliding window shorter than a row "
+                "need a (tokens, tokens) mask."
             )
             return
         model.set_attn_implementation(MASKED)
     if not keeps_apart(model, input_ids, longest):
         raise Refused(
-            f"data.packing=documents: in {type(model).__name__} documents of a row see each other, whatever position "
-            "ids it gets, so training would mix them. Type data.packing=padded."
+            f"data.packing=documents: in {type(model).__name__}, documents in one row attend to each other "
+            "whatever the position ids. Type data.packing=padded."
         )
     if attention_taken(model) == MASKED:
-        log.info("The documents of a row have a mask of (tokens, tokens) in each layer.")
+        log.info("data.packing=documents: every attention layer needs a (tokens, tokens) mask to separate documents.")
 
 
 def _works_without_mask(model: PreTrainedModel, input_ids: Tensor, longest: int) -> bool:

@@ -83,7 +83,7 @@ def check_trained(model: PreTrainedModel, added: Added) -> None:
     """Raises Refused if training would leave the fresh rows as they are."""
     if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
         raise Refused(
-            "model.added_tokens: their rows of the embedding and the head start as the mean of the others and have to "
-            "be trained, and here they are frozen. Type adapter=none without freeze= of them, or a model whose "
-            "tokenizer has these tokens."
+            "model.added_tokens: the embedding and output rows of added tokens start as the mean of the other rows and "
+            "must be trained, but here they are frozen. Type adapter=none and do not freeze= these layers, or use a "
+            "model whose tokenizer has these tokens."
         )

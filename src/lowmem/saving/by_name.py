@@ -171,9 +171,9 @@ def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: d
         return theirs
     if "stored" not in theirs and names is None:
         raise Refused(
-            "resume=: this checkpoint was written before models could be divided, and does not say which parameter "
-            "each state belongs to. Resume it with strategy=auto until a newer checkpoint is saved, then resume that "
-            "one."
+            "resume=: this checkpoint of an earlier version does not record which parameter each optimizer state "
+            "belongs to, so it cannot be sharded. Resume it with strategy=auto, save a new checkpoint, and resume "
+            "from the new one."
         )
     in_folder = "stored" in theirs
     readers_of = (

@@ -155,7 +155,7 @@ class Checkpoints(Callback):
         trainer.precision_plugin.arrived()
         ranks = trainer.lightning_module.ranks
         if ranks.any(not _all_finite(trainer)):
-            raise NotFinite(f"A weight is no longer finite at step {trainer.global_step}; nothing was saved.")
+            raise NotFinite(f"A weight is inf or nan at step {trainer.global_step}, so no checkpoint was saved.")
         self._since = time.monotonic()
         try:
             with self.paused(), self.metered(trainer), trainer.lightning_module.weights.being_read():
@@ -175,16 +175,16 @@ class Checkpoints(Callback):
         if last:
             self.ended_by = failed
         elif trainer.should_stop:
-            log.warning(f"{failed} It is tried once more after the last evaluation. Make room until then.")
+            log.warning(f"{failed} Free some space: it is tried once more after the last evaluation.")
         elif self.failures > 1:
-            self.ended_by = f"{failed} Nor could the one before it be, so training ended at step {trainer.global_step}."
+            self.ended_by = f"{failed} Two saves in a row failed, so training ended at step {trainer.global_step}."
             trainer.should_stop = True
         else:
-            log.warning(f"{failed} Training goes on, and ends if the next one cannot be written either. Make room.")
+            log.warning(f"{failed} Free some space: training continues, and ends if the next save fails too.")
 
     def _prune(self) -> None:
         newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
-        # Checkpoints of later steps are another life's: this life resumed from an older one than its newest.
+        # Later steps belong to an earlier attempt: this run resumed from an older checkpoint. Keep them.
         until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
         for old in until_now[:-newest]:
             if self.keep != "best" or _step(old) != self.best_step:
@@ -202,8 +202,8 @@ def going_on(folder: Path) -> str:
     """Returns the words to type to go on from the last checkpoint of a folder; empty if it has none."""
     checkpoints = complete(folder)
     if not checkpoints:
-        return "There is no checkpoint to go on from."
-    return f"{in_shell('resume', checkpoints[-1])} goes on from the last checkpoint."
+        return "This run has no checkpoint to resume from."
+    return f"{in_shell('resume', checkpoints[-1])} continues from the last checkpoint."
 
 
 def complete(folder: Path) -> list[Path]:
@@ -253,8 +253,8 @@ def newest(folder: Path) -> Path | None:
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
-        log.warning(f"{path} is damaged and is skipped.")
-    log.info(f"resume=auto: {folder} has no checkpoint to go on from; the run starts.")
+        log.warning(f"{path} is damaged; skipping it.")
+    log.info(f"resume=auto: {folder} has no checkpoint, so training starts from step 0.")
     return None
 
 
@@ -273,10 +273,10 @@ def find(named: str, key: str = "resume") -> Path:
     if not path.exists():
         raise no_such_run(key, named)
     if not _has_its_end(path):
-        missing = "one of its files is missing or cut short" if path.is_dir() else "its end is missing"
-        raise Refused(f"{typed}: this checkpoint is incomplete; {missing}. {_instead(key, path)}")
+        missing = "one of its files is missing or truncated" if path.is_dir() else "the file is truncated"
+        raise Refused(f"{typed}: this checkpoint is incomplete ({missing}). {_instead(key, path)}")
     if not intact(path):
-        raise Refused(f"{typed}: {path.name} is damaged: it is not what was written. {_instead(key, path)}")
+        raise Refused(f"{typed}: {path.name} is damaged (its checksum does not match). {_instead(key, path)}")
     return path
 
 
@@ -290,7 +290,7 @@ def _instead(key: str, broken: Path | None = None) -> str:
     others = [path for path in complete(broken.parent) if path != broken] if broken else []
     if good := next(filter(intact, reversed(others)), None):
         return f"Type {in_shell(key, good)}."
-    return "Start without resume=." if key == "resume" else "Type another one."
+    return "Start without resume=." if key == "resume" else f"Type another {key}=."
 
 
 class Saved:
@@ -320,7 +320,7 @@ class Saved:
             self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch raises a dozen errors for a file of another kind
-            raise Refused(f"{self.asked}: this is no checkpoint of lowmem ({type(error).__name__}).") from None
+            raise Refused(f"{self.asked}: this is not a lowmem checkpoint ({type(error).__name__}).") from None
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
         """Checks that the weights are those of this model, and that it was trained with this tokenizer."""
@@ -328,38 +328,39 @@ class Saved:
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
                 raise Refused(
-                    f"{self.asked}: {name} is {self.shapes.get(name, 'missing')} there and "
+                    f"{self.asked}: {name} is {self.shapes.get(name, 'missing')} in the checkpoint and "
                     f"{shapes.get(name, 'missing')} in {self._trains(module)}. Type the model= and "
                     f"model.architecture{', adapter= and freeze=' * self._partial(module)} of that run."
                 )
         if self.base != module.identity.get("base"):
             raise Refused(
-                f"{self.asked}: what that run did not train is not in its checkpoint, and the weights that this run "
-                "has for it differ. Type the model=, precision= and, after a random start, seed= of that run."
+                f"{self.asked}: the checkpoint holds only the trained weights, and the frozen weights of this run "
+                "differ from those of that run. Type the model=, precision= and, after a random start, seed= of that "
+                "run."
             )
         if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
-                f"{self.asked}: its tokens are not those that this data= and model= make. Type those of that run, or "
-                f"give its exported model, which has its tokenizer: {in_shell('evaluate', self.run / 'model')}."
+                f"{self.asked}: that run had a different tokenizer. Type its data= and model=, or use its exported "
+                f"model, which includes the tokenizer: {in_shell('evaluate', self.run / 'model')}."
             )
         template = module.identity.get("template")
         if None not in (self.template, template) and self.template != template:
             raise Refused(
-                f"{self.asked}: another chat template formatted its conversations, so the same tokens mean something "
-                "else here. Type the data.template= of that run."
+                f"{self.asked}: that run formatted its conversations with a different chat template. Type the "
+                "data.template= of that run."
             )
         begin = module.identity.get("begin")
         if None not in (self.begin, begin) and self.begin != begin:
             raise Refused(
-                f"{self.asked}: its texts begin with the tokens {self.begin}, and texts begin with {begin} here. Type "
-                "the data.bos= of that run."
+                f"{self.asked}: texts began with the tokens {self.begin} in that run, and begin with {begin} in this "
+                "run. Type the data.bos= of that run."
             )
 
     def _partial(self, module: LightningModule) -> bool:
         return not (self.base is None and module.strict_loading)
 
     def _trains(self, module: LightningModule) -> str:
-        return "what this run trains" if self._partial(module) else "this model"
+        return "the trained weights of this run" if self._partial(module) else "this model"
 
     def check_training(self, module: LightningModule, train: WindowLoader) -> None:
         """Checks that optimizer and data are the same, so that training goes on where it stopped."""
@@ -367,12 +368,12 @@ class Saved:
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
             instead = (
-                " If it is typed, an earlier version made other rows of these conversations: start from that run's "
-                "exported model, model=hf model.name=<run folder>/model."
+                " If it is the same, an earlier version of lowmem split these conversations into rows differently: "
+                "start from that run's exported model, model=hf model.name=<run folder>/model."
             )
             raise Refused(
-                f"{self.asked}: that run read its data in another order, so its place cannot be found: {differ}. "
-                f"Type the {keys} of that run.{instead * is_of_earlier_chat}"
+                f"{self.asked}: that run read its data in a different order, so the position in the data is unknown: "
+                f"{differ}. Type the {keys} of that run.{instead * is_of_earlier_chat}"
             )
         if self.optimizer != module.update.optimizer.name:
             raise Refused(
@@ -406,10 +407,10 @@ def _differences(saved: dict, own: dict) -> tuple[str, str]:
     """Returns the differences of two orders of data, as a sentence and as keys to type."""
     saved, own = ({"packing": "joined"} | order for order in (saved, own))
     shared = [key for key in _TYPED if key in saved and key in own and saved[key] != own[key]]
-    differ = [f"{_TYPED[key]} is {saved[key]} there and {own[key]} here" for key in shared]
+    differ = [f"{_TYPED[key]} was {saved[key]} in that run and is {own[key]} now" for key in shared]
     keys = [f"{_TYPED[key]}=" for key in shared]
     if not keys or any(saved.get(key) != own.get(key) for key in {"text", "documents"} & saved.keys() & own.keys()):
-        differ, keys = [*differ, "the text is another"], [*keys, "data="]
+        differ, keys = [*differ, "the text differs"], [*keys, "data="]
     return ", ".join(differ), " and ".join(keys)
 
 

@@ -45,12 +45,14 @@ def export(
     weights = weights or Weights(network)
     if not is_adapted(network):
         if merged:
-            log.info("merge=true: this model has no adapter, so there is nothing to merge: it is written as it is.")
+            log.info("merge=true: this model has no adapter to merge, so it is exported unchanged.")
         plain.export(network, folder, weights)
         return
     if merged or base is None:
         if not merged:
-            log.info("merge=false: this model started at random, so only here is a base for the adapter: it is merged.")
+            log.info(
+                "merge=false: the base was initialized at random and exists only in this run, so the adapter is merged."
+            )
         if weights.ranks.divides:
             _merge_later(network, weights)
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)

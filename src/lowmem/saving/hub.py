@@ -26,7 +26,7 @@ def push(folder: Path, name: str, again: str) -> None:
     except Exception as error:  # no network, no token, no right, no room, or no such name: each has its own class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotUploaded(
-            f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run is complete. With a network, and "
-            f"after `hf auth login`, type {again} push={name}."
+            f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "
+            f"network, log in with `hf auth login`, and type {again} push={name}."
         ) from error
-    log.info(f"push={name}: {folder.name}/ is at {place}")
+    log.info(f"push={name}: uploaded {folder.name}/ to {place}")

@@ -34,7 +34,7 @@ def _tags(summary: Mapping) -> list[str]:
 
 
 def _sections(summary: Mapping) -> Iterator[str]:
-    base, data = summary["base_model"], ", ".join(summary["data"]) or "a data set of its own"
+    base, data = summary["base_model"], ", ".join(summary["data"]) or "a local data set"
     start = f"[{base}](https://huggingface.co/{base})" if base else "a random start"
     if summary["pretrained"] and not base:
         start = "a model in a local folder"
@@ -47,7 +47,7 @@ def _sections(summary: Mapping) -> Iterator[str]:
     yield "## How"
     typed = command(summary["overrides"])
     if "<" in typed:
-        yield "Replace each name in <> by a file or folder of your own."
+        yield "Replace each name in `<>` with the path of your own file or folder."
     yield f"```\n{typed}\n```"
     if summary["recipe"]:
         yield _table(("group", "choice"), summary["recipe"].items())
@@ -72,12 +72,12 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{summary['parameters']:,}, of which {summary['trained_parameters']:,} were trained"
     yield "training loss", _number(summary["train_loss"])
     yield from ((name, _number(value)) for name, value in summary["metric"].items())
-    for side, name in (("device", "peak memory of the device"), ("host_rss", "peak memory of the host")):
+    for side, name in (("device", "peak device memory"), ("host_rss", "peak host memory")):
         if size := summary["peak_bytes"][side]:
             yield name, byte_size(size)
     pairs = [sides["device"] for sides in predicted_and_measured(summary).values() if "device" in sides]
     if pairs:
-        yield "predicted for the device", byte_size(max(predicted for predicted, _ in pairs))
+        yield "predicted peak device memory", byte_size(max(predicted for predicted, _ in pairs))
     yield "tokens per second", _number(summary["tokens_per_second"])
 
 

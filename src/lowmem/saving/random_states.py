@@ -31,7 +31,8 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
     every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # written when there was only one
     if not _same(every, saved.get("strategy"), ranks):
         log.info(
-            f"resume=: dropout draws new masks, because that run had {len(every)} processes of {saved.get('strategy')}."
+            f"resume=: dropout masks will differ from an unbroken run, because the saved random states are those of "
+            f"{len(every)} processes of {saved.get('strategy')}."
         )
         if not ranks.several:  # with several, each process has seeded itself
             torch.manual_seed(torch.initial_seed() + window)

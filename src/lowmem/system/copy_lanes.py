@@ -97,7 +97,7 @@ class CardLane:
 
     def register(self, memory: Tensor) -> str | None:
         if self.device.type != "cuda":  # NVIDIA's and AMD's
-            return f"torch has no way to register memory for {self.device.type}"
+            return f"torch cannot register host memory for {self.device.type} devices"
         cudart, place = torch.cuda.cudart(), memory.data_ptr()
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)

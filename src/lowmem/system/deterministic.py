@@ -41,7 +41,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         operator = str(error).split(" ")[0]
         raise Refused(
             f"deterministic=true: torch has no deterministic algorithm for {operator}, which this model uses. Type "
-            "deterministic=false, or another model.attention=."
+            "deterministic=false or another model.attention=."
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

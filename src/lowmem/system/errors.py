@@ -58,9 +58,8 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         raise Refused(
-            f"{key}={name}: access is gated, and this machine has no token of an account that has it. Accept the "
-            f"licence on https://huggingface.co/{page}, type `hf auth login` or set HF_TOKEN, and type the same "
-            "command again."
+            f"{key}={name}: this repository is gated, and no token with access was found. Accept the license on "
+            f"https://huggingface.co/{page}, log in with `hf auth login` or set HF_TOKEN, and run the command again."
         ) from None
 
 

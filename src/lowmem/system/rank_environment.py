@@ -64,22 +64,22 @@ def check(devices: int) -> None:
     """Raises Refused if the number of started processes is not devices=, or not known."""
     if wrong := _no_numbers():
         raise Refused(
-            f"{wrong[0]}={os.environ[wrong[0]]}: this is no number of a rank. Start them with torchrun, or if no "
-            "ranks were started, unset RANK and WORLD_SIZE."
+            f"{wrong[0]}={os.environ[wrong[0]]}: this is not a number. Start ranks with torchrun; for a run without "
+            "torchrun, unset RANK and WORLD_SIZE."
         )
     if is_rank():
         if size() != devices:
             raise Refused(
-                f"devices={devices}: {size()} processes were started (WORLD_SIZE={size()}). Type devices={size()}, or "
-                f"torchrun --nproc-per-node {devices}; if no ranks were started, unset RANK and WORLD_SIZE."
+                f"devices={devices}: {size()} processes were started (WORLD_SIZE={size()}). Type devices={size()} or "
+                f"torchrun --nproc-per-node {devices}; for a run without torchrun, unset RANK and WORLD_SIZE."
             )
         return
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # tasks of this srun; the job may have more
     if devices > 1 and tasks.isdigit() and int(tasks) > 1:
         raise Refused(
-            f"devices={devices}: SLURM runs {tasks} tasks (SLURM_STEP_NUM_TASKS), and each would start all ranks. Type "
-            f"srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks of one> ... train.py devices={devices} in a job "
-            "with --ntasks-per-node=1."
+            f"devices={devices}: SLURM started {tasks} tasks (SLURM_STEP_NUM_TASKS), and each would start all ranks. "
+            "In a job with --ntasks-per-node=1, type srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks per node> "
+            f"... train.py devices={devices}."
         )
 
 
@@ -88,7 +88,7 @@ def check_sweep() -> None:
     if size() > 1:
         raise Refused(
             f"-m: {size()} processes were started, and each would run the whole sweep. Type python train.py -m ... "
-            f"devices={size()}, which starts them for each job."
+            f"devices={size()} without torchrun: it starts the ranks of each job."
         )
 
 

@@ -86,4 +86,7 @@ class Stop(Callback):
         if self._alone:
             self.signal = sent
             self._trainer.should_stop = True  # set here, so that even a late signal ends this window's training
-        log.info(f"{sent.name}: stopping after this step, with a checkpoint. Once more stops at once, without one.")
+        log.info(
+            f"{sent.name}: stopping after this step with a checkpoint. Send it again to stop at once without a "
+            "checkpoint."
+        )

@@ -66,7 +66,7 @@ def capacity() -> Picture:
     rows = {name: rounds[0] for name, rounds in json.loads((RESULTS / "capacity.json").read_text())["rounds"].items()}
     top, step, left, scale = 128, 78, 104, 2.95
     columns = {"card GiB": 572, "host GiB": 634, "drive GiB": 702, "s per 1,000 tokens": WIDTH - MARGIN}
-    height = top + step * len(rows) + 78
+    height = top + step * len(rows) + 80
     picture = Picture(
         height,
         "Memory to train all weights of Llama-3.1-8B",
@@ -98,9 +98,10 @@ def capacity() -> Picture:
     note(
         picture,
         """Predicted by plan.py; none of these recipes has been run on a card. A bar is what the recipe needs, its
-        outline what the card has. A batch of sequences of 2,048 tokens is one optimizer step. From 24 GB down, two
-        cores of the host run the optimizer, so larger batches take less time per token. 8 and 4 GB: assumed to have
-        the speed of an RTX 3060. All assumptions: benchmarks/results/capacity.md""",
+        outline what the card has. Times are operations and bytes at the rates of the card, for 8 and 4 GB those
+        of an RTX 3060; a run takes longer. A batch of sequences of 2,048 tokens is one optimizer step. From 24 GB down,
+        two cores of the host run the optimizer, so larger batches take less time per token. All assumptions:
+        benchmarks/results/capacity.md""",
     )
     return picture
 
@@ -324,7 +325,7 @@ SYMPTOMS = [
         "Host memory is too small",
         "the plan or the run names the host",
         [
-            ("clip=null", "no clipping by norm; the host holds no gradients"),
+            ("clip=null", "no clipping by norm; without accumulation no gradients are on the host"),
             (
                 "weights=streamed weights.drive=scratch",
                 "each step reads and writes 4 bytes per parameter, which wears the drive",

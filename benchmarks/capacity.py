@@ -1,8 +1,10 @@
-"""Predicts what training all weights of Llama-3.1-8B needs, from plain mixed precision to a 4 GB card.
+"""Predicts what training all weights of Llama-3.1-8B needs, from plain mixed precision to a 4 GB card, and which models
+fit on cards of 8 to 80 GB.
 
-python -m benchmarks.capacity            # about three minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated.
 
-Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the result.
+Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
+`python -m benchmarks.pages` copies the second one into README.md.
 
 The optimizer of masters runs on the host's CPU. To time it, the planner would measure the CPU that happens to be here;
 this benchmark takes the time of benchmarks/results/host_optimizer.json, which was measured with nothing beside it.
@@ -31,6 +33,29 @@ RECIPES = {
     "4 GB": ("4GiB", STREAMED),
     "4 GB, with a drive": ("4GiB", [*STREAMED, "weights.drive=scratch", "batch_size=3"]),
 }
+# size of the card -> {model, and what is trained: the lines that are typed}
+MODELS = {
+    "8 GB": {
+        "Llama-3.2-1B, all weights": ["experiment=llama_1b_8gb"],
+        "Llama-3.1-8B, all weights": RECIPES["8 GB"][1],
+        "Llama-3.1-70B, QLoRA": ["experiment=qlora_70b_8gb"],
+    },
+    "12 GB": {
+        "GPT-2 XL (1.6B), all weights": ["experiment=gpt2_xl_12gb"],
+        "Llama-3.1-8B, QLoRA": ["experiment=qlora_8b_12gb"],
+        "Llama-3.1-8B, all weights": RECIPES["12 GB"][1],
+    },
+    "16 GB": {"Qwen3-8B, all weights": [*STREAMED, "model=qwen3-8b", "batch_size=16"]},
+    "24 GB": {
+        "Qwen2.5-1.5B, all weights": ["experiment=chat_full_24gb"],
+        "Llama-3.1-8B, all weights": RECIPES["24 GB"][1],
+    },
+    "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
+}
+CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
+ROWS = RECIPES | {
+    f"{model} on {size}": (CARDS[size], lines) for size, models in MODELS.items() for model, lines in models.items()
+}
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
 PER = 10_000_000  # parameters, to which its milliseconds belong
 
@@ -46,7 +71,7 @@ def row(name: str) -> dict:
     from lowmem.plan.prediction import predict
     from lowmem.plan.target import Target
 
-    on, lines = RECIPES[name]
+    on, lines = ROWS[name]
     # the rates of a drive in this machine would be measured
     run = resolved(run_of([line.replace("=scratch", f"={FOLDER}") for line in lines]), on_card=True)
     drive = space("200GB", run.drive_folder) if run.drive_folder else None
@@ -97,11 +122,25 @@ def table(results: dict) -> str:
         "| card | what is typed after `python train.py` | card GiB | host GiB | drive GiB | s per 1,000 tokens |",
         "|---|---|---|---|---|---|",
     ]
-    for name, (need,) in results.items():
+    for name in RECIPES:
+        (need,) = results[name]
         sizes = [f"{need[key] / GIB:.1f}" for key in ("card_bytes", "host_bytes", "drive_bytes")]
         typed = f"`{' '.join(need['overrides'])}`"
         cells = [f"{name} ({need['card']})", typed, *sizes, f"{need['seconds_per_1000_tokens']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Models that fit on a card. An experiment says how many sequences make an optimizer step.",
+        "",
+        "| card | model, trained weights | `python train.py` ... | card GiB | host GiB | s per 1,000 tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, models in MODELS.items():
+        for model, typed in models.items():
+            (need,) = results[f"{model} on {size}"]
+            sizes = [f"{need[key] / GIB:.1f}" for key in ("card_bytes", "host_bytes")]
+            cells = [size, model, f"`{' '.join(typed)}`", *sizes, f"{need['seconds_per_1000_tokens']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -116,7 +155,7 @@ def main() -> None:
     if options.table:
         results = json.loads((RESULTS / "capacity.json").read_text())["rounds"]
     else:
-        results = measure({name: ["-m", "benchmarks.capacity", "--row", name] for name in RECIPES}, 1)
+        results = measure({name: ["-m", "benchmarks.capacity", "--row", name] for name in ROWS}, 1)
     if too_large := [name for name, (need,) in results.items() if not need["fits"]]:
         raise SystemExit(f"does not fit: {', '.join(too_large)}")
     write("capacity", {"rounds": results}, table(results))

@@ -1,4 +1,4 @@
-"""Copies tables of results from benchmarks/results/ into the pages of docs/. Run it after a benchmark.
+"""Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. Run it after a benchmark.
 
 python -m benchmarks.pages               # takes no time
 
@@ -35,9 +35,9 @@ def filled(page: str, folder: Path = DOCS) -> str:
 
 
 def main() -> None:
-    for file in sorted(DOCS.glob("*.md")):
+    for file in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
         before = file.read_text()
-        if (after := filled(before)) != before:
+        if (after := filled(before, file.parent)) != before:
             file.write_text(after)
             print(f"wrote {file.relative_to(ROOT)}")
 

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
+from benchmarks.capacity import RECIPES
 from benchmarks.drawing import WIDTH, Picture
 from benchmarks.runner import RESULTS, ROOT
 from lowmem.system.units import GIB
@@ -63,7 +64,8 @@ WHY = {
 
 def capacity() -> Picture:
     """Draws bars of the memory that each recipe needs of the card, the host and the drive."""
-    rows = {name: rounds[0] for name, rounds in json.loads((RESULTS / "capacity.json").read_text())["rounds"].items()}
+    rounds = json.loads((RESULTS / "capacity.json").read_text())["rounds"]
+    rows = {name: rounds[name][0] for name in RECIPES}
     top, step, left, scale = 128, 78, 104, 2.95
     columns = {"card GiB": 572, "host GiB": 634, "drive GiB": 702, "s per 1,000 tokens": WIDTH - MARGIN}
     height = top + step * len(rows) + 80

@@ -144,7 +144,7 @@ def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
     assert code == 1 and "plan=900KiB: no recipe fits with the typed precision and optim; the smallest one" in said
     assert "Type may_change=precision,optim to allow another precision or optim" in said
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1", "may_change=optim")
-    assert code == 0 and re.search(r"plan=900KiB: optim=\w+ \(.* for adamw\), the fastest", said), said
+    assert code == 0 and re.search(r"plan=900KiB: chose optim=\w+ \(.* for adamw\), the fastest", said), said
 
 
 @pytest.mark.parametrize("value", ["12", "yes", "12GB"])

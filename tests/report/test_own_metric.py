@@ -89,8 +89,8 @@ def test_what_it_draws_is_the_same_on_every_rank(fit, monkeypatch):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("raises", r"it raised KeyError \('my own'\)"),
-        ("a_list", "it gave '\\[1\\]'"),
+        ("raises", r"the function raised KeyError \('my own'\)"),
+        ("a_list", "the function returned '\\[1\\]'"),
         ("taken", "val_loss"),
         ("two_lines", "a dict of numbers"),
     ],

@@ -93,7 +93,7 @@ def test_the_page_ends_with_counts(letters):
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), Share(1), lambda *_: 1, seed=0)
     text = page(loader, letters, 9)
     assert text.count("════ sequence") == 2 and "6 of 7 tokens learned" in text
-    assert "Training: 3 documents; 14 tokens, 79% of them learnt; 2 sequences of 7; 100.0% filled" in text
+    assert "Training: 3 documents; 14 tokens (79% learned); 2 sequences of 7 tokens; 100.0% filled" in text
     assert "\033[32m" in page(loader, letters, 1, colour=True)
 
 

@@ -208,7 +208,7 @@ def _peaks(rows: Iterable[dict]) -> dict[int, dict]:
 
 
 def _of_the_process(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
-    axes.set_title("over the run: resident host memory of the process, libraries included", fontsize=11)
+    axes.set_title("over the run: resident host memory, libraries included", fontsize=11)
     _line(axes, rows, "rss_peak_bytes", size, "-", "")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)

@@ -80,7 +80,7 @@ def test_a_drive_is_listed_where_a_run_has_one(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda at: None, "there is no such folder"),
+        (lambda at: None, "this folder does not exist"),
         (lambda at: at.mkdir(), "contains no run of train.py"),
         (lambda at: at.write_text("x"), "this is a file"),
         (lambda at: (at / "checkpoint-500").mkdir(parents=True), "contains no run of train.py"),

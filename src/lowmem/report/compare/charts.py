@@ -97,7 +97,7 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
     return _figure(
         [dots] if at else [],
         "",
-        xaxis={"title": "predicted minus measured, % of measured", "rangemode": "tozero", "zeroline": True},
+        xaxis={"title": "prediction error, %", "rangemode": "tozero", "zeroline": True},
         yaxis=rows,
     )
 

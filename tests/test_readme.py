@@ -127,7 +127,7 @@ def beside(command: str) -> list[str]:
     if "generate=" in command or "show=" in command:
         return []
     more = ["max_steps=2", "val_sequences=16"]
-    thin = THIN_LLAMA if "llama" in command else THIN if re.search(r"gpt2", command) else []
+    thin = THIN_LLAMA if re.search(r"llama|smollm2", command) else THIN if re.search(r"gpt2", command) else []
     small = ["model.pretrained=false", "plan=off" if "plan=" not in command else "seq_len=64"] if thin else []
     if "experiment=gpt2_xl" in command or "llama" in command:
         small += ["seq_len=256" if "data=chat" in command else "seq_len=16"]  # an answer is behind its question

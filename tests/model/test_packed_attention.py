@@ -123,7 +123,7 @@ def test_a_model_whose_documents_see_each_other_is_refused_by_name(model_type, d
     model = network(model_type, **LEAKS[model_type]).to(dtype).eval()
     packed_attention.separate(model)
     with pytest.raises(
-        Refused, match=rf"in {type(model).__name__} documents in one row attend to each other.*packing=padded"
+        Refused, match=rf"in {type(model).__name__}, documents in one row attend to each other.*packing=padded"
     ):
         packed_attention.verify(model, batch().input_ids[:, :16])
 
@@ -210,9 +210,9 @@ def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
     assert json.loads((folder / "model" / "config.json").read_text())["model_type"] == "gpt2"
     monkeypatch.setattr(packed_attention, "keeps_apart", lambda *_: False)
     fit("max_steps=1", "plan=off", folder="joined")
-    with pytest.raises(Refused, match="GPT2LMHeadModel documents in one row attend to each other"):
+    with pytest.raises(Refused, match="GPT2LMHeadModel, documents in one row attend to each other"):
         fit(*PACKED, f"evaluate={folder}/model", folder="evaluated")
-    with pytest.raises(Refused, match="GPT2LMHeadModel documents in one row attend to each other"):
+    with pytest.raises(Refused, match="GPT2LMHeadModel, documents in one row attend to each other"):
         fit(*PACKED, folder="refused")
 
 

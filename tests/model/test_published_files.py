@@ -118,7 +118,7 @@ def test_weights_without_a_place_are_told_before_a_weight_is_loaded(run, tmp_pat
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded"))
     said = told(caplog, run(path))
     assert (
-        f"a tensor of its files is not used, {name.replace('__', '.')}: the model class" in said
+        f"a tensor in its files is not used ({name.replace('__', '.')}): the model class" in said
         and "model/ will not contain it" in said
     )
 
@@ -149,7 +149,7 @@ def test_layers_beyond_the_configurations_are_refused(run, tmp_path, kind):
     network(kind).save_pretrained(path)
     name = "transformer__h__4__ln_1__weight" if kind == "gpt2" else "model__layers__4__self_attn__q_proj__weight"
     add(path, **{name: torch.zeros(32, 32)})
-    with pytest.raises(Refused, match=r"has 2 layers.*type model\.architecture=\{num_hidden_layers:5\}"):
+    with pytest.raises(Refused, match=r"says 2 layers.*type model\.architecture=\{num_hidden_layers:5\}"):
         loading.describe(run(path))
     with pytest.raises(Refused, match="its files hold"):
         loading.describe(run(path), plans=True)
@@ -159,7 +159,7 @@ def test_layers_that_predict_several_tokens_are_told_and_not_promised(run, tmp_p
     path = folder(tmp_path / "predicts")
     say(path, num_nextn_predict_layers=1)
     add(path, model__layers__2__self_attn__q_proj__weight=torch.zeros(32, 32))
-    assert "not used, model.layers.2.self_attn.q_proj.weight:" in told(caplog, run(path))
+    assert "not used (model.layers.2.self_attn.q_proj.weight):" in told(caplog, run(path))
     export(loaded(run(path)), ModelFolder(tmp_path / "out", Nothing()))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     add(path, model__layers__3__self_attn__q_proj__weight=torch.zeros(32, 32))
@@ -226,7 +226,7 @@ def test_quantised_files_are_refused_from_the_configuration_alone(run, tmp_path,
 def test_quantised_files_without_a_word_in_the_configuration_are_refused(run, tmp_path):
     path = folder(tmp_path / "fp8")
     add(path, model__layers__0__mlp__up_proj__weight=torch.zeros(64, 32).to(torch.float8_e4m3fn))
-    with pytest.raises(Refused, match=r"quantised \(F8_E4M3\)"):
+    with pytest.raises(Refused, match=r"quantized \(F8_E4M3\)"):
         loading.describe(run(path))
 
 

@@ -33,14 +33,14 @@ FORMS = [
     r"predicted / measured +",
     rf"  (load|forward|backward|step|evaluation|save) +((device|host) [\d.]+ / {BYTES}(, )?)+",
     r"A sample:",
-    r"(wrote run/: )?([\w.]+/?(, |,?$))+",
-    r"python train\.py (generate=run 'prompt=[\w ]+'|evaluate=run|resume=run max_steps=8)",
+    r"(wrote run/: )?((\w+/|\w+\.\w+)(, |,?$))+",
+    r"python train\.py (generate=run '?prompt=.+|evaluate=run|resume=run max_steps=8)",
     BAR,
     rf"evaluating {BAR}",
 ]
 OF_WANDB = [
-    r"W&B: no API key, so this run is logged offline\. Upload it with `wandb",
-    r"sync <run folder>/wandb/offline-run-\*`\.",
+    r"W&B: no API key, so this run is logged offline\. Upload it with `wandb sync",
+    r"\S+/wandb/offline-run-\*`\.",
 ]
 
 
@@ -124,7 +124,7 @@ def on_a_terminal(command, folder):
 @pytest.mark.wrong
 @pytest.mark.parametrize("printed", ["wandb: View project", "x" * 81, "[transformers] LOAD REPORT from: x"])
 def test_noise_is_seen(printed):
-    assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/model\n", FORMS) == [printed]
+    assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/: model/\n", FORMS) == [printed]
     assert bool(wide(printed)) == (len(printed) > 80)
 
 

@@ -27,7 +27,7 @@ from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
 BEGINNING = 8  # tokens of a text that become its prompt if no label tells where learning begins
-EXAMPLE = 60  # characters of a prompt that is printed in a command
+EXAMPLE = 40  # characters of a prompt that is printed in a command
 DOCUMENTS, LONGEST = 8, 2048  # documents that are searched for such a prompt, and tokens of each
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 

@@ -65,7 +65,7 @@ def test_each_goes_on_with_its_own_state_or_all_draw_anew(caplog, there, here, g
         assert all(torch.equal(one, of(100 + rank)) for rank, one in enumerate(drawn)) and not caplog.records
     else:
         assert all(torch.equal(one, of(7)) for one in drawn)  # that with which they have seeded themselves
-        assert f"that run had {len(there[1])} processes of Several" in caplog.text
+        assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
 def test_one_process_that_goes_on_from_two_seeds_itself_by_the_window(caplog):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lowmem.system.units import quantity
 from lowmem.techniques.strategy.contract import OneDevice
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
     every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # written when there was only one
     if not _same(every, saved.get("strategy"), ranks):
         log.info(
-            f"resume=: dropout masks will differ from an unbroken run, because the saved random states are those of "
-            f"{len(every)} processes of {saved.get('strategy')}."
+            "resume=: dropout masks will differ from an unbroken run, because the checkpoint has the random states of "
+            f"{quantity(len(every), 'process')} ({saved.get('strategy')}), which do not match this run."
         )
         if not ranks.several:  # with several, each process has seeded itself
             torch.manual_seed(torch.initial_seed() + window)

@@ -32,8 +32,9 @@ def duration(seconds: float) -> str:
 
 
 def quantity(count: int, noun: str) -> str:
-    """Returns 1 and "pair" as "1 pair", 1200 and "pair" as "1,200 pairs"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Returns 1 and "pair" as "1 pair", 1200 and "pair" as "1,200 pairs", 2 and "batch" as "2 batches"."""
+    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def steps_or_seconds(every: object) -> tuple[float, float]:

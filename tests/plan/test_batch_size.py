@@ -36,7 +36,7 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
 @pytest.mark.process
 def test_as_typed_it_is_found_and_trained_with(command):
     code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
-    assert code == 0 and "batch_size=4 fits." in said and "1 micro-batches per optimizer step" in said, said
+    assert code == 0 and "batch_size=4 fits." in said and "1 micro-batch per optimizer step" in said, said
 
 
 @pytest.mark.process

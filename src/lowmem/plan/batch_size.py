@@ -21,6 +21,7 @@ from lowmem.config.settle import Run
 from lowmem.plan.at_start import could_fit
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
+from lowmem.system.units import quantity
 from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,8 @@ def resolve(run: Run) -> Run:
             f"batch_size=auto: even one sequence of seq_len={run.seq_len} does not fit. Type a smaller seq_len, "
             "gradient_checkpointing=every_layer, or loss=chunked."
         )
-    log.info(
-        f"batch_size=auto: chose {size}, which makes {total // (size * devices)} micro-batches per optimizer step."
-    )
+    micro_batches = quantity(total // (size * devices), "micro-batch")
+    log.info(f"batch_size=auto: chose {size}, which makes {micro_batches} per optimizer step.")
     return run.knowing(batch_size=size)
 
 

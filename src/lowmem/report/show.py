@@ -13,6 +13,7 @@ from lowmem.data.loader import IGNORED, START, Position, Rows, WindowLoader
 from lowmem.data.mix import Mixed
 from lowmem.data.random_tokens import Drawn
 from lowmem.data.token_store import Split
+from lowmem.system.units import quantity
 
 LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
@@ -82,7 +83,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
             yield from counts(source, source_name)
         yield f"{name}: {'; '.join(rows.describe())}."
     elif isinstance(rows, Drawn):
-        yield f"{name}: {len(rows):,} sequences of {rows.seq_len:,} random tokens."
+        yield f"{name}: {quantity(len(rows), 'sequence')} of {rows.seq_len:,} random tokens."
     else:
         yield f"{name}: {'; '.join(_phrases(rows, rows.split))}."
 
@@ -91,8 +92,8 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
     documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # one without tokens stands for no answer
-    phrases = [f"{documents:,} documents", f"{tokens:,} tokens ({learnt / tokens:.0%} learned)"]
-    phrases.append(f"{len(rows):,} sequences of {rows.seq_len:,} tokens")
+    phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learnt / tokens:.0%} learned)"]
+    phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
         phrases.append(f"{rows.report['fill']:.1%} filled")
     left_out = {"cut": "truncated", "too_long": "too long and dropped", "nothing_to_learn": "without a learned token"}

@@ -41,6 +41,7 @@ from lowmem.data.sources.tables import TOOLS, has_column, parquet_rows
 from lowmem.data.sources.text_files import find_files
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -290,9 +291,9 @@ class Answers(Encoder):
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(
-                    f'"{name}" would take {len(answer)} rows, because the template renders answers differently once '
-                    "later messages follow, but each side of a pair has one row; data.assistant=last trains on the "
-                    "last answer only"
+                    f'"{name}" would take {quantity(len(answer), "row")}, because the template renders answers '
+                    "differently once later messages follow, but each side of a pair has one row; data.assistant=last "
+                    "trains on the last answer only"
                 )
             if isinstance(answer, BadRecord):
                 is_named = not self.chats or f'"{name}"' in str(answer)

@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedModel
 from lowmem.data.loader import MicroBatch
 from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
+from lowmem.system.units import quantity
 
 LOOKED_AT = 2  # tokens of the pass that finds the modules
 
@@ -100,8 +101,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
     """
     if stages > len(sizes):
         raise Refused(
-            f"strategy=pipeline: devices={stages} is more than the {len(sizes)} blocks of this model, and each device "
-            f"needs at least one block. Type devices={len(sizes)} or fewer."
+            f"strategy=pipeline: each of the devices={stages} needs at least one block, and this model has "
+            f"{quantity(len(sizes), 'block')}. Type devices={len(sizes)} or fewer."
         )
     count = len(sizes)
 

@@ -28,6 +28,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.process import share_heap, trim
 from lowmem.system.scratch_file import Drive
 from lowmem.system.torch_private import in_backward, tree_leaves
+from lowmem.system.units import quantity
 from lowmem.techniques.weights.by_layer import ByLayer
 from lowmem.techniques.weights.drive import OnDrive, Sizes
 from lowmem.techniques.weights.edges import GradientSink, edges
@@ -79,9 +80,10 @@ class Streamed(Resident):
         stack = blocks(network)
         if resident_blocks and not 0 < resident_blocks <= len(stack) - 2:
             raise Refused(
-                f"weights.resident_blocks={resident_blocks}: this model has {len(stack)} blocks, and at least 2 must "
-                f"be streamed. Type weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or "
-                "weights=resident to keep all blocks on the device."
+                f"weights.resident_blocks={resident_blocks}: this model has {quantity(len(stack), 'block')}, and at "
+                "least 2 must be streamed. Type "
+                f"weights.resident_blocks={len(stack) // 2 if len(stack) > 2 else 0}, or weights=resident to keep "
+                "all blocks on the device."
             )
         if slots < 2:
             raise Refused(

@@ -28,7 +28,12 @@ RUN = [
     *("sample_tokens=0", "plan=off", "logger=none", f"seq_len={TOKENS}", "data.too_long=cut"),
 ]
 OURS = {
-    "lowmem, fine-tuning on as many rows": ["data=jsonl", "data.prompt=prompt", "data.completion=chosen", "loss=tiled"],
+    "lowmem, fine-tuning on the same number of rows": [
+        "data=jsonl",
+        "data.prompt=prompt",
+        "data.completion=chosen",
+        "loss=tiled",
+    ],
     "lowmem, loss=dpo": ["data=preference", "loss=dpo"],
     "lowmem, loss=orpo": ["data=preference", "loss=orpo"],
 }

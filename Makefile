@@ -48,6 +48,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/prose.py src/lowmem benchmarks tests
+	$(BIN)/python tests/support/prose.py --texts src/lowmem conf docs README.md
 	$(BIN)/python tests/support/house.py src/lowmem conf
 
 format: .venv/installed

@@ -63,6 +63,8 @@ def test_a_phrase_is_found_in_each_kind_of_file(tmp_path, name, rule, phrase, ca
         "If there is no card, it runs on the CPU.",
         "It is no longer than the other, and no file is written.",
         "Pairs have twice as many rows.",
+        "The recipe keeps as many blocks on the card as fit.",
+        "These numbers differ from those of the table, and are smaller than those of a run.",
         "2 pairs, 1 pair, 11 rows, and 1 of 3 rows.",
         "A model of your own reads the same file.",
         "It is not a number.",

@@ -1,4 +1,4 @@
-"""Checks what a machine can check of names, and of texts that users read. `make lint` runs the check of names.
+"""Checks what a machine can check of names, and of texts that users read. `make lint` runs both checks.
 
 The name of a function or class says what it is: it is not one of the words that have stood for many things each.
 
@@ -44,9 +44,9 @@ RULES = {  # what is not plain English here, and what to write; a space stands f
     r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more|less|fewer|other)\b| \w+er than\b)": "write `is not a ...`",
     r"\band no (text|object|number|list|function|group|prompt|file)\b(?! (is|are|was|can)\b)": "write `, not a ...`",
     r"(?<!there )\b(is|are) (?-i:none)\b": "write `is not a ...`",
-    r"\bthose of\b": "repeat the noun",
+    r"(?<!from )(?<!than )\bthose of\b": "repeat the noun",
     r"\|\s*(and )?the same\s*[|,;:(]": "repeat what it refers to: a cell stands alone",
-    r"(?<!twice )(?<!times )\bas many\b": "give the number, or write `enough ... for`",
+    r"(?<!twice )(?<!times )\bas many\b(?!( \S+){1,6} as fit\b)": "give the number, or write `enough ... for`",
     r"\bof (its|their) own\b": "write `its own ...` or `a separate ...`, or leave it out",
     r"\bwho(so)?ever\b": "name who it is",
     r"\b(go|goes|go well) with\b": "write `works with`, `needs` or `belongs to`",

@@ -104,11 +104,11 @@ def test_its_base_is_quantised_from_what_it_was_in_training(of_base, trained, mo
 def test_a_folder_is_opened_beside_the_base_that_it_was_trained_on(of_base, caplog):
     _, four = of_base("adapter=qlora", "max_steps=1", folder="four")
     _, plain = of_base("adapter=lora", "max_steps=1", folder="plain")
-    with pytest.raises(Refused, match=r"trained on a base model quantised to 4 bits.* Type adapter=qlora"):
+    with pytest.raises(Refused, match=r"trained on a base model quantized to 4 bits.* Type adapter=qlora"):
         of_base("adapter=lora", f"adapter.path={four / 'model'}", folder="refused")
     assert "to 4 bits. If it was not" not in caplog.text
     of_base("adapter=qlora", f"adapter.path={plain / 'model'}", "max_steps=1", folder="warned")
-    assert "does not say that its base model was quantised to 4 bits" in caplog.text
+    assert "does not say that its base model was quantized to 4 bits" in caplog.text
 
 
 def test_an_adapter_that_names_no_base_is_refused_its_evaluation(of_base, tmp_path):

@@ -147,12 +147,12 @@ class LoRA:
         """Checks a folder against this run's base: peft's configuration does not say whether the base was quantised."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
-                f"adapter.path={self.path}: this adapter was trained on a base model quantised to 4 bits, and this "
-                "adapter= does not quantise its base model. Type adapter=qlora."
+                f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
+                "adapter= does not quantize its base model. Type adapter=qlora."
             )
         if self.in_4_bits and not stands_on_4_bits(folder):
             log.warning(
-                f"adapter.path={self.path}: this adapter does not say that its base model was quantised to 4 bits. If "
+                f"adapter.path={self.path}: this adapter does not say that its base model was quantized to 4 bits. If "
                 "it was not, type adapter=lora."
             )
 

@@ -131,7 +131,7 @@ def quantise(model: PreTrainedModel) -> None:
     names = [name for name, module in model.named_modules() if _fits(model, name, module)]
     if not names:
         raise Refused(
-            f"adapter=qlora: {type(model).__name__} has no linear layers to quantise to 4 bits. Type adapter=lora."
+            f"adapter=qlora: {type(model).__name__} has no linear layers to quantize to 4 bits. Type adapter=lora."
         )
     count = 0
     for name in names:  # the layer is looked up by name, so that nothing else refers to it once it is replaced
@@ -139,7 +139,7 @@ def quantise(model: PreTrainedModel) -> None:
         model.set_submodule(name, layer)
         count += layer.packed_elements
     log.info(
-        f"adapter=qlora: quantised {len(names)} matrices to 4 bits, {count:,} of {parameters(model):,} parameters."
+        f"adapter=qlora: quantized {len(names)} matrices to 4 bits, {count:,} of {parameters(model):,} parameters."
     )
 
 

@@ -123,7 +123,7 @@ class Chunked(Loss):
         if not agrees(model, batch.inputs):
             raise Refused(
                 f"loss=chunked: logits of {type(model).__name__} computed in chunks differ from the model's own, so "
-                "training would optimise a different function. Type loss=full."
+                "training would optimize a different function. Type loss=full."
             )
 
 

@@ -78,7 +78,7 @@ class PreferenceLoss(Tiled):
         if not agrees(model, batch.inputs, tiled=True):
             raise Refused(
                 f"loss: logits of {type(model).__name__} computed in tiles of the vocabulary differ from the model's "
-                "own, so training would optimise a different function. Type another model=."
+                "own, so training would optimize a different function. Type another model=."
             )
 
     def losses(self, answers: Answers) -> Tensor:

@@ -53,7 +53,7 @@ class Tiled(Loss):
             instead = "loss=chunked" if agrees(model, batch.inputs) else "loss=full"
             raise Refused(
                 f"loss=tiled: logits of {type(model).__name__} computed in tiles of the vocabulary differ from the "
-                f"model's own, so training would optimise a different function. Type {instead}."
+                f"model's own, so training would optimize a different function. Type {instead}."
             )
 
 

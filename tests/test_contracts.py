@@ -17,12 +17,12 @@ from lowmem.training.module import CausalLM, Update
 def test_a_source_that_cannot_be_opened_is_refused(config):
     """A yaml may name anybody's class, one from before there were base classes too."""
     run = config()
-    with pytest.raises(Refused, match=r"this makes a dict, which cannot be opened\. Derive it from Stored"):
+    with pytest.raises(Refused, match=r"dict is not a data source\. Derive it from .*StoredSource"):
         build.open_texts(run.replacing("data", {"_target_": "builtins.dict"}))
 
 
 def test_a_part_of_a_mixture_that_cannot_be_opened_is_refused_by_its_name():
-    with pytest.raises(Refused, match=r"data\.parts\.mine\._target_=.*makes a dict, which cannot be opened"):
+    with pytest.raises(Refused, match=r"data\.parts\.mine\._target_=.*dict is not a data source"):
         Mix({"mine": {}})
 
 

@@ -165,7 +165,7 @@ RANGE = "+model.architecture.initializer_range"
 
 
 def test_weights_beyond_the_range_of_fp16_are_refused_by_name_when_they_are_loaded(fit):
-    with pytest.raises(Refused, match=r"wte\.weight holds .*more than the largest float16 number.*Type precision=bf16"):
+    with pytest.raises(Refused, match=r"wte\.weight contains .*above the largest float16 number.*Type precision=bf16"):
         fit("precision=16-true", f"{RANGE}=1e6")
 
 

@@ -80,8 +80,8 @@ def _largest(numbers: Tensor) -> float:
 
 def _exceeds(name: str, largest: float, dtype: torch.dtype) -> str:
     kind, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
-    number = f"{largest:.6g}, " if math.isfinite(largest) else ""
-    return f"{name} contains {number}more than the largest {kind} number, {most:.6g}."
+    number = f"{largest:.6g}, more than" if math.isfinite(largest) else "a number above"
+    return f"{name} contains {number} the largest {kind} number, {most:.6g}."
 
 
 def _why(dtype: torch.dtype) -> str:

@@ -144,7 +144,7 @@ def group(size):
 def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
     with pytest.raises(Refused, match=r"k_proj has 2 heads.*devices=2, or .*tensor_parallel_size=2\."):
         divide(built("llama"), group(4))
-    with pytest.raises(Refused, match=r"q_proj has 4 heads. Type devices=2\.$"):  # 3 devices are no groups of 2
+    with pytest.raises(Refused, match=r"q_proj has 4 heads, not a multiple of 3\. Type devices=2\.$"):
         divide(built("llama"), group(3))
     with pytest.raises(Refused, match=r"over 2 ranks.*gate_proj has 49 rows.*another strategy="):
         divide(built("llama", intermediate_size=49), group(2))

@@ -269,7 +269,7 @@ def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, m
         weights._leaves(number, inside(output))
         output.sum().backward()
     assert reached == [0, 1, 2]
-    with pytest.raises(Refused, match="LlamaDecoderLayer returns a object"):
+    with pytest.raises(Refused, match="LlamaDecoderLayer returned a object without a tensor"):
         weights._leaves(3, object())
 
 

@@ -160,7 +160,7 @@ SMALL_DATA = {
         PAIRS[:40],
         r"pairs?, .* data.val_fraction=0.25 for",
     ),
-    "answers": ("data=jsonl data.field=chosen", PAIRS[:10], "has 1 document, .* Type data.val_fraction=0.5 for more"),
+    "answers": ("data=jsonl data.field=chosen", PAIRS[:10], "has only 1 document, .* Type data.val_fraction=0.5 for"),
     "enough": ("data=preference loss=dpo", PAIRS, None),
 }
 

@@ -97,6 +97,8 @@ def test_the_page_ends_with_counts(letters):
     assert text.count("════ sequence") == 2 and "6 of 7 tokens learned" in text
     assert "Training: 3 documents; 14 tokens (79% learned); 2 sequences of 7 tokens; 100.0% filled" in text
     assert "\033[32m" in page(loader, letters, 1, colour=True)
+    cut = WindowLoader(rows(split, 4, "documents", "cut", "train"), Share(1), lambda *_: 1, seed=0)
+    assert "1 too long and cut" in page(cut, letters, 1)  # the rest of a long document is in further rows
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])

@@ -96,7 +96,11 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
     phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
         phrases.append(f"{rows.report['fill']:.1%} filled")
-    left_out = {"cut": "truncated", "too_long": "too long and dropped", "nothing_to_learn": "without a learned token"}
+    left_out = {
+        "cut": "too long and cut",
+        "too_long": "too long and dropped",
+        "nothing_to_learn": "without a learned token",
+    }
     phrases += [f"{rows.report[key]:,} {words}" for key, words in left_out.items() if rows.report.get(key)]
     return phrases
 

@@ -70,7 +70,7 @@ def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_te
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_label(run, chat, tmp_path, packing):
+def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_label(run, chat, tmp_path, packing, caplog):
     """Padding counts nowhere. A run of an earlier version counted learned tokens only, and goes on from these."""
     typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
     summary = run(*typed)
@@ -88,8 +88,11 @@ def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_labe
     torch.nn.Module.__init__(resumed)
     saved = {"position": {}, "tokens": 7, "skipped_steps": 0}
     for more, expected in (({}, 7), ({"learned_tokens": 5}, 5)):
-        resumed.on_load_checkpoint({"lowmem": saved | more})
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lowmem"):
+            resumed.on_load_checkpoint({"lowmem": saved | more})
         assert (resumed.tokens, resumed.learned_tokens) == (7, expected)
+        assert ("counted only learned tokens" in caplog.text) == (not more)
 
 
 def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):

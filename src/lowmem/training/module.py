@@ -9,6 +9,7 @@ and cleared. The module calls its strategy (`ranks`) and the precision plugin, a
 is an engine around `forward`, and `optimizer.step` clips in `on_before_optimizer_step`, as Lightning has it.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 from lowmem.techniques.weights.resident import Resident
 from lowmem.training.non_finite import NonFiniteSteps
 from lowmem.training.passes import MicroBatchPass, run_forward_passes, states_of
+
+log = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
@@ -352,7 +355,12 @@ class CausalLM(LightningModule):
         saved = checkpoint["lowmem"]
         self.position = Position(**saved["position"])
         self.tokens, self.skipped_steps = saved["tokens"], saved["skipped_steps"]
-        self.learned_tokens = saved.get("learned_tokens", self.tokens)  # an earlier version counted learned tokens only
+        self.learned_tokens = saved.get("learned_tokens", self.tokens)
+        if "learned_tokens" not in saved:
+            log.info(
+                "This checkpoint of an earlier version counted only learned tokens (with a label), so the number of "
+                "tokens is too low."
+            )
         self._drawn = saved
         self._rests = checkpoint.get("rests", {})
 

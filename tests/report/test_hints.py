@@ -20,7 +20,7 @@ PUBLISHED = ("model=hf", "model.name=somewhere")
 def test_an_adapter_with_the_step_size_of_all_weights_is_told(config, caplog, typed, told):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_lr(config(*PUBLISHED, *typed, base=()))
-    assert ("lr=2e-4" in caplog.text) == told
+    assert ("with AdamW, type lr=2e-4" in caplog.text) == told
 
 
 @pytest.mark.parametrize(

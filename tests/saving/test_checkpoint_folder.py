@@ -63,7 +63,9 @@ def test_one_that_was_given_another_name_is_found_by_it(run):
 def test_a_damaged_one_is_passed_over_or_refused_with_the_one_before(run):
     damage(at(run, 3))
     assert complete(run / "checkpoints")[-1] == at(run, 3) and newest(run) == at(run, 2)
-    with pytest.raises(Refused, match=r"step-00000003.ckpt is damaged .*step-00000002.ckpt"):
+    with pytest.raises(
+        Refused, match=r"step-00000003.ckpt is damaged \(its checksum does not match\).*step-00000002.ckpt"
+    ):
         find(str(run))
 
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_is_a_sentence(command, tmp_path):
         ((f"generate={tmp_path / 'empty'}", "prompt=x"), "there is no model in this folder"),
         ((f"generate={tmp_path}",), "Type prompt='...'"),
         ((f"generate={tmp_path}", "prompt=x", "sample_prompts=[a]"), "are both set"),
-        ((f"generate={tmp_path}", "sample_prompts=/none.txt"), "it cannot be read"),
+        ((f"generate={tmp_path}", "sample_prompts=/none.txt"), "cannot be read"),
         (("prompt=x",), "Also type generate="),
         (("generate=x", "prompt=x", "resume=x"), "one command can use only one of these keys"),
     ):

@@ -335,7 +335,7 @@ def place(monkeypatch):
         ({"RANK": "1", "WORLD_SIZE": "4"}, "devices=2: 4 processes were started (WORLD_SIZE=4). Type devices=4"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: this is not a number. Start ranks with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK and WORLD_SIZE"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM runs 2 tasks (SLURM_STEP_NUM_TASKS)"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "devices=2: SLURM started 2 tasks (SLURM_STEP_NUM_TASKS)"),
         (
             {"SLURM_STEP_NUM_TASKS": "2"},
             "srun torchrun --nnodes=<nodes> --nproc-per-node=<ranks per node> ... train.py devices=2",

@@ -109,7 +109,7 @@ def _files(folder, *names):
         ({"pattern": ""}, "Unacceptable pattern"),
         ({"val_path": "{}/none"}, "data.val_path=.*no such file"),
         ({"val_fraction": 0}, "between 0 and 1"),
-        ({"encoding": "utf-16"}, "data.encoding=utf-16: files are read as UTF-8 alone. Type iconv -f utf-16 -t utf-8"),
+        ({"encoding": "utf-16"}, "data.encoding=utf-16: only UTF-8 is supported. Type iconv -f utf-16 -t utf-8"),
         ({"on_error": "ignore"}, "type refuse, replace or skip"),
     ],
 )

@@ -179,13 +179,13 @@ def test_of_a_line_that_is_too_long_no_more_is_held_than_may_be(tmp_path, monkey
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"field": "a", "messages": "b"}, r"data.field and data.messages: a record is one of"),
-        ({"prompt": "a", "messages": "b"}, r"data.prompt and data.messages: a record is one of"),
-        ({"prompt": "a"}, r"data.prompt=a: there is no data.completion. Type"),
-        ({"completion": "a"}, r"data.completion=a: there is no data.prompt. Type"),
+        ({"field": "a", "messages": "b"}, r"data.field and data.messages: a record is either"),
+        ({"prompt": "a", "messages": "b"}, r"data.prompt and data.messages: a record is either"),
+        ({"prompt": "a"}, r"data.prompt=a: data.completion is not set. Type"),
+        ({"completion": "a"}, r"data.completion=a: data.prompt is not set. Type"),
         (
             {"encoding": "latin1"},
-            r"data.encoding=latin1: files are read as UTF-8 .* Type iconv -f latin1 -t utf-8 FILE",
+            r"data.encoding=latin1: only UTF-8 .* Type iconv -f latin1 -t utf-8 FILE",
         ),
     ],
 )

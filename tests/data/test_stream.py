@@ -223,7 +223,7 @@ def test_a_gated_data_set_is_told_what_opens_the_gate(monkeypatch):
 REFUSED = {
     "epochs=2 data.streaming=true": "epochs=2: the length of a stream is unknown. Type max_steps=",
     "data.streaming=true tokenizer=null": "Type tokenizer=<a folder or hub id>",
-    "data.streaming=true show=2": "show=2: the rows of a stream have no numbers",
+    "data.streaming=true show=2": "show=2: rows of a stream are packed while it is read",
     "data.streaming=true data.packing=padded": "Type data.packing=documents",
     "data.split=test": "cannot read this data set",
     "data.streaming=true data.val_split=train": "data.val_split=train: data.split is train, too",

@@ -63,7 +63,7 @@ def test_a_server_that_answers_and_ones_that_do_not(server, silent):
 def test_without_a_key_it_is_offline_with_one_line(no_account, caplog):
     with caplog.at_level("INFO"):
         assert reporting._mode(Path("a run")) == "offline"
-    assert len(caplog.records) == 1 and "`wandb sync 'a run/wandb'/offline-run-*` uploads" in caplog.text
+    assert len(caplog.records) == 1 and "`wandb sync 'a run/wandb'/offline-run-*`" in caplog.text
 
 
 def test_with_a_key_and_a_server_it_is_online(no_account, monkeypatch, server):

@@ -78,7 +78,7 @@ def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
     assert summary["steps"] == 5 and summary["resumed_from"].endswith("step-00000002.ckpt")
     assert {"optim=adafactor", "precision=bf16", "max_steps=5"} <= set(summary["overrides"])
     rows = (second / "metrics.csv").read_text().splitlines()[1:]
-    assert [int(r.split(",")[0]) for r in rows if r.split(",")[3]] == [3, 4, 5]
+    assert [int(r.split(",")[0]) for r in rows if r.split(",")[4]] == [3, 4, 5]
 
 
 def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
@@ -249,7 +249,7 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
-        (ORDER | {"text": "a"}, ORDER | {"text": "b"}, "the text is another. Type the data= of"),
+        (ORDER | {"text": "a"}, ORDER | {"text": "b"}, "the text differs. Type the data= of"),
         (
             ORDER,
             ORDER | {"seq_len": 16, "sequences": 4, "text": "a"},
@@ -261,8 +261,8 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
             ORDER | {"text": "a"},
             "data.packing was padded in that run and is joined now. Type the data.packing= of",
         ),
-        (APART, APART | {"seed": 2, "documents": "b"}, "the text is another. Type the seed= and data= of"),
-        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text is another. Type the data= of"),
+        (APART, APART | {"seed": 2, "documents": "b"}, "the text differs. Type the seed= and data= of"),
+        ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text differs. Type the data= of"),
         (ORDER, ORDER | {"text": "a"}, None),  # of before there were digests
         ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 3, 3, {"text": "a"}]]}, None),
     ],

@@ -98,7 +98,7 @@ def test_auto_goes_on_from_it_with_a_file_and_from_a_file_with_it(run, fit):
 
 
 def test_another_model_or_optimizer_is_a_sentence(kept, fit):
-    with pytest.raises(Refused, match=r"is \(300, 32\) there and \(300, 64\) in this model"):
+    with pytest.raises(Refused, match=r"is \(300, 32\) in the checkpoint and \(300, 64\) in this model"):
         fit(f"resume={kept}", "model.architecture.n_embd=64", "max_steps=5")
     with pytest.raises(Refused, match="cannot read the state of AdamW"):
         fit(f"resume={kept}", "optim=sgd", "max_steps=5")

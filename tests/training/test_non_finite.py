@@ -77,7 +77,7 @@ def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monke
     broken("loss", {2})
     with pytest.raises(Refused) as refused:
         fit("accumulation=fixed", "accumulation.batches=2", "batch_size=3")
-    named = re.search(r"sequences ([\d, ]+) of the training split \((\d+), in epoch 0\)", str(refused.value))
+    named = re.search(r"sequences ([\d, ]+) of the training split \((\d+) in all, epoch 0\)", str(refused.value))
     numbers = list(map(int, named[1].split(", ")))
     assert len(numbers) == int(named[2]) == 6
     assert any(numbers == [*one, *other] for one, other in pairwise(read))

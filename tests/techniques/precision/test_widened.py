@@ -261,8 +261,8 @@ def test_it_ends_with_the_run_also_with_one_that_fails(fit, without_units, below
 
 def test_it_is_said_once(command, without_units, tmp_path):
     said = command("precision=16", "plan=check")[1]
-    assert said.count("This CPU has no fp16 products") == 1
-    assert "no fp16 products" not in command("precision=bf16", f"hydra.run.dir={tmp_path}/second")[1]
+    assert said.count("This CPU has no fp16 matrix products") == 1
+    assert "no fp16 matrix products" not in command("precision=bf16", f"hydra.run.dir={tmp_path}/second")[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SHORT])

@@ -35,7 +35,7 @@ def test_it_is_made_of_the_summary_alone(whole):
         f"{summary['train_loss']:.4g}",
         byte_size(summary["peak_bytes"]["device"]),
         f"torch {summary['versions']['torch']}",
-        "Trained from a random start on text",
+        "Trained from random initial weights on text",
         "python train.py",
     ):
         assert said in text

@@ -35,23 +35,23 @@ def _tags(summary: Mapping) -> list[str]:
 
 def _sections(summary: Mapping) -> Iterator[str]:
     base, data = summary["base_model"], ", ".join(summary["data"]) or "a local data set"
-    start = f"[{base}](https://huggingface.co/{base})" if base else "a random start"
+    start = f"[{base}](https://huggingface.co/{base})" if base else "random initial weights"
     if summary["pretrained"] and not base:
         start = "a model in a local folder"
     yield f"# {(base or summary['architecture']).rpartition('/')[2]}, trained on {data}"
     yield f"Trained from {start} on {data} with lowmem."
-    yield "## Measured"
+    yield "## Results"
     if summary["validation"]:
         yield _table(*_evaluated(summary["validation"]))
     yield _table(("", ""), _figures(summary))
-    yield "## How"
+    yield "## Training command"
     typed = command(summary["overrides"])
     if "<" in typed:
         yield "Replace each name in `<>` with the path of your own file or folder."
     yield f"```\n{typed}\n```"
     if summary["recipe"]:
         yield _table(("group", "choice"), summary["recipe"].items())
-    yield "## With"
+    yield "## Framework versions"
     yield ", ".join(f"{name} {version}" for name, version in summary["versions"].items()) + f"; on {summary['device']}."
 
 
@@ -69,7 +69,8 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{summary['tokens']:,}"
     if (learned := summary["learned_tokens"]) < summary["tokens"]:
         yield "learned tokens (with a label)", f"{learned:,}"
-    yield "parameters", f"{summary['parameters']:,}, of which {summary['trained_parameters']:,} were trained"
+    own, every = summary["trained_parameters"], summary["parameters"]
+    yield "parameters", f"{every:,} ({'all' if own == every else f'{own:,}'} trained)"
     yield "training loss", _number(summary["train_loss"])
     yield from ((name, _number(value)) for name, value in summary["metric"].items())
     for side, name in (("device", "peak device memory"), ("host_rss", "peak host memory")):

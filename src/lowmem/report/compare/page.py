@@ -77,7 +77,7 @@ def _line_of_front(figures: Figures, size: Unit) -> str:
 
 
 def _typed(figures: Figures) -> str:
-    overrides = escape(" ".join(figures.run.overrides) or "as shipped")
+    overrides = escape(" ".join(figures.run.overrides) or "no overrides")
     return f"<dt>{escape(figures.name)}</dt><dd><code>{overrides}</code></dd>"
 
 
@@ -120,7 +120,7 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
         numbers["drive GB/s"] = lambda figures: (figures.drive_rate, _number(figures.drive_rate, ".2f"))
     words = {}  # columns that say the same of every run are left out
     if len({figures.on for figures in every if figures.on}) > 1:
-        words["on"] = lambda figures: (figures.on, figures.on)
+        words["hardware"] = lambda figures: (figures.on, figures.on)
     if any(figures.run.reason for figures in every):
         words["not finished"] = lambda figures: (figures.run.reason or None, _state(figures))
     largest = max((sum(figures.peak.values()) for figures in every), default=0)

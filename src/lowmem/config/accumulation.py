@@ -78,8 +78,8 @@ def _checked(sizes: Mapping[int, int]) -> dict[int, int]:
     sizes = dict(sizes)
     if 0 not in sizes or not all(_counts(n) and isinstance(at, int) and at >= 0 for at, n in sizes.items()):
         raise Refused(
-            f"accumulation.sizes={sizes}: this must map 0, and each later epoch or step at which the number of "
-            "micro-batches changes, to a number of at least one. Type accumulation.sizes='{0: 3, 101: 4}'."
+            f"accumulation.sizes={sizes}: each key must be an epoch or step, the first one 0, and each value a number "
+            "of micro-batches, at least 1. Type accumulation.sizes='{0: 3, 101: 4}'."
         )
     return sizes
 

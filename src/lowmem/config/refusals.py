@@ -61,8 +61,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.masters and run.any("pages"),
-        "This optim moves its state to host memory when the card is full, but with this precision its state is always "
-        "in host memory. Type optim=adamw8bit.",
+        "optim: a paged optimizer moves its state to host memory when the card is full, but with this precision the "
+        "state is always in host memory. Type optim=adamw8bit.",
         "the_state_of_parameters_in_host_memory_is_not_paged",
     ),
     Refusal(
@@ -98,8 +98,9 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.several and run.any("pages"),
-        "This optim moves its state to host memory when the card is full, which was measured on one device only. Type "
-        "optim=adamw strategy=fsdp to shard the state, or strategy=fsdp_offload to also keep it in host memory.",
+        "optim: a paged optimizer moves its state to host memory when the card is full, which was measured on one "
+        "device only. Type optim=adamw strategy=fsdp to shard the state, or strategy=fsdp_offload to also keep it in "
+        "host memory.",
         "paged_state_is_not_divided",
     ),
     Refusal(
@@ -211,8 +212,8 @@ REFUSALS = (
     ),
     Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
-        "This optim, compile or gradient_checkpointing generates code for the CPU, but no C++ compiler is on the PATH. "
-        "Install one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
+        "optim, compile, gradient_checkpointing: one of these choices generates code for the CPU, but no C++ compiler "
+        "is on the PATH. Install one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
     Refusal(

@@ -37,7 +37,7 @@ class Mix(Openable):
             openable(source, f"data.parts.{name}._target_=<yours>")
             if source.streams:
                 raise Refused(
-                    f"data.parts.{name}: a mixture needs a known number of rows, and a stream has none. "
+                    f"data.parts.{name}: a stream has an unknown number of rows, and a mixture needs this number. "
                     f"Type data.parts.{name}.streaming=false."
                 )
             if type(source).example.__func__ is not Openable.example.__func__:

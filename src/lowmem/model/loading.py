@@ -216,7 +216,7 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
     if Path(place).is_dir() and pretrained and not any(Path(place).glob("*.safetensors")):
         raise Refused(
             f"model.name={name}: this folder contains no *.safetensors files. "
-            "Give a folder that does, or type model.pretrained=false for a random start."
+            "Give a folder that does, or type model.pretrained=false for random initial weights."
         )
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)

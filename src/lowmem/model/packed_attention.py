@@ -137,8 +137,8 @@ def verify(model: PreTrainedModel, row: Tensor) -> None:
         model.set_attn_implementation(MASKED)
     if not keeps_apart(model, input_ids, longest):
         raise Refused(
-            f"data.packing=documents: in {type(model).__name__}, documents in one row attend to each other "
-            "whatever the position ids. Type data.packing=padded."
+            f"data.packing=documents: in {type(model).__name__}, documents in one row attend to each other, "
+            "even with position ids that restart. Type data.packing=padded."
         )
     if attention_taken(model) == MASKED:
         log.info("data.packing=documents: every attention layer needs a (tokens, tokens) mask to separate documents.")

@@ -84,6 +84,6 @@ def check_trained(model: PreTrainedModel, added: Added) -> None:
     if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
         raise Refused(
             "model.added_tokens: the embedding and output rows of added tokens start as the mean of the other rows and "
-            "must be trained, but here they are frozen. Type adapter=none and do not freeze= these layers, or use a "
-            "model whose tokenizer has these tokens."
+            "must be trained, but here they are frozen. Type adapter=none and remove these layers from freeze=, or "
+            "use a model whose tokenizer has these tokens."
         )

@@ -169,7 +169,7 @@ class Records(StoredSource):
         if self.reader.alone and not self._counts[split][1]:
             raise Refused(
                 f"data: the {'validation' if split == 'val' else 'training'} split is empty, because data.path has too "
-                f"few distinct {self.reader.held_out_are}. Type data.{self.reader.val_key}, or give more."
+                f"few distinct {self.reader.held_out_are}. Type data.{self.reader.val_key}, or give more data."
             )
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:

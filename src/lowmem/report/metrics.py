@@ -23,7 +23,6 @@ from lowmem.system.units import byte_size, duration, share_of_limit
 COLUMNS = (
     "step",
     "tokens",
-    "learned_tokens",
     "seconds",
     "train_loss",
     "val_loss",
@@ -33,6 +32,7 @@ COLUMNS = (
     "tokens_per_second",
     "skipped_steps",
     "auxiliary_loss",
+    "learned_tokens",
 )
 # The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
 WARM_UP_STEPS = 3

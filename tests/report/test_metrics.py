@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(fit, monkeypatch, tmp_path):
 def test_logger_none_keeps_evaluations_and_the_last_step(fit, tmp_path):
     _, run = fit("logger=none", "log_every=4", "max_steps=4", "val_every=2")
     rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
-    assert [(row[0], bool(row[4]), bool(row[5])) for row in rows] == [
+    assert [(row[0], bool(row[3]), bool(row[4])) for row in rows] == [
         ("1", True, False),
         ("2", False, True),
         ("4", True, False),

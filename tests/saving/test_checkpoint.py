@@ -78,7 +78,7 @@ def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
     assert summary["steps"] == 5 and summary["resumed_from"].endswith("step-00000002.ckpt")
     assert {"optim=adafactor", "precision=bf16", "max_steps=5"} <= set(summary["overrides"])
     rows = (second / "metrics.csv").read_text().splitlines()[1:]
-    assert [int(r.split(",")[0]) for r in rows if r.split(",")[4]] == [3, 4, 5]
+    assert [int(r.split(",")[0]) for r in rows if r.split(",")[3]] == [3, 4, 5]
 
 
 def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):

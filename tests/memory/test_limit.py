@@ -42,7 +42,7 @@ def test_the_operator_that_exceeds_the_limit_raises():
         for _ in range(10):  # freed in time
             torch.zeros(1000)
         assert tracker.now == kept.nbytes
-        with pytest.raises(OverLimit, match="memory.limit allows 10000"):
+        with pytest.raises(OverLimit, match=r"memory\.limit allows 10000"):
             torch.zeros(2000)
 
 

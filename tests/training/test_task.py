@@ -119,7 +119,11 @@ def test_a_digest_that_is_not_compared_is_caught(fit, copy, whole, monkeypatch):
 
 @pytest.mark.parametrize(
     ("other", "says"),
-    [("n_layer=3", r"missing in the checkpoint"), ("n_layer=1", r"missing in this model"), ("n_embd=64", r"\(300, 32\) in the checkpoint")],
+    [
+        ("n_layer=3", r"missing in the checkpoint"),
+        ("n_layer=1", r"missing in this model"),
+        ("n_embd=64", r"\(300, 32\) in the checkpoint"),
+    ],
 )
 def test_another_model_is_refused_in_every_direction(fit, whole, other, says):
     with pytest.raises(Refused, match=f"{says}.*Type the model= and model.architecture of that run"):
@@ -574,7 +578,8 @@ def test_an_evaluation_says_on_how_much_it_is(config, text_folder):
     of = ("data=text", f"data.path={text_folder}")
     cfg = config(*of, "evaluate=x", "data.val_fraction=0.2")
     said = _evaluated(cfg, [held])
-    assert "evaluating 8 of 20 sequences" in said and "data.val_fraction=0.2" in said and "data.val_path=<a file or folder>" in said
+    assert "evaluating 8 of 20 sequences" in said
+    assert "data.val_fraction=0.2" in said and "data.val_path=<a file or folder>" in said
     sets = [held, SimpleNamespace(count=3, name="far", sequences=range(3))]
     said = _evaluated(config(*of, "evaluate=x", "data.val_path=y"), sets)
     assert "3 of 3 sequences of far" in said and "held out" not in said

@@ -228,6 +228,13 @@ def test_memory_csv_is_read_back_once_when_a_run_ends(fit, monkeypatch):
     assert read_back.count("memory.csv") == 2  # when the run begins, rows of before a resume; and for the picture
 
 
+def test_the_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
+    _, first = fit("max_steps=4", "save_every=4", "val_every=4", folder="first")
+    summary, run = fit("max_steps=6", "val_every=6", f"resume={first}", folder="longer")
+    assert all("device" in summary["peak_bytes_by_phase"][phase] for phase in ("forward", "backward", "step"))
+    assert (run / "memory_step.csv").read_text().count("\n") > 10
+
+
 def test_the_highest_bytes_of_a_run_are_those_of_the_file_after_a_resume_too(fit):
     fit("max_steps=3", "save_every=2", "val_every=2", "precision=bf16-master")
     summary, run = fit("max_steps=4", "val_every=2", "precision=bf16-master", "resume=auto")

@@ -1,9 +1,10 @@
 """Measures memory at every phase of every optimizer step, into memory.csv and the logger.
 
 Each phase has the process's resident memory and its peak, and the bytes of weights, gradients and optimizer at its end;
-on CUDA the allocator's figures too. On steps 1-3, every `every`-th step and the first batch of an evaluation the
-tracker counts live tensor bytes by category. The last phase of each step also has the bytes on a drive, and those that
-the step read and wrote there. The peak counters of the process and of CUDA are global; only this meter resets them.
+on CUDA the allocator's figures too. On the first 3 steps of a run, or after its resume, on every `every`-th step and on
+the first batch of an evaluation, the tracker counts live tensor bytes by category. The last phase of each step also
+has the bytes on a drive, and those that the step read and wrote there. The peak counters of the process and of CUDA are
+global; only this meter resets them.
 """
 
 import csv
@@ -46,7 +47,7 @@ class MemoryMeter(Callback):
     """
 
     tracker = StorageTracker
-    first, every = 3, 20  # live tensors are broken down on steps 1 to `first` and on every `every`-th step
+    first, every = 3, 20  # live tensors are broken down on the first steps, also of a resume, and on every `every`-th
 
     def __init__(
         self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
@@ -63,7 +64,7 @@ class MemoryMeter(Callback):
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
-        self._step = 0
+        self._step = self._start = 0  # _start: steps made before a resume
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
         self._cuda: torch.device | None = None
         self.compiled = False  # True: blocks are compiled, and on a CPU what they allocate is not seen
@@ -100,13 +101,13 @@ class MemoryMeter(Callback):
         if self.compiled:
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None
-        self._step = trainer.global_step
+        self._step = self._start = trainer.global_step
         self._window = {"load": self._read("load") | self._drive_row()}
         self._close_window(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:
         self._step = trainer.global_step + 1
-        if self._step <= self.first or self._step % self.every == 0:
+        if self._step - self._start <= self.first or self._step % self.every == 0:
             self._track()
         self._enter("forward")
 

@@ -53,8 +53,12 @@ MODELS = {
     "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
 }
 CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
+# a recipe that is in both tables is predicted once, so that both have the same figures
 ROWS = RECIPES | {
-    f"{model} on {size}": (CARDS[size], lines) for size, models in MODELS.items() for model, lines in models.items()
+    f"{model} on {size}": (CARDS[size], lines)
+    for size, models in MODELS.items()
+    for model, lines in models.items()
+    if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
 PER = 10_000_000  # parameters, to which its milliseconds belong
@@ -137,7 +141,8 @@ def table(results: dict) -> str:
     ]
     for size, models in MODELS.items():
         for model, typed in models.items():
-            (need,) = results[f"{model} on {size}"]
+            (name,) = (name for name, of in ROWS.items() if of == (CARDS[size], typed))
+            (need,) = results[name]
             sizes = [f"{need[key] / GIB:.1f}" for key in ("card_bytes", "host_bytes")]
             cells = [size, model, f"`{' '.join(typed)}`", *sizes, f"{need['seconds_per_1000_tokens']:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")

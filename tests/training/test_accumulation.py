@@ -186,8 +186,8 @@ def test_an_effective_batch_is_counted_from_micro_batch_and_devices():
         (lambda: effective_batch(10, 4), "accumulation.size=8"),
         (lambda: effective_batch(4, 2, devices=8), "accumulation.size=16"),
         (lambda: by_step({1: 2}), "accumulation.sizes="),
-        (lambda: by_epoch({0: 0}), "at least one"),
-        (lambda: by_epoch({0: 2.5}), "at least one"),
+        (lambda: by_epoch({0: 0}), "at least 1"),
+        (lambda: by_epoch({0: 2.5}), "at least 1"),
     ],
 )
 def test_what_makes_no_window_is_a_sentence(make, says):

@@ -59,5 +59,7 @@ def test_the_licence_is_named_and_there():
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
 def test_no_output_of_a_command_is_committed():
     ignored = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
-    assert not subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert not subprocess.run(["git", "ls-files", "*.log"], cwd=ROOT, capture_output=True, check=True).stdout
+    assert not subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert not subprocess.run(
+        ["git", "ls-files", "*.log"], cwd=ROOT, capture_output=True, check=True, timeout=60
+    ).stdout

@@ -69,7 +69,7 @@ def old_python(tmp_path_factory):
     venv.create(place, with_pip=True)
     python = next(place.glob("*/python"))
     how = ["-m", "pip", "install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "15"]
-    made = subprocess.run([python, *how, *PACKAGES], capture_output=True, text=True)
+    made = subprocess.run([python, *how, *PACKAGES], capture_output=True, text=True, timeout=900)
     if made.returncode:
         pytest.skip(f"there is no network, or no {PACKAGES[0]}: set OLD_TRANSFORMERS=<a python that has it>")
     packages = next(place.glob("lib/*/site-packages"))
@@ -122,7 +122,11 @@ def test_transformers_4_computes_the_same_of_every_folder(tmp_path, old_python):
             ours[folder] = (made(ids).logits, tokens(TEXT).input_ids)
     script = Path(opened_by_transformers_4.__file__)
     done = subprocess.run(
-        [old_python, script, *ours], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+        [old_python, script, *ours],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     for folder, (logits, tokens) in ours.items():

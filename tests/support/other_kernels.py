@@ -49,7 +49,7 @@ def run(variable: str, value: str, arguments: list[str]) -> tuple[str, bool]:
     start, name = time.monotonic(), f"{variable}={value}"
     command = [sys.executable, "-m", "pytest", "-m", "kernels and not matrix", *arguments]
     changed = os.environ | SLEEPING | {"OMP_NUM_THREADS": "1", variable: value}
-    tests = subprocess.run(command, env=changed, stdout=subprocess.PIPE, text=True)
+    tests = subprocess.run(command, env=changed, stdout=subprocess.PIPE, text=True, timeout=3600)
     green = tests.returncode == 0
     print(name if green else f"{tests.stdout}\n{name}: red", flush=True)
     return ROW.format(name, *counts(tests.stdout), int(time.monotonic() - start)), green

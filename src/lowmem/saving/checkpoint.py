@@ -334,9 +334,8 @@ class Saved:
                 )
         if self.base != module.identity.get("base"):
             raise Refused(
-                f"{self.asked}: the checkpoint holds only the trained weights, and the frozen weights of this run "
-                "differ from those of that run. Type the model=, precision= and, after a random start, seed= of that "
-                "run."
+                f"{self.asked}: the checkpoint holds only the trained weights, and the frozen weights of this run are "
+                "different ones. Type the model=, precision= and, after a random start, seed= of that run."
             )
         if self.tokenizer not in (None, fingerprint(tokenizer)):
             raise Refused(
@@ -368,7 +367,7 @@ class Saved:
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
             instead = (
-                " If it is the same, an earlier version of lowmem split these conversations into rows differently: "
+                " If data= has not changed, an earlier version of lowmem split these conversations into rows differently: "
                 "start from that run's exported model, model=hf model.name=<run folder>/model."
             )
             raise Refused(

@@ -367,8 +367,8 @@ class Saved:
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
             instead = (
-                " If data= has not changed, an earlier version of lowmem split these conversations into rows differently: "
-                "start from that run's exported model, model=hf model.name=<run folder>/model."
+                " If data= has not changed, an earlier version of lowmem split these conversations into rows "
+                "differently: start from that run's exported model, model=hf model.name=<run folder>/model."
             )
             raise Refused(
                 f"{self.asked}: that run read its data in a different order, so the position in the data is unknown: "

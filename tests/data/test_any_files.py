@@ -154,6 +154,7 @@ def test_any_files_end_in_tokens_or_in_a_sentence(cases, tmp_path):
 
 
 @pytest.mark.wrong
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of the files of the example that fails
 def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (

@@ -238,6 +238,7 @@ def test_an_experiments_defaults_may_have_the_word_self(tmp_path, monkeypatch):
         assert typed_lines.composed.now([typed, "accumulation=none"]).accumulation.batches == 1
 
 
+LIBRARIES = 450 * 2**20  # resident in a run before its model is loaded; this process may have run other tests before
 CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]
 
 
@@ -248,9 +249,9 @@ def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
 
     said = help.heading(CONF / "experiment" / f"{preset}.yaml")
     tensors, reserved = re.search(r"([\d.]+) GiB of tensors, ([\d.]+) GiB reserved", said).groups()
-    found = predict(run_of([f"experiment={preset}", "device=cpu"]), Target(on_card=True))
+    found = predict(run_of([f"experiment={preset}", "device=cpu"]), Target(on_card=True)).based_on(LIBRARIES)
     host = float(re.search(r"([\d.]+) GiB of host memory", said)[1])
-    assert host == pytest.approx(found.host_need(None) / GIB, abs=0.4)  # this process has imported more than a run
+    assert host == pytest.approx(found.host_need(None) / GIB, abs=0.2)  # what is imported differs by machine
     assert f"{max(need.device for need in found.phases.values()) / GIB:.1f}" == tensors
     assert f"{found.reserved / GIB:.1f}" == reserved
 

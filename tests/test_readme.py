@@ -140,7 +140,7 @@ def test_every_command_runs(command, folder):
     if says_only(command) or "generate=" in command:
         assert said.strip()
     elif "show=" in command:
-        assert "learnt" in said
+        assert "tokens learned" in said
     elif "plan.py" in command:
         assert "planned in" in said
     elif "compare.py" in command or " -m " in command or "sweep.resume" in command:

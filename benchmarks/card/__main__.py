@@ -1,94 +1,111 @@
-"""Measures everything that only a card can show, in nine stages: speed, memory, correctness, races and the link.
+"""Measures on a CUDA card what only a card can show: speed, how much copying is hidden, and memory beside its prediction.
 
-    python -m benchmarks.card                  # all nine, on CUDA: forty minutes, or fifty with two devices
-    python -m benchmarks.card --stages 3,5     # only these stages; earlier results of the others stay in the file
-    python -m benchmarks.card --resume         # the cases that have no record yet
-    python -m benchmarks.card --retry          # the same, and those that failed or were ended
-    python -m benchmarks.card --table          # writes the page again from the file; needs no card
-    python -m benchmarks.card --device cpu     # a rehearsal without a card: small models, and stand-ins for CUDA
+    python -m benchmarks.card --minutes 9        # the most valuable cases first, as many as fit; call it again for the rest
+    python -m benchmarks.card --only masters     # cases whose names contain a word, again if they have been measured
+    python -m benchmarks.card --list             # the cases, their seconds, and which have been measured
+    python -m benchmarks.card --device cpu       # a rehearsal without a card: the same lines of code, small models
+    python -m benchmarks.card --predict h100     # predicts every run of lowmem for a card of conf/gpu.yaml, without one
+    python -m benchmarks.card --table            # writes the page again from the file of results
 
-Every case runs in a process of its own with a time limit. If a case fails, its last lines of output are recorded and
-the next case runs. results/card.json is written after every case, and results/card.md at the end of every stage.
-Checkpoints of up to 16 GB are written under .cache/card and removed. One case may hang a card, so it runs only if
-CROWD_THE_CARD=1 is set. The exit code is 1 if a case has no complete result or a wrong one.
+Every case runs in a process of its own. A case begins only if its seconds fit in what is left of --minutes; twice its
+seconds end it. benchmarks/results/card.json is written after each case, and a case with a result is not run again, so
+that the next call goes on with the next case. The exit code is 1 if a case failed.
 """
 
 import argparse
-import re
+import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = (
-    *("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "numpy"),
-    *("psutil", "tqdm", "matplotlib", "pydantic", "jinja2", "yaml", "antlr4"),
-)
+NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
+PATIENCE = {"cuda": 2, "cpu": 10}  # times a case's seconds: then it is ended; a rehearsal may run on a busy machine
+LEAST = 60  # seconds that every case gets
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a case has no complete result or a wrong one; 2 if nothing could be run; 130 after Ctrl-C."""
+    """Returns 0; 1 if a case failed or was ended; 2 if nothing could be run."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        return _refused(f"{', '.join(missing)}: not installed, and nothing runs without. Type pip install -e . first.")
-    if old := list(_too_old()):
-        return _refused(f"{', '.join(old)}. Type pip install -e . first.")
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # imports this checkout, even if another one is installed
-    from benchmarks.card import auto, correctness, link, memory, sanitizer, several, speed, streamed, xl
-    from benchmarks.card.kit import Kit
-    from lowmem.system.errors import Refused
+        return _refused(f"Not installed: {', '.join(missing)}. Type pip install -e . first.")
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this checkout, even if another one is installed
+    from benchmarks.card import page, prediction
+    from benchmarks.card.cases import CASES
 
-    modules = (link, correctness, memory, speed, xl, auto, streamed, several, sanitizer)
-    stages = {str(module.STAGE.number): module.STAGE for module in modules}
-    wanted = dict.fromkeys(word.strip() for word in options.stages.split(",")) if options.stages is not None else stages
-    if unknown := [word for word in wanted if word not in stages]:
-        return _refused(
-            f"--stages: there is no stage {', '.join(map(repr, unknown))}. Type some of {','.join(stages)}."
-        )
     file = options.to or _file(options.device)
-    kit = Kit(options.device, file, list(stages.values()))
-    try:
-        if options.table:
-            return kit.table()
-        return kit.run([stages[word] for word in wanted], options.resume, options.retry)
-    except Refused as why:
-        return _refused(str(why))
-    except KeyboardInterrupt:
-        print(f"Stopped. What had ended by then stands in {file}; --resume runs the rest.", file=sys.stderr)
-        return 130
+    if options.predict:
+        return prediction.write(options.predict)
+    known = _read(file)
+    if options.table:
+        return page.write(file, known) if known else _refused(f"{file} has no results of this command.")
+    words = options.only.split(",") if options.only else []
+    chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
+    if not chosen:
+        return _refused(f"--only {options.only}: no case has this in its name. --list shows the names.")
+    if options.list:
+        for case in CASES:
+            print(f"{_seconds(case, known):5.0f} s  {case.name}: {known['cases'].get(case.name, {}).get('status', '-')}")
+        return 0
+    return _run(chosen if words else [c for c in chosen if c.name not in known["cases"]], known, file, options)
+
+
+def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
+    """Runs the cases that fit in the minutes."""
+    from benchmarks.card import case, page
+    from lowmem.report.summary import write
+
+    end, failed = time.monotonic() + 60 * options.minutes, False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for one in todo:
+        seconds, left = _seconds(one, known), end - time.monotonic()
+        if why := one.missing(options.device):
+            record = {"status": "left out", "why": why, "rows": [], "seconds": 0.0}
+        elif seconds > left:
+            print(f"{one.name}: not begun, it takes about {seconds:.0f} s and {max(0, left):.0f} s are left.", flush=True)
+            continue
+        else:
+            print(f"{one.name}: about {seconds:.0f} s ...", flush=True)
+            record = case.run(one, options.device, min(left, max(LEAST, PATIENCE[options.device] * seconds)))
+        known["cases"][one.name] = record
+        write(file, known)
+        failed |= record["status"] in ("failed", "ended")
+        print(page.told(record), flush=True)
+    page.write(file, known)
+    return int(failed)
+
+
+def _seconds(case, known: dict) -> float:
+    """Returns how long a case took on this card, or its estimate."""
+    record = known["cases"].get(case.name, {})
+    return record["seconds"] if record.get("status") == "done" else case.seconds
+
+
+def _read(file: Path) -> dict:
+    """Returns the results in a file, or none. A file of another format raises an error, so that it is not lost."""
+    return json.loads(file.read_text()) if file.exists() else {"cases": {}}
+
+
+def _file(device: str) -> Path:
+    """Returns the file of results; those of a rehearsal are no figures of a card, and stay out of the repository."""
+    return ROOT / ("benchmarks/results/card.json" if device == "cuda" else ".cache/card/rehearsal.json")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--minutes", type=float, default=12.0, help="begin no case that takes longer than what is left")
+    parser.add_argument("--only", metavar="WORDS", help="names or parts of names, separated by commas")
+    parser.add_argument("--list", action="store_true", help="show the cases and run nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--stages", help="such as 3,5; without it all of them")
-    parser.add_argument("--resume", action="store_true", help="leave out what has a record")
-    parser.add_argument("--retry", action="store_true", help="the same, but not what failed or was ended")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--predict", metavar="CARD", help="a card of conf/gpu.yaml, such as h100")
+    parser.add_argument("--table", action="store_true", help="write the page again and run nothing")
     parser.add_argument("--to", type=Path, help="the file of results")
     return parser.parse_args(arguments)
-
-
-def _too_old() -> Iterator[str]:
-    """Yields a message for each package that is older than pyproject.toml requires."""
-    asked = re.findall(r'"(torch|lightning|transformers)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
-    for package, least in asked:
-        if _numbers(version(package)) < _numbers(least):
-            yield f"{package} {version(package)} is installed, and {least} or newer is needed"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)[:3]]
-
-
-def _file(device: str) -> Path:
-    """Returns the file of results; a rehearsal's figures are no results, and go to .cache."""
-    return ROOT / ("benchmarks/results/card.json" if device == "cuda" else ".cache/card/rehearsal.json")
 
 
 def _refused(why: str) -> int:

@@ -1,0 +1,142 @@
+"""Times blocks of optimizer steps as a user's run makes them: nothing waits between the steps of a block.
+
+A loop calls `begin` before each step and `end` after it. The device is synchronized once before the first timed step
+and once after the last one. A clock that synchronizes at every step would make a loop that never waits for the device
+as slow as one that always does.
+
+Loops that are compared run one after the other in one process, in the order A B B A, so that a card that slows down as
+it warms up favours none of them. Each block has the card's clock and temperature beside it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.card.case import Here
+
+WARM_UP = 3  # steps before a block; lowmem counts live tensors in them
+# Dense bf16 TFLOPS of data sheets, by a part of the card's name: what model FLOPs utilization (MFU) is a share of.
+PEAK = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "4090": 165.2, "5090": 209.5, "A10G": 70.0, "3060": 25.5}
+
+
+class Blocks:
+    """Times one block.
+
+    Args:
+        steps: optimizer steps in the block; `all_steps` includes those that warm up.
+    """
+
+    def __init__(self, here: Here, steps: int, warm_up: int = WARM_UP) -> None:
+        self.here, self.steps, self.warm_up = here, steps, warm_up
+        self.all_steps = warm_up + steps
+        self.begun = self.ended = 0
+        self.seconds: float | None = None
+        self.sensors: dict[str, float | None] = {}
+        self._losses: list[Tensor] = []
+
+    def begin(self) -> None:
+        if self.begun == self.warm_up:
+            self.here.settle()
+            if self.here.on_card:
+                torch.cuda.reset_peak_memory_stats()
+            self._start = time.perf_counter()
+        self.begun += 1
+        self._losses.append(torch.zeros((), device=self.here.device))
+
+    def add(self, loss: Tensor) -> None:
+        """Adds a micro-batch's share of the step's mean loss. It is not read before the block has ended."""
+        self._losses[-1] = self._losses[-1] + loss.detach()
+
+    def end(self) -> None:
+        self.ended += 1
+        if self.ended == self.all_steps:
+            self.sensors = _sensors() if self.here.on_card else {}  # while the card still computes
+            self.here.settle()
+            self.seconds = time.perf_counter() - self._start
+
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
+
+    def as_dict(self) -> dict:
+        """Raises: SystemExit: the loop ended before the block did."""
+        if self.seconds is None:
+            raise SystemExit(f"The loop made {self.ended} of {self.all_steps} steps.")
+        return {"steps": self.steps, "seconds": self.seconds, **self.sensors}
+
+
+def _sensors() -> dict[str, float | None]:
+    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts, where NVML is."""
+    found: dict[str, float | None] = {"mhz": None, "celsius": None, "watts": None}
+    with suppress(Exception):  # a figure beside the measurement must not end it
+        found |= {"mhz": torch.cuda.clock_rate(), "celsius": torch.cuda.temperature()}
+        found["watts"] = torch.cuda.power_draw() / 1000
+    return found
+
+
+def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tuple[str, dict]]:
+    """Runs loops in the order A B C C B A. Yields (loop, its row), with the blocks of both runs in it.
+
+    Args:
+        loops: name -> a function that runs the loop once and returns its row, with one block in `blocks`.
+    """
+    first: dict[str, dict] = {}
+    for name in [*loops, *reversed(loops)]:
+        row = attempt(loops[name])
+        here.release()
+        if name in first:
+            yield name, both(first[name], row)
+        else:
+            first[name] = row
+
+
+def attempt(run: Callable[[], dict]) -> dict:
+    """Returns a loop's row, or why it failed, so that the other loops are still measured."""
+    from benchmarks.card.case import LeftOut
+
+    try:
+        return run()
+    except LeftOut:
+        raise
+    except (Exception, SystemExit) as error:
+        return {"why": f"{type(error).__name__}: {error}"[-1500:], "blocks": []}
+
+
+def both(first: Mapping, second: Mapping) -> dict:
+    """Returns one row of two runs of the same loop: the second one's figures, with the blocks of both."""
+    why = first.get("why") or second.get("why")
+    row = {**first, **second, "blocks": [*first["blocks"], *second["blocks"]]}
+    return row | ({"why": why} if why else {})
+
+
+def seconds_per_step(row: Mapping) -> float | None:
+    """Returns the mean seconds of a step over all blocks of a row, or None if nothing was timed."""
+    blocks: Sequence[Mapping] = row.get("blocks", ())
+    steps = sum(block["steps"] for block in blocks)
+    return sum(block["seconds"] for block in blocks) / steps if steps else None
+
+
+# --- FLOPs --------------------------------------------------------------------------------------------------------
+
+
+def flops_per_token(network: nn.Module, seq_len: int) -> float:
+    """Returns the floating-point operations that training needs per token: 6 N + 12 L d T, as in appendix B of the
+    PaLM paper (https://arxiv.org/abs/2204.02311). Frozen weights have no gradient, so they count 4 times, not 6.
+
+    N leaves out an input embedding that is not also the output layer. Recomputation does not count, so a recipe that
+    checkpoints activations has a lower MFU.
+    """
+    config, embedding = network.config.get_text_config(decoder=True), network.get_input_embeddings()
+    is_tied = network.get_output_embeddings().weight is embedding.weight
+    multiplied = [p for p in network.parameters() if is_tied or p is not embedding.weight]  # tied weights once
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    of_weights = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)
+    return of_weights + 12.0 * config.num_hidden_layers * width * seq_len
+
+
+def peak_flops(card: str) -> float | None:
+    """Returns the dense bf16 FLOP/s of the data sheet, or None for a card that is not listed."""
+    return next((1e12 * peak for part, peak in PEAK.items() if part in card), None)

@@ -1,0 +1,113 @@
+"""Trains with lowmem in this process, as `python train.py` does, and returns what one run measured.
+
+The plan, checkpoints, the export and W&B are off: a plan would take seconds of the card's time, and checkpoints of 8B
+parameters minutes. The memory meter and metrics.csv are on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+
+from benchmarks.card import recipes
+from benchmarks.card.blocks import Blocks, flops_per_token
+from benchmarks.card.case import Here
+from lowmem.config.settle import Run, run_of
+from lowmem.model import loading
+from lowmem.system.quiet_libraries import quiet
+from lowmem.training import training, watchers
+
+POOL = (1 << 24) + 43  # random numbers that all weights are copied from; a prime, so that no two blocks are equal
+STD = 0.02
+
+
+@contextmanager
+def drawn_at_once(device: str) -> Iterator[None]:
+    """Initializes random weights inside the `with` by copying them from one pool of random numbers.
+
+    Drawing 8B numbers on the host takes minutes, and copying them takes seconds. The pool is drawn on the device.
+    Weights of zeros or ones would be multiplied faster than a trained model's are.
+    """
+    torch.manual_seed(0)
+    pool = (STD * torch.randn(POOL, device=device)).cpu().repeat(2)
+    start = 0
+
+    def copied(tensor: Tensor, *_, **__) -> Tensor:
+        nonlocal start
+        with torch.no_grad():
+            for piece in tensor.view(-1).split(POOL):
+                piece.copy_(pool[start : start + len(piece)])
+                start = (start + len(piece)) % POOL
+        return tensor
+
+    draws = dict.fromkeys(("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_"), copied)
+    draws = {name: draws.get(name, draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
+
+    @contextmanager
+    def as_drawn() -> Iterator[None]:
+        with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
+            yield
+
+    with patch.object(loading, "drawn_in_fp32", as_drawn):
+        yield
+
+
+def composed(name: str, here: Here, *more: str) -> Run:
+    """Returns the settings of a run of `recipes.RUNS`, checked as train.py checks them."""
+    from lowmem.config.check import check
+
+    run = run_of(recipes.typed(name, here, *more)).sized().resolved()
+    check(run, {})
+    quiet()
+    return run
+
+
+def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
+    """Trains until the watch's block has ended.
+
+    Args:
+        name: of a run in `recipes.RUNS`.
+        more: lines that come last.
+
+    Returns:
+        A row: tokens of a step, FLOPs per token, the block, the losses, and the highest bytes of device and host.
+    """
+    run = composed(name, here, f"max_steps={watch.all_steps}", *more)
+    with drawn_at_once(here.device), patch.object(watchers, "Stop", in_blocks(watch)):
+        with training.training_session(run, here.folder / "run", keeps=False) as trained:
+            meter, reserved = trained.watchers.meter, None
+            if here.on_card:
+                reserved = max(int(row["reserved_peak_bytes"]) for row in meter.rows() if row["reserved_peak_bytes"])
+            return {
+                "run": name,
+                "by": "lowmem",
+                "tokens": run.windows.largest * run.batch_size * run.seq_len,
+                "flops_per_token": flops_per_token(trained.module.model, run.seq_len),
+                "blocks": [watch.as_dict()],
+                "losses": watch.losses(),
+                "peak_bytes": meter.peak_bytes["device"],
+                "reserved_bytes": reserved,
+                "host_bytes": meter.peak_bytes["host_rss"],
+            }
+
+
+def in_blocks(watch: Blocks) -> type:
+    """Returns the class of the callback that ends training, which also tells a watch when a step begins and ends."""
+
+    class InBlocks(watchers.Stop):
+        def on_train_batch_start(self, trainer, module, *_) -> None:
+            if trainer.global_step:  # the previous step ended with the last of its callbacks
+                watch.end()
+            watch.begin()
+
+        def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
+            watch.add(outputs["loss"])
+            super().on_train_batch_end(trainer, module)
+
+        def on_train_end(self, trainer, module) -> None:
+            watch.end()
+
+    return InBlocks

@@ -13,6 +13,7 @@ this benchmark takes the time of benchmarks/results/host_optimizer.json, which w
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 from benchmarks.runner import RESULTS, measure, medians, write
@@ -62,10 +63,23 @@ ROWS = RECIPES | {
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
 PER = 10_000_000  # parameters, to which its milliseconds belong
+CORES = 2  # that it was measured with
+MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: half of eight channels of DDR5-4800
 
 
 def row(name: str) -> dict:
     """Predicts one recipe."""
+    on, lines = ROWS[name]
+    return predicted(on, lines)
+
+
+def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
+    """Predicts what a run needs and how long its steps take.
+
+    Args:
+        on: a card of conf/gpu.yaml, or a bare size.
+        cores: of the host, which runs the optimizer of masters.
+    """
     from lowmem.config.cards import card
     from lowmem.config.drives import FOLDER, space
     from lowmem.config.settle import run_of
@@ -75,14 +89,15 @@ def row(name: str) -> dict:
     from lowmem.plan.prediction import predict
     from lowmem.plan.target import Target
 
-    on, lines = ROWS[name]
     # the rates of a drive in this machine would be measured
     run = resolved(run_of([line.replace("=scratch", f"={FOLDER}") for line in lines]), on_card=True)
     drive = space("200GB", run.drive_folder) if run.drive_folder else None
     target = Target(on_card=True, card=card(on), drive=drive)
     need = predict(run, target)
     rates = machine(on_card=True, card=target.card, products=run.multiplies_in)
-    with patch.object(step_time, "pace_of_update", pace(update_time.counted)):
+    if cores > CORES:
+        rates.host = replace(rates.host, bandwidth=max(rates.host.bandwidth, MANY_CORES))
+    with patch.object(step_time, "pace_of_update", pace(update_time.counted, cores)):
         window = step_time.of_trace(rates, run, need.trace)
     tokens = run.windows.largest * run.batch_size * run.seq_len
     return {
@@ -90,24 +105,31 @@ def row(name: str) -> dict:
         "card": on,
         "card_bytes": need.device_need,
         "card_size_bytes": target.device_memory,
+        "peak_bytes": need.device_peak,
+        "reserved_bytes": need.reserved,
+        "smallest_cap_bytes": need.smallest,
         "tensor_bytes_by_category": dict(need.by_category),
         "host_bytes": need.host_need(target.device_memory),
         "drive_bytes": need.drive,
         "parameters": need.parameters,
         "tokens_per_step": tokens,
+        "seconds_per_step": window.seconds,
         "seconds_per_1000_tokens": 1000 * window.seconds / tokens,
         "of_them_passes": 1000 * window.passes / tokens,
         "fits": need.fits(target),
     }
 
 
-def pace(counted: Callable) -> Callable:
-    """Returns a stand-in for `pace_of_update`, which brings a counted update to the stored milliseconds."""
+def pace(counted: Callable, cores: int) -> Callable:
+    """Returns a stand-in for `pace_of_update`, which brings a counted update to the stored milliseconds.
+
+    More cores than those of the measurement are taken to be faster in proportion.
+    """
     from lowmem.plan.cost.update_time import MATRIX
 
     stored = json.loads((RESULTS / "host_optimizer.json").read_text())["rounds"]
     seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000 * MATRIX[0] * MATRIX[1] / PER
-    return lambda machine, run: seconds / counted(machine, run)
+    return lambda machine, run: CORES / cores * seconds / counted(machine, run)
 
 
 def table(results: dict) -> str:

@@ -1,10 +1,11 @@
 """Runs the same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
 
-    python -m benchmarks.loops <loop> <recipe> <model> [overrides, such as device=cuda; device=cpu without any]
+    python -m benchmarks.loops <loop> <recipe> <model>
 
 Weights, accumulation windows, optimizer, schedule, clipping and precision are the same, and lowmem builds them all;
 only the loop differs. Each loop prints the seconds and the loss of each step, its speed over the steps after the third,
-and its peak of live tensors. The peak is counted at every operator of the third step, or read from CUDA's allocator.
+and its peak of live tensors, which is counted at every operator of the third step. `benchmarks.card` runs the other
+loops on a card, with models of its own.
 """
 
 import json
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from statistics import mean, median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,11 +34,9 @@ MODELS = {
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
     # small, to test that a loop runs
     "thin": {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "T": 16},
-    # GPT-2, for a card
-    "124M": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "T": 1024},
 }
 BATCH_SIZE = 8  # sequences per optimizer step
-ON_CPU = ("device=cpu",)
+ON_CPU = "device=cpu"
 FOUR = ["accumulation=fixed", "accumulation.batches=4", "batch_size=2"]
 RECIPES = {
     "32": ["precision=32"],
@@ -64,22 +63,13 @@ def shape(model: str, steps: int = STEPS) -> list[str]:
     ]
 
 
-def device_of(typed: Sequence[str]) -> str:
-    return "cuda" if "device=cuda" in typed else "cpu"
-
-
-def settled(device: str) -> Callable[[], object]:
-    """Returns a function that waits until the device has finished its work."""
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
-
-
-def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool = True) -> dict:
+def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
     """Runs train.py as shipped, with meter, metrics, W&B (offline), plan and checkpoint."""
     from lowmem.training import watchers
 
     if not metered:
         watchers.MemoryMeter = silent_meter()
-    turns, losses = Turns(settled(device_of(typed))), []
+    turns, losses = Turns(), []
 
     class InTurn(watchers.Stop):
         def on_train_batch_start(self, *_) -> None:
@@ -90,7 +80,7 @@ def lowmem(recipe: str, model: str, typed: Sequence[str] = ON_CPU, metered: bool
             super().on_train_batch_end(trainer, module)
 
     watchers.Stop = InTurn
-    summary = run_train([*shape(model), *RECIPES[recipe], *typed])
+    summary = run_train([*shape(model), *RECIPES[recipe], ON_CPU])
     phases = summary["peak_bytes_by_phase"]
     return {
         **speed(turns, model),
@@ -126,24 +116,42 @@ class Materials(NamedTuple):
     """Holds the model, the data and the optimizer of a loop, as lowmem builds them."""
 
     network: torch.nn.Module
-    windows: list  # lists of micro-batches, each with input_ids and labels (B, T)
+    windows: list  # one per optimizer step: a list of micro-batches, each with input_ids and labels (B, T)
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    bf16: bool
+    bf16: bool  # autocast
     checkpointing: bool
-    micro_batches: int  # per accumulation window
     device: str
+    rss_before: int  # resident bytes before the model was built
+
+    @property
+    def micro_batches(self) -> int:
+        """Returns the number of micro-batches per optimizer step."""
+        return len(self.windows[0])
 
 
-def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials, "Watch"]:
+class Watches(Protocol):
+    """Watches the steps of a loop."""
+
+    def begin(self) -> None:
+        """Is called before each optimizer step."""
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Is called with the loss of each micro-batch, already divided by the number of micro-batches."""
+
+    def end(self) -> None:
+        """Is called after each optimizer step."""
+
+
+def materials(lines: Sequence[str], steps: int) -> Materials:
+    """Builds what the loops train. Args: lines: overrides of train.py; steps: the optimizer steps to read data for."""
     from lightning.pytorch import seed_everything
 
     from lowmem.config.settle import run_of
     from lowmem.system import process
     from lowmem.training import build
 
-    lines = [*shape(model), *(line for line in RECIPES[recipe] if not line.startswith("gradient_checkpointing"))]
-    cfg = run_of([*lines, *typed]).resolved()
+    cfg = run_of([line for line in lines if not line.startswith("gradient_checkpointing")]).resolved()
     seed_everything(cfg.seed, verbose=False)
     data = build.data(cfg)
     before = process.rss_bytes()
@@ -151,17 +159,17 @@ def materials(recipe: str, model: str, typed: Sequence[str]) -> tuple[Materials,
     optimizer = module.update.optimizer(module.model)
     built = Materials(
         module.model.train(),
-        [window.micro_batches for window in islice(data.train, STEPS)],
+        [window.micro_batches for window in islice(data.train, steps)],
         optimizer,
         module.update.scheduler(optimizer),
-        "precision=bf16" in RECIPES[recipe],
-        "gradient_checkpointing=every_layer" in RECIPES[recipe],
-        4 if FOUR[0] in RECIPES[recipe] else 1,
+        "precision=bf16" in lines,
+        "gradient_checkpointing=every_layer" in lines,
         cfg.device,
+        before,
     )
     if built.checkpointing:
         built.network.gradient_checkpointing_enable({"use_reentrant": False})
-    return built, Watch(built, model, before)
+    return built
 
 
 def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
@@ -173,9 +181,9 @@ def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
 class Watch:
     """Records the time and the loss of every step, and the live tensors of the last step of the warm-up."""
 
-    def __init__(self, of_loop: Materials, model: str, rss_before: int) -> None:
-        self.materials, self.model, self.rss_before = of_loop, model, rss_before
-        self.turns = Turns(settled(of_loop.device))
+    def __init__(self, of_loop: Materials, model: str) -> None:
+        self.materials, self.model = of_loop, model
+        self.turns = Turns()
         self.steps, self.losses = 0, [0.0]
         self.tracker, self.peak_bytes = None, 0
 
@@ -189,9 +197,6 @@ class Watch:
             self._count()
 
     def _count(self) -> None:
-        if self.materials.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return
         from lowmem.memory.ledger import Ledger, optimizer_state
         from lowmem.memory.tracker import StorageTracker
 
@@ -208,9 +213,6 @@ class Watch:
             self._counted()
 
     def _counted(self) -> None:
-        if self.tracker is None:
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-            return
         self.tracker.__exit__(None, None, None)
         self.peak_bytes = max(point.total for point in self.tracker.timeline())
 
@@ -221,16 +223,15 @@ class Watch:
             **speed(self.turns, self.model),
             "losses": [float(loss) for loss in self.losses[:-1]],
             "peak_bytes": self.peak_bytes,
-            "rss_bytes": process.peak_rss_bytes() - self.rss_before,
+            "rss_bytes": process.peak_rss_bytes() - self.materials.rss_before,
         }
 
 
 # --- the other loops ---------------------------------------------------------------------------------------------
 
 
-def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
+def plain(loop: Materials, watch: Watches) -> None:
     """Trains with the shortest hand-written loop."""
-    loop, watch = materials(recipe, model, typed)
     for window in loop.windows:
         watch.begin()
         for micro_batch in window:
@@ -244,17 +245,14 @@ def plain(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
         loop.schedule.step()
         loop.optimizer.zero_grad(set_to_none=True)
         watch.end()
-    return watch.result()
 
 
-def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
+def lightning(loop: Materials, watch: Watches) -> None:
     """Trains with Lightning, with every optional feature off.
 
     Gradients are clipped by hand, because Lightning refuses to clip for a fused optimizer.
     """
     from lightning.pytorch import Callback, LightningModule, Trainer
-
-    loop, watch = materials(recipe, model, typed)
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -285,13 +283,12 @@ def lightning(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     Trainer(
         accelerator="gpu" if loop.device == "cuda" else "cpu",
         devices=1,
-        max_steps=STEPS,
+        max_steps=len(loop.windows),
         accumulate_grad_batches=loop.micro_batches,
         precision="bf16-mixed" if loop.bf16 else "32-true",
         callbacks=[Steps()],
         **dict.fromkeys(off, False),
     ).fit(Module(), Batches(loop.windows))
-    return watch.result()
 
 
 class Batches:
@@ -304,12 +301,10 @@ class Batches:
         return (micro_batch for window in self.windows for micro_batch in window)
 
 
-def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
+def trainer(loop: Materials, watch: Watches) -> None:
     """Trains with transformers.Trainer and the matching arguments."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    loop, watch = materials(recipe, model, typed)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -334,11 +329,11 @@ def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     ]
     arguments = TrainingArguments(
         output_dir=os.environ["ROW_FOLDER"],
-        per_device_train_batch_size=BATCH_SIZE // loop.micro_batches,
+        per_device_train_batch_size=len(loop.windows[0][0].input_ids),
         gradient_accumulation_steps=loop.micro_batches,
         gradient_checkpointing=loop.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if loop.checkpointing else None,
-        max_steps=STEPS,
+        max_steps=len(loop.windows),
         max_grad_norm=1.0,
         bf16=loop.bf16,
         remove_unused_columns=False,
@@ -351,31 +346,37 @@ def trainer(recipe: str, model: str, typed: Sequence[str] = ON_CPU) -> dict:
     InOrder(
         loop.network, arguments, train_dataset=rows, optimizers=(loop.optimizer, loop.schedule), callbacks=[Steps()]
     ).train()
+
+
+OTHERS = {"plain": plain, "lightning": lightning, "trainer": trainer}
+
+
+def other(loop: Callable[[Materials, Watches], None], recipe: str, model: str) -> dict:
+    """Runs one of the other loops on the CPU and returns its result."""
+    of_loop = materials([*shape(model), *RECIPES[recipe], ON_CPU], STEPS)
+    watch = Watch(of_loop, model)
+    with same_products(of_loop.bf16):
+        loop(of_loop, watch)
     return watch.result()
+
+
+def same_products(bf16: bool, device: str = "cpu") -> AbstractContextManager:
+    """Widens the 16-bit products of the other loops where lowmem widens its own: on a CPU without units for them, which
+    else would take ten times as long and round differently."""
+    from lowmem.techniques.precision.cpu_products import widened
+
+    return widened(torch.bfloat16 if bf16 else torch.float32, device)
 
 
 LOOPS = {
     "lowmem": lowmem,
     "lowmem-unmetered": partial(lowmem, metered=False),
-    "plain": plain,
-    "lightning": lightning,
-    "trainer": trainer,
+    **{name: partial(other, loop) for name, loop in OTHERS.items()},
 }
 
 
-def same_products(loop: str, recipe: str, device: str) -> AbstractContextManager:
-    """Widens the 16-bit products of the other loops where lowmem widens its own: on a CPU without units for them, which
-    else would take ten times as long and round differently."""
-    from lowmem.techniques.precision.cpu_products import widened
-
-    widens = "precision=bf16" in RECIPES[recipe] and not loop.startswith("lowmem")
-    return widened(torch.bfloat16 if widens else torch.float32, device)
-
-
 if __name__ == "__main__":
-    name, recipe, model, *typed = sys.argv[1:]
+    name, recipe, model = sys.argv[1:]
     with undisturbed():
         from lowmem.training import build  # noqa: F401
-    with same_products(name, recipe, device_of(typed)):
-        result = LOOPS[name](recipe, model, typed or ON_CPU)
-    print(json.dumps(result), flush=True)
+    print(json.dumps(LOOPS[name](recipe, model)), flush=True)

@@ -22,10 +22,9 @@ SETTLE = 0.05  # seconds between two turns, in which the threads of the previous
 
 
 class Turns:
-    """Waits for turns in the process of a loop. Args: settled: returns when the device has finished its work."""
+    """Waits for turns in the process of a loop."""
 
-    def __init__(self, settled: Callable[[], object] = lambda: None) -> None:
-        self.settled = settled
+    def __init__(self) -> None:
         self.seconds: list[float] = []  # for every step but the last, from its start to the next step's
         self.pages: list[int] = []  # page faults of each step
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
@@ -33,7 +32,6 @@ class Turns:
 
     def next(self) -> None:
         """Returns the turn and waits for the next one. Call it where a step starts."""
-        self.settled()
         if self._start is not None:
             seconds, pages = _now()
             self.seconds.append(seconds - self._start[0])

@@ -1,11 +1,11 @@
-"""Measures on a CUDA card what only a card can show: speed, how much copying is hidden, and memory beside its prediction.
+"""Measures what only a CUDA card can show: speed, how much copying is hidden, and memory beside its prediction.
 
-    python -m benchmarks.card --minutes 9        # the most valuable cases first, as many as fit; call it again for the rest
-    python -m benchmarks.card --only masters     # cases whose names contain a word, again if they have been measured
-    python -m benchmarks.card --list             # the cases, their seconds, and which have been measured
-    python -m benchmarks.card --device cpu       # a rehearsal without a card: the same lines of code, small models
-    python -m benchmarks.card --predict h100     # predicts every run of lowmem for a card of conf/gpu.yaml, without one
-    python -m benchmarks.card --table            # writes the page again from the file of results
+    python -m benchmarks.card --minutes 9      # the most valuable cases first, as many as fit; again for the rest
+    python -m benchmarks.card --only masters   # cases with a word in their names, even if they have been measured
+    python -m benchmarks.card --list           # the cases, their seconds, and which have been measured
+    python -m benchmarks.card --device cpu     # a rehearsal without a card: the same lines of code, small models
+    python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml, without one
+    python -m benchmarks.card --table          # writes the page again from the file of results
 
 Every case runs in a process of its own. A case begins only if its seconds fit in what is left of --minutes; twice its
 seconds end it. benchmarks/results/card.json is written after each case, and a case with a result is not run again, so
@@ -36,21 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.card import page, prediction
     from benchmarks.card.cases import CASES
 
-    file = options.to or _file(options.device)
     if options.predict:
         return prediction.write(options.predict)
+    file = options.to or _file(options.device)
     known = _read(file)
     if options.table:
-        return page.write(file, known) if known else _refused(f"{file} has no results of this command.")
-    words = options.only.split(",") if options.only else []
-    chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
-    if not chosen:
-        return _refused(f"--only {options.only}: no case has this in its name. --list shows the names.")
+        return page.write(file, known) if known["cases"] else _refused(f"{file} has no results of this command.")
     if options.list:
         for case in CASES:
-            print(f"{_seconds(case, known):5.0f} s  {case.name}: {known['cases'].get(case.name, {}).get('status', '-')}")
+            print(f"{_seconds(case, known):5.0f} s  {case.name}: {_status(case, known)}")
         return 0
-    return _run(chosen if words else [c for c in chosen if c.name not in known["cases"]], known, file, options)
+    words = options.only.split(",") if options.only else []
+    chosen = [case for case in CASES if any(word in case.name for word in words)] if words else CASES
+    if not chosen:
+        return _refused(f"--only {options.only}: no case has this in its name. --list shows the names.")
+    return _run([case for case in chosen if words or case.name not in known["cases"]], known, file, options)
 
 
 def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
@@ -59,23 +59,35 @@ def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -
     from lowmem.report.summary import write
 
     end, failed = time.monotonic() + 60 * options.minutes, False
+    machine = case.described(options.device)
+    if machine is None:
+        return _refused("torch sees no CUDA device. Check nvidia-smi, or type --device cpu for a rehearsal.")
+    known = known if known.get("machine") in (None, machine) else _set_aside(file)
+    known["machine"] = machine
     file.parent.mkdir(parents=True, exist_ok=True)
     for one in todo:
-        seconds, left = _seconds(one, known), end - time.monotonic()
-        if why := one.missing(options.device):
-            record = {"status": "left out", "why": why, "rows": [], "seconds": 0.0}
-        elif seconds > left:
-            print(f"{one.name}: not begun, it takes about {seconds:.0f} s and {max(0, left):.0f} s are left.", flush=True)
+        record = _one(one, known, options.device, end - time.monotonic())
+        if record is None:
             continue
-        else:
-            print(f"{one.name}: about {seconds:.0f} s ...", flush=True)
-            record = case.run(one, options.device, min(left, max(LEAST, PATIENCE[options.device] * seconds)))
         known["cases"][one.name] = record
         write(file, known)
         failed |= record["status"] in ("failed", "ended")
         print(page.told(record), flush=True)
-    page.write(file, known)
-    return int(failed)
+    return page.write(file, known) or int(failed)
+
+
+def _one(one, known: dict, device: str, left: float) -> dict | None:
+    """Runs a case and returns its record, or None if it takes longer than the seconds that are left."""
+    from benchmarks.card import case
+
+    if why := one.missing(device):
+        return {"status": "left out", "why": why, "rows": [], "seconds": 0.0}
+    seconds = _seconds(one, known)
+    if seconds > left:
+        print(f"{one.name}: not begun, it takes about {seconds:.0f} s and {max(0, left):.0f} s are left.", flush=True)
+        return None
+    print(f"{one.name}: about {seconds:.0f} s ...", flush=True)
+    return case.run(one, device, min(left, max(LEAST, PATIENCE[device] * seconds)))
 
 
 def _seconds(case, known: dict) -> float:
@@ -84,8 +96,21 @@ def _seconds(case, known: dict) -> float:
     return record["seconds"] if record.get("status") == "done" else case.seconds
 
 
+def _status(case, known: dict) -> str:
+    record = known["cases"].get(case.name)
+    return "-" if record is None else record["status"]
+
+
+def _set_aside(file: Path) -> dict:
+    """Renames results of another machine. Returns an empty record."""
+    aside = file.with_stem(f"{file.stem}-{int(file.stat().st_mtime)}")
+    file.replace(aside)
+    print(f"{file.name} has results of another machine. They are in {aside.name} now.", flush=True)
+    return {"cases": {}}
+
+
 def _read(file: Path) -> dict:
-    """Returns the results in a file, or none. A file of another format raises an error, so that it is not lost."""
+    """Returns the results in a file, or none if there is no file."""
     return json.loads(file.read_text()) if file.exists() else {"cases": {}}
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -127,6 +127,41 @@ def main() -> None:
         write(here.folder / RESULT, {"status": "left out", "why": str(why), "rows": rows})
 
 
+def described(device: str) -> dict | None:
+    """Returns the card, its driver and the versions of packages, or None if there is no CUDA device.
+
+    A process of its own asks, so that the one that starts the cases takes no memory of the card.
+    """
+    code = "import json; from benchmarks.card import case; print(json.dumps(case.here_is()))"
+    code = code.replace("here_is()", f"here_is({device!r})")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=_environment(tempfile.gettempdir()), capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-CHARACTERS:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def here_is(device: str) -> dict | None:
+    """Returns what `described` returns, in the process that asks."""
+    import torch
+
+    from benchmarks.runner import machine
+
+    found = machine()
+    if device == "cpu":
+        return found | {"card": None}
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    with suppress(Exception):  # nvidia-ml-py may not be installed
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    return found | {"card": properties.name, "card_bytes": properties.total_memory}
+
+
 # --- the process that starts it -----------------------------------------------------------------------------------
 
 
@@ -184,15 +219,11 @@ def _environment(folder: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
         "TMPDIR": folder,
+        "ROW_FOLDER": folder,
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # numbers the cards as nvidia-smi does
     }
     return {key: value for key, value in os.environ.items() if key not in NOT_OURS} | ours
-
-
-def all_of(rows: Iterator[dict]) -> list[dict]:
-    """Returns the rows of a case's function, for tests."""
-    return list(rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ CASES = (
     Case("8B under a cap", 45, "whole:capped"),
     Case("LoRA of 8B", 50, "whole:lora"),
     Case("GPT-2 XL under 12 GiB", 60, "whole:xl"),
-    Case("kernels", 50, "kernels:swapped", needs=("liger_kernel",)),
+    Case("kernels", 70, "kernels:swapped"),
     Case("one run twice", 25, "whole:twice"),
     Case("races between streams", 40, "races:streamed_step", environment={"TORCH_CUDA_SANITIZER": "1"}),
     Case("TF32 beside fp32", 25, "beside:tf32"),

@@ -4,18 +4,19 @@ The plan, checkpoints, the export and W&B are off: a plan would take seconds of 
 parameters minutes. The memory meter and metrics.csv are on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import initialization
 
 from benchmarks.card import recipes
 from benchmarks.card.blocks import Blocks, flops_per_token
 from benchmarks.card.case import Here
 from lowmem.config.settle import Run, run_of
+from lowmem.memory.meter import MemoryMeter
 from lowmem.model import loading
 from lowmem.system.quiet_libraries import quiet
 from lowmem.training import training, watchers
@@ -76,22 +77,30 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
         A row: tokens of a step, FLOPs per token, the block, the losses, and the highest bytes of device and host.
     """
     run = composed(name, here, f"max_steps={watch.all_steps}", *more)
-    with drawn_at_once(here.device), patch.object(watchers, "Stop", in_blocks(watch)):
-        with training.training_session(run, here.folder / "run", keeps=False) as trained:
-            meter, reserved = trained.watchers.meter, None
-            if here.on_card:
-                reserved = max(int(row["reserved_peak_bytes"]) for row in meter.rows() if row["reserved_peak_bytes"])
-            return {
-                "run": name,
-                "by": "lowmem",
-                "tokens": run.windows.largest * run.batch_size * run.seq_len,
-                "flops_per_token": flops_per_token(trained.module.model, run.seq_len),
-                "blocks": [watch.as_dict()],
-                "losses": watch.losses(),
-                "peak_bytes": meter.peak_bytes["device"],
-                "reserved_bytes": reserved,
-                "host_bytes": meter.peak_bytes["host_rss"],
-            }
+    with (
+        drawn_at_once(here.device),
+        patch.object(watchers, "Stop", in_blocks(watch)),
+        training.training_session(run, here.folder / "run", keeps=False) as trained,
+    ):
+        return {
+            "run": name,
+            "by": "lowmem",
+            "tokens": run.windows.largest * run.batch_size * run.seq_len,
+            "flops_per_token": flops_per_token(trained.module.model, run.seq_len),
+            "blocks": [watch.as_dict()],
+            "losses": watch.losses(),
+            **peaks(trained.watchers.meter),
+        }
+
+
+def peaks(meter: MemoryMeter) -> dict[str, int | None]:
+    """Returns the highest bytes of a run: tensors on the device, what its allocator reserved, and the process's."""
+    reserved = [int(row["reserved_peak_bytes"]) for row in meter.rows() if row.get("reserved_peak_bytes")]
+    return {
+        "peak_bytes": meter.peak_bytes["device"],
+        "reserved_bytes": max(reserved, default=None),
+        "host_bytes": meter.peak_bytes["host_rss"],
+    }
 
 
 def in_blocks(watch: Blocks) -> type:

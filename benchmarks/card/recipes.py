@@ -4,8 +4,6 @@ A prediction of each run is made without a card (`python -m benchmarks.card --pr
 measurement. A rehearsal without a card runs the same lines with `SMALL` shapes.
 """
 
-from collections.abc import Sequence
-
 from benchmarks.card.case import Here
 
 
@@ -22,7 +20,13 @@ def _sized(batch_size: int, seq_len: int, batches: int = 1) -> list[str]:
 # every run: random tokens and weights, so that nothing is downloaded; no W&B, no evaluation, no checkpoint
 QUIET = [
     *("data=random", "model.pretrained=false", "logger=csv", "plan=off", "scheduler=constant", "lr=1e-5"),
-    *("val_every=1000000", "val_sequences=1", "save_every=1000000", "sample_tokens=0", "+trainer.num_sanity_val_steps=0"),
+    *(
+        "val_every=1000000",
+        "val_sequences=1",
+        "save_every=1000000",
+        "sample_tokens=0",
+        "+trainer.num_sanity_val_steps=0",
+    ),
     *("+trainer.limit_val_batches=0", "log_every=10", "export=null"),
 ]
 NO_TOKENS = _shape(bos_token_id="null", eos_token_id="null")
@@ -57,10 +61,8 @@ LORA = [
 RUNS = {
     "8B, streamed by layer, 8 x 2048": [*LLAMA_8B, *STREAMED, *WINDOW, "weights=streamed"],
     "8B, resident, 8 x 2048": [*LLAMA_8B, *STREAMED, *WINDOW],
-    "8 of 32 layers of 8B, streamed, deterministic": [
-        *(*LLAMA_8B, *QUARTER, *STREAMED, *WINDOW, "weights=streamed", "deterministic=true")
-    ],
-    "8 of 32 layers of 8B, resident, deterministic": [*LLAMA_8B, *QUARTER, *STREAMED, *WINDOW, "deterministic=true"],
+    "8 of 32 layers of 8B, streamed": [*LLAMA_8B, *QUARTER, *STREAMED, *WINDOW, "weights=streamed"],
+    "8 of 32 layers of 8B, resident": [*LLAMA_8B, *QUARTER, *STREAMED, *WINDOW],
     "1.24B, bf16": [*ONE_B, "precision=bf16", "loss=full"],
     "1.24B, bf16, compiled": [*ONE_B, "precision=bf16", "loss=full", "compile=blocks"],
     "1.24B, bf16, chunked loss": [*ONE_B, "precision=bf16", "loss=chunked"],

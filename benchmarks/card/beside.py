@@ -1,0 +1,120 @@
+"""Times Llama-3.2-1B's shapes (1.24B parameters) in lowmem and in other training loops.
+
+All loops train the same random weights on the same rows, with the optimizer, the schedule and the clipping that lowmem
+builds, in fp32 weights with bf16 autocast, on 8 sequences of 2048 tokens per step, in two micro-batches.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks import loops as others
+from benchmarks.card import ours, recipes
+from benchmarks.card.blocks import Blocks, attempt, flops_per_token, in_turns, seconds_per_step
+from benchmarks.card.case import Here, LeftOut
+
+NAME = "1.24B, bf16"
+NEEDED = 60  # GiB: fp32 weights, gradients and AdamW's state 18.4, activations of 8,192 tokens 25, logits 10
+VARIANTS = (
+    *("1.24B, bf16-true", "1.24B, bf16, chunked loss", "1.24B, bf16-true, tiled loss"),
+    *("1.24B, bf16, compiled", "1.24B, bf16-true, compiled"),
+)
+PLAIN = "a plain PyTorch loop"
+
+
+def loops(here: Here) -> Iterator[dict]:
+    """Yields lowmem and a plain loop, in turns, and then Lightning, transformers.Trainer and TRL's SFTTrainer.
+
+    Raises:
+        LeftOut: the card is too small.
+    """
+    _require(here)
+    in_order = {
+        PLAIN: partial(other, here, others.plain, PLAIN),
+        "lowmem": lambda: ours.train(NAME, here, Blocks(here, steps(here))),
+    }
+    rows = {by: row | {"run": NAME, "by": by} for by, row in in_turns(in_order, here)}
+    yield rows["lowmem"]
+    yield rows[PLAIN] | {"found": compared(rows["lowmem"], rows[PLAIN])}
+    for name, loop in frameworks().items():
+        row = attempt(partial(other, here, loop, name)) | {"run": NAME, "by": name}
+        here.release()
+        yield row | {"found": compared(rows["lowmem"], row)}
+
+
+def frameworks() -> dict[str, Callable]:
+    """Returns the loops of frameworks by name."""
+
+    def sft(loop: others.Materials, watch: Blocks) -> None:
+        from benchmarks.card.sft import sft as train  # here, because TRL may not be installed
+
+        train(loop, watch)
+
+    return {"Lightning": others.lightning, "transformers.Trainer": others.trainer, "TRL SFTTrainer": sft}
+
+
+def variants(here: Here) -> Iterator[dict]:
+    """Yields lowmem's other recipes of this model. Raises: LeftOut: the card is too small."""
+    _require(here)
+    for name in VARIANTS:
+        yield attempt(lambda name=name: ours.train(name, here, Blocks(here, steps(here) // 2))) | {"run": name}
+        here.release()
+
+
+def tf32(here: Here) -> Iterator[dict]:
+    """Yields a run with TF32 products and one with fp32 products, in turns."""
+    fast, slow = "1.24B, tf32", "1.24B, fp32"
+    rows = dict(in_turns({n: lambda n=n: ours.train(n, here, Blocks(here, 5)) for n in (fast, slow)}, here))
+    times = [seconds_per_step(rows[name]) for name in (slow, fast)]
+    found = {} if None in times else {"speed over that of fp32": times[0] / times[1]}
+    yield rows[fast] | {"run": fast, "found": found}
+    yield rows[slow] | {"run": slow}
+
+
+def steps(here: Here) -> int:
+    return 20 if here.on_card else 2
+
+
+def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | None = None) -> dict:
+    """Trains with one of the other loops and returns its row.
+
+    Args:
+        by: name of the loop.
+        run: of `recipes.RUNS`.
+        watch: what watches the loop's steps; None: a block of `steps`.
+    """
+    watch = watch or Blocks(here, steps(here))
+    typed = recipes.typed(run, here, f"max_steps={watch.all_steps}")
+    with ours.drawn_at_once(here.device):
+        of_loop = others.materials(typed, watch.all_steps)
+    with others.same_products(of_loop.bf16, here.device):
+        loop(of_loop, watch)
+    first = of_loop.windows[0]
+    return {
+        "run": run,
+        "by": by,
+        "tokens": sum(micro_batch.input_ids.numel() for micro_batch in first),
+        "flops_per_token": flops_per_token(of_loop.network, first[0].input_ids.shape[1]),
+        "blocks": [watch.as_dict()],
+        "losses": watch.losses(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if here.on_card else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if here.on_card else None,
+    }
+
+
+def compared(mine: dict, theirs: dict) -> dict[str, object]:
+    """Returns lowmem's speed over another loop's, and how far apart their losses are, relative to the loss."""
+    times = [seconds_per_step(row) for row in (mine, theirs)]
+    if None in times:
+        return {}
+    pairs = list(zip(mine["losses"], theirs["losses"], strict=True))
+    return {
+        "lowmem's speed over this loop's": times[1] / times[0],
+        "losses apart": max(abs(a / b - 1) for a, b in pairs),
+    }
+
+
+def _require(here: Here) -> None:
+    if here.gib() < NEEDED:
+        raise LeftOut(f"it needs {NEEDED} GiB and the card has {here.gib():.0f}")

@@ -1,0 +1,68 @@
+"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and each attention of torch's.
+
+The loop is the plain one. Its losses with another kernel differ from the others' by rounding, which `found` shows.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import loops as others
+from benchmarks.card.beside import NAME, PLAIN, compared, other
+from benchmarks.card.blocks import Blocks, in_turns
+from benchmarks.card.case import Here
+
+ATTENTIONS = {"flash attention": SDPBackend.FLASH_ATTENTION, "cuDNN's attention": SDPBackend.CUDNN_ATTENTION}
+FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
+
+
+def swapped(here: Here) -> Iterator[dict]:
+    """Yields the plain loop, and the plain loop with each of the other kernels, in turns."""
+    kernels: dict[str, Callable] = {PLAIN: others.plain}
+    if here.on_card:  # a CPU has one attention
+        kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}
+    kernels[f"{PLAIN}, Liger's norm, rotary embedding and SwiGLU"] = with_liger
+    runs = {by: partial(_run, here, loop, by) for by, loop in kernels.items()}
+    rows = dict(in_turns(runs, here))
+    for by, row in rows.items():
+        row = row | {"run": NAME, "by": by}
+        yield row if by == PLAIN else row | {"found": _against(row, rows[PLAIN])}
+
+
+def _against(row: dict, plain: dict) -> dict:
+    found = compared(row, plain)
+    return {key.replace("lowmem's speed over this loop's", "speed over plain's"): one for key, one in found.items()}
+
+
+def _run(here: Here, loop: Callable, by: str) -> dict:
+    return other(here, loop, by, watch=Blocks(here, 8 if here.on_card else 2))
+
+
+def with_liger(loop: others.Materials, watch: Blocks) -> None:
+    """Trains with Liger's kernels. Raises: SystemExit: Liger does not know the model and has swapped nothing."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers.models.llama import modeling_llama
+
+    # Liger replaces these for the whole process; the next loop has transformers' own again
+    own = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")}
+    with patch.multiple(modeling_llama, **own):
+        _apply_liger_kernel_to_instance(
+            loop.network, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+        if missing := [part for part in FUSED if not _is_in(loop.network, part)]:
+            raise SystemExit(f"Liger has not replaced {', '.join(missing)}.")
+        others.plain(loop, watch)
+
+
+def _is_in(network: nn.Module, name: str) -> bool:
+    """Returns whether a module computes with a class of Liger's, which it puts into single modules."""
+    forwards = (getattr(module.forward, "__qualname__", "") for module in network.modules())
+    return any(forward.startswith(name) for forward in forwards)
+
+
+def with_attention(backend: SDPBackend, loop: others.Materials, watch: Blocks) -> None:
+    with sdpa_kernel(backend):
+        others.plain(loop, watch)

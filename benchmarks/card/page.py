@@ -1,0 +1,141 @@
+"""Writes the results of the cases as a page: benchmarks/results/card.md after a run on a card."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.card import prediction
+from benchmarks.card.blocks import peak_flops, seconds_per_step
+from benchmarks.card.cases import CASES
+from lowmem.system.units import GIB
+
+HEAD = "| run | by | tokens/s | s per step, predicted / measured | MFU | tensors GiB, predicted / measured "
+HEAD += "| reserved GiB | host GiB, predicted / measured | clock MHz, degrees C |"
+
+
+def write(file: Path, known: Mapping) -> int:
+    """Writes the page beside the file of results and prints it. Returns 0, the exit code."""
+    text = page(known)
+    file.with_suffix(".md").write_text(text)
+    print(f"\n{text}\nwrote {file.with_suffix('.md')}")
+    return 0
+
+
+def told(record: Mapping) -> str:
+    """Returns how a case went, in one line per row."""
+    lines = [f"  {record['status']} in {record['seconds']:.0f} s{_because(record)}"]
+    for row in record["rows"]:
+        speed = f"{tokens_per_second(row):,.0f} tokens/s" if row.get("blocks") else ""
+        parts = [speed, _findings(row), short(row["why"]) if "why" in row else ""]
+        lines.append(f"  {row['run']}, {row.get('by', 'lowmem')}: {'; '.join(filter(None, parts))}")
+    return "\n".join(lines)
+
+
+def page(known: Mapping) -> str:
+    """Returns the page."""
+    return "\n".join([*_top(known["machine"]), *_speeds(known), *_found(known), *_missing(known)]).rstrip() + "\n"
+
+
+def _top(machine: Mapping) -> list[str]:
+    card, size = machine["card"] or "no card: a rehearsal", machine.get("card_bytes")
+    parts = [card, size and f"{size / GIB:.1f} GiB", machine.get("driver") and f"driver {machine['driver']}"]
+    parts += [f"{machine['processor']}, {machine['cores']} cores"]
+    parts += [f"{package} {version}" for package, version in machine["versions"].items()]
+    return [
+        *("# Measured on a card", "", f"By `python -m benchmarks.card` on {', '.join(filter(None, parts))}.", ""),
+        "Random weights and random tokens. A speed is the mean over blocks of unsynchronized steps after a warm-up. "
+        "MFU is the share of the data sheet's dense bf16 peak that the model's own operations use (6 N + 12 L d T per "
+        "token); recomputed operations do not count. Predictions were made without the card, at the rates of "
+        "conf/gpu.yaml ([assumptions](../card/prediction.py)).",
+        "",
+    ]
+
+
+def _rows(known: Mapping) -> Iterator[dict]:
+    for case in CASES:
+        yield from known["cases"].get(case.name, {}).get("rows", ())
+
+
+def _speeds(known: Mapping) -> list[str]:
+    """Returns the table of all rows that were timed."""
+    peak = peak_flops(known["machine"]["card"] or "")
+    lines = [f"| {' | '.join(_cells(row, peak))} |" for row in _rows(known) if row.get("blocks")]
+    return [HEAD, f"|{'---|' * HEAD.count(' |')}", *lines, ""] if lines else []
+
+
+def _cells(row: Mapping, peak: float | None) -> Iterator[str]:
+    expected = prediction.of(row["run"]) if row["by"] == "lowmem" else {}
+    seconds = seconds_per_step(row)
+    yield from (row["run"], row["by"], f"{tokens_per_second(row):,.0f}")
+    yield both(expected.get("seconds_per_step"), seconds, "{:.3f}")
+    yield f"{row['flops_per_token'] * tokens_per_second(row) / peak:.1%}" if peak else "-"
+    yield both(_gib(expected, "peak_bytes"), _gib(row, "peak_bytes"), "{:.2f}")
+    yield both(None, _gib(row, "reserved_bytes"), "{:.2f}")
+    yield both(_gib(expected, "host_bytes"), _gib(row, "host_bytes"), "{:.1f}")
+    yield "; ".join(f"{_or_dash(block.get('mhz'))}, {_or_dash(block.get('celsius'))}" for block in row["blocks"])
+
+
+def _gib(figures: Mapping, key: str) -> float | None:
+    return figures[key] / GIB if figures.get(key) is not None else None
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def both(predicted: float | None, measured: float | None, form: str) -> str:
+    """Returns "predicted / measured", or the measured value alone."""
+    values = [predicted, measured] if predicted is not None else [measured]
+    return " / ".join("-" if value is None else form.format(value) for value in values)
+
+
+def tokens_per_second(row: Mapping) -> float:
+    return row["tokens"] / seconds_per_step(row)
+
+
+def _found(known: Mapping) -> list[str]:
+    """Returns the table of what the cases found besides speed and memory."""
+    lines = [
+        f"| {row['run']} | {row.get('by', 'lowmem')} | {what} | {shown(value)} |"
+        for row in _rows(known)
+        for what, value in row.get("found", {}).items()
+    ]
+    return ["| run | by | finding | value |", "|---|---|---|---|", *lines, ""] if lines else []
+
+
+def shown(value: object) -> str:
+    """Returns a finding as a cell of a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {shown(one)}" for key, one in value.items())
+    return "-" if value is None else str(value).replace("|", " ")
+
+
+def _findings(row: Mapping) -> str:
+    return ", ".join(f"{what}: {shown(value)}" for what, value in row.get("found", {}).items())
+
+
+def _missing(known: Mapping) -> list[str]:
+    """Returns one line for each case that has not been measured, and each run that failed."""
+    lines = []
+    for case in CASES:
+        record = known["cases"].get(case.name)
+        if record is None:
+            lines.append(f"- **{case.name}**: not measured yet")
+        elif record["status"] != "done":
+            lines.append(f"- **{case.name}** {record['status']}{_because(record)}")
+        for row in record["rows"] if record else ():
+            if "why" in row:
+                lines.append(f"- **{row['run']}**, {row.get('by', 'lowmem')}: {short(row['why'])}")
+    return [*lines, ""] if lines else []
+
+
+def _because(record: Mapping) -> str:
+    return f": {short(record['why'])}" if "why" in record else ""
+
+
+def short(why: str) -> str:
+    """Returns the last line of a text, which is the error of a traceback."""
+    return (why.strip().splitlines() or [""])[-1][-300:]

@@ -1,0 +1,149 @@
+"""Times lowmem's own recipes for models that do not fit on the card: streamed weights, masters, adapters, caps.
+
+Losses of runs that should be equal are compared bit for bit. Those runs have deterministic=true, because by default
+CUDA's flash attention adds gradients in the order in which its blocks end.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+from benchmarks.card import ours, prediction
+from benchmarks.card.blocks import Blocks, attempt, seconds_per_step
+from benchmarks.card.case import Here, LeftOut
+from lowmem.system.units import GIB
+from lowmem.training.training import DidNotFit
+
+STREAMED, RESIDENT = "8B, streamed by layer, 8 x 2048", "8B, resident, 8 x 2048"
+QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, whatever the depth
+EQUAL = (QUARTER, "8 of 32 layers of 8B, resident")
+HOST_8B = 56  # GiB: weights, masters, 8-bit state, boundaries of a window; the process itself
+CARD_8B = 32  # GiB: resident 16-bit weights and the activations of one micro-batch
+TRIES = 4  # caps that are tried
+
+
+def streamed(here: Here) -> Iterator[dict]:
+    """Yields 8B parameters streamed by layer, then the same run with resident weights, then the comparison of bits.
+
+    Raises:
+        LeftOut: the host has too little memory.
+    """
+    if here.host_gib() < HOST_8B:
+        raise LeftOut(f"it needs {HOST_8B} GiB of host memory, and {here.host_gib():.0f} are available")
+    fast = attempt(partial(hidden, STREAMED, here)) | {"run": STREAMED}
+    yield fast
+    here.release()
+    if here.gib() >= CARD_8B:
+        yield attempt(partial(ours.train, RESIDENT, here, _few(here))) | {"run": RESIDENT}
+        here.release()
+    runs = []
+    for name in EQUAL:
+        run = partial(ours.train, name, here, Blocks(here, 2, warm_up=1), "deterministic=true")
+        runs.append(attempt(run) | {"run": f"{name}, deterministic"})
+        here.release()
+    yield runs[0]
+    yield runs[1] | {"found": {"losses of the two runs have equal bits": same_losses(*runs)}}
+
+
+def same_losses(one: dict, other: dict) -> bool:
+    return bool(one.get("losses")) and one.get("losses") == other.get("losses")
+
+
+def _few(here: Here) -> Blocks:
+    """Returns a block for runs whose steps take seconds: the first step warms up, the next three are timed."""
+    return Blocks(here, 3, warm_up=1)
+
+
+def hidden(name: str, here: Here, *more: str) -> dict:
+    """Trains with streamed weights. The row also has the share of the copy time in which the device did not wait."""
+    import torch
+
+    from benchmarks.card import lanes
+    from lowmem.techniques.weights import streamed as technique
+
+    lane = lanes.OnCard(torch.device("cuda")) if here.on_card else lanes.Rehearsed()
+    with patch.object(technique, "lane_of", lambda _: lane):
+        row = ours.train(name, here, _few(here), *more)
+    here.settle()
+    copied, waited = lanes.seconds(lane.copied), lanes.seconds(lane.waited)
+    share = 1 - min(1.0, waited / copied) if copied else None
+    return row | {"found": {"share of the copy time that is hidden": share}}
+
+
+def masters(here: Here) -> Iterator[dict]:
+    """Yields 4B parameters whose masters step as gradients arrive, and such whose masters step after clipping."""
+    for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
+        block = Blocks(here, 10 if here.on_card else 2, warm_up=2)
+        yield attempt(partial(ours.train, name, here, block)) | {"run": name}
+        here.release()
+
+
+def lora(here: Here) -> Iterator[dict]:
+    """Yields LoRA and QLoRA on streamed weights of 8B parameters, and LoRA on resident ones."""
+    for name in ("8B LoRA, streamed, 4 x 1024", "8B QLoRA, streamed, 4 x 1024", "8B LoRA, resident, 4 x 1024"):
+        row = attempt(partial(ours.train, name, here, Blocks(here, 6 if here.on_card else 2, warm_up=2)))
+        yield row | {"run": name}
+        here.release()
+
+
+def twice(here: Here) -> Iterator[dict]:
+    """Yields GPT-2 with and without deterministic kernels, each trained twice, with whether the losses are equal."""
+    name = "GPT-2 124M, bf16"
+    ways = {True: ["deterministic=true"], False: []}
+    rows = {}
+    for way, more in ways.items():
+        runs = [attempt(partial(ours.train, name, here, Blocks(here, 10), *more)) for _ in range(2)]
+        here.release()
+        rows[way] = runs[1] | {"run": f"{name}{', deterministic' * way}"}
+        rows[way]["found"] = {"equal bits in a second run": same_losses(*runs)}
+    times = {way: seconds_per_step(row) for way, row in rows.items()}
+    if None not in times.values():
+        rows[True]["found"]["times as long as without"] = times[True] / times[False]
+    yield from rows.values()
+
+
+# --- caps -------------------------------------------------------------------------------------------------------------
+
+
+def capped(here: Here) -> Iterator[dict]:
+    """Yields a part of 8B under a cap of 4 and of 8 GiB, and the smallest cap that works beside the predicted one."""
+    for cap in ("4GiB", "8GiB"):
+        row = attempt(partial(ours.train, QUARTER, here, _few(here), f"memory.limit={cap}"))
+        yield row | {"run": f"{QUARTER}, under {cap}"}
+        here.release()
+    planned = prediction.of(QUARTER).get("smallest_cap_bytes")
+    if planned and here.on_card:  # a rehearsal's model needs less than any plan for a card
+        least, tried = smallest(planned, partial(_works, here))
+        found = {"smallest cap that works, GiB": least and least / GIB, "predicted, GiB": planned / GIB}
+        yield {"run": f"{QUARTER}: the smallest cap", "by": "lowmem", "found": found | {"works, by GiB": tried}}
+
+
+def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
+    """Searches the smallest cap that works between 0.9 and 1.1 times the planned one, by bisection.
+
+    Returns:
+        The smallest cap in bytes that was seen to work, or None; GiB of each cap that was tried -> whether it worked.
+    """
+    low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None
+    cap = planned
+    for _ in range(tries):
+        tried[f"{cap / GIB:.3f}"] = fits = works(cap)
+        low, high, least = (low, cap, cap) if fits else (cap, high, least)
+        cap = (low + high) // 2
+    return least, tried
+
+
+def _works(here: Here, cap: int) -> bool:
+    try:
+        ours.train(QUARTER, here, Blocks(here, 1, warm_up=1), f"memory.limit={cap}")
+        return True
+    except DidNotFit:
+        return False
+    finally:
+        here.release()
+
+
+def xl(here: Here) -> Iterator[dict]:
+    """Yields GPT-2 XL with fp16 masters, 64 sequences per step in micro-batches of 4, under a cap of 12 GiB."""
+    name = "GPT-2 XL, fp16 masters, 64 x 1024"
+    yield attempt(partial(ours.train, name, here, _few(here))) | {"run": name}

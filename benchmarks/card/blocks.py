@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.card.case import Here
+from lowmem.model.trainable import packed
 
 WARM_UP = 3  # steps before a block; lowmem counts live tensors in them
 # Dense bf16 TFLOPS of data sheets, by a part of the card's name: what model FLOPs utilization (MFU) is a share of.
@@ -134,6 +135,7 @@ def flops_per_token(network: nn.Module, seq_len: int) -> float:
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     of_weights = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)
+    of_weights += 4.0 * sum(packed(network))  # quantized weights
     return of_weights + 12.0 * config.num_hidden_layers * width * seq_len
 
 

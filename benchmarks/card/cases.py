@@ -9,7 +9,7 @@ CASES = (
     Case("card and link", 20, "link:rates"),
     Case("8B streamed", 110, "whole:streamed"),
     Case("1.24B beside other loops", 100, "beside:loops"),
-    Case("1.7B beside RoundPipe and TrainStream", 90, "peers:streamed"),
+    Case("1.7B beside RoundPipe and TrainStream", 170, "peers:streamed"),
     Case("1.24B compiled, and other losses", 60, "beside:variants"),
     Case("masters of 4B", 70, "whole:masters"),
     Case("idle card and reads", 45, "idle:loops"),

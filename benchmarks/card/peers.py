@@ -1,0 +1,127 @@
+"""Measures lowmem beside RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
+
+All of them train the same network (Qwen3-1.7B's shapes, the same random weights in bf16) on the same random rows, 8 x
+2048 tokens per step, with AdamW on the host, fp32 masters, no clipping, and recomputation of activations. They differ:
+
+- lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as the recipe says. Another row
+  has fp32 state, like the peers.
+- RoundPipe streams the weights in stages of several layers and divides the rows into 2 micro-batches (its default). By
+  default its optimizer step runs beside the next step, which therefore computes with weights that are one step old. Its
+  synchronous mode waits for the update, like lowmem.
+- TrainStream keeps the weights on the card if they fit, sends gradients to the host during backward, and updates each
+  weight there when its gradient has arrived. It gets all 8 rows at once, so that gradients cross the bus once.
+
+Every peer runs in a process of its own: RoundPipe ends its process on an error, and pinned memory that has been freed
+stays cached. Compilers (of TrainStream's extension, RoundPipe's optimizer and its loss) run before the timed block.
+
+python -m benchmarks.card.peers <peer> <device>
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks import runner
+from benchmarks.card import ours
+from benchmarks.card.blocks import Blocks, attempt, flops_per_token
+from benchmarks.card.case import Here
+from benchmarks.card.peer_loops import Step, roundpipe, trainstream, traits
+from lowmem.model import loading
+from lowmem.system.process import available_bytes, peak_rss_bytes
+from lowmem.training import build
+
+RUN = "1.7B, streamed by layer, 8 x 2048"
+GIB = 24  # the cap of the card's memory
+STEPS = {"cuda": 8, "cpu": 2}
+WARM_UP = {"cuda": 6, "cpu": 1}  # the peers adapt their plans in the first steps
+OURS = {"lowmem": ("8 bits", ()), "lowmem, fp32 state": ("32 bits", ("optim=adamw",))}
+PEERS = {
+    "RoundPipe, synchronous": partial(roundpipe, is_async=False),
+    "RoundPipe": partial(roundpipe, is_async=True),
+    "TrainStream": trainstream,
+}
+
+
+def streamed(here: Here) -> Iterator[dict]:
+    """Yields the rows of lowmem and of each peer."""
+    for name in ("lowmem", *PEERS, "lowmem, fp32 state"):
+        if name in PEERS and not here.on_card:
+            row = {"why": "it needs CUDA", "blocks": []}
+        else:
+            row = attempt(lambda name=name: runner.row(["-m", "benchmarks.card.peers", name, here.device]))
+        yield {"run": RUN, **row, "by": name}
+
+
+# --- the process of one row ---------------------------------------------------------------------------------------
+
+
+class Measured(Blocks):
+    """Times a block and also records how much free memory the machine lost: the resident set of a process may lack
+    pinned memory."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__(here, STEPS[here.device], WARM_UP[here.device])
+        self.free = self.least = available_bytes()
+
+    def end(self) -> None:
+        super().end()
+        self.least = min(self.least, available_bytes())
+
+    @property
+    def taken(self) -> dict[str, float]:
+        return {"host memory that the run took (GiB)": round((self.free - self.least) / 2**30, 2)}
+
+
+def main() -> None:
+    name, device = sys.argv[1:]
+    here = Here(device, Path(os.environ["ROW_FOLDER"]))
+    print(json.dumps(_ours(here, *OURS[name]) if name in OURS else _theirs(here, name)), flush=True)
+
+
+def _ours(here: Here, state: str, lines: tuple[str, ...]) -> dict:
+    watch = Measured(here)
+    cap = [f"memory.limit={GIB}GiB"] if here.on_card else []
+    row = ours.train(RUN, here, watch, *cap, *lines)
+    return row | {"found": traits(state, stale=False, streams=True) | watch.taken}
+
+
+def _theirs(here: Here, peer: str) -> dict:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which they need
+    torch.cuda.set_per_process_memory_fraction(min(1.0, GIB / here.gib()))
+    watch = Measured(here)
+    network, steps = built(here, watch.all_steps)
+    tokens, seq_len = steps[0].ids.numel(), steps[0].ids.shape[1]
+    flops = flops_per_token(network, seq_len)
+    found = PEERS[peer](network, steps, watch)
+    return {
+        "tokens": tokens,
+        "flops_per_token": flops,
+        "blocks": [watch.as_dict()],
+        "losses": watch.losses(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "host_bytes": peak_rss_bytes(),
+        "found": found | watch.taken,
+    }
+
+
+def built(here: Here, steps: int) -> tuple[nn.Module, list[Step]]:
+    """Returns the network of lowmem's run in bf16 on the host, and all rows of each step."""
+    data = build.data(ours.composed(RUN, here))
+    with ours.drawn_at_once(here.device):
+        network = loading.load(data.described, torch.bfloat16).train()
+    return network, [
+        Step(*(torch.cat([getattr(rows, key) for rows in window.micro_batches]) for key in ("input_ids", "labels")))
+        for window in islice(data.train, steps)
+    ]
+
+
+if __name__ == "__main__":
+    main()

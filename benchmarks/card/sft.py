@@ -1,0 +1,93 @@
+"""Trains with TRL's SFTTrainer, beside the loops of `benchmarks.loops`: same rows, order, optimizer and schedule.
+
+Its loss is its own: log-probabilities of the labels, computed from hidden states in tiles, so that no step stores all
+logits. The loss is divided by the tokens of the step, as in the other loops; losses in fp32 differ from theirs by 1e-6
+at most, because the sums are rounded in another order. SFTTrainer also computes an entropy and an accuracy, which it
+reads from the device at every micro-batch.
+
+Labels are shifted already, so they go in as `shift_labels`: SFTTrainer's own collator would drop a position of each
+row.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainerCallback
+
+from benchmarks.loops import Materials
+
+
+class Watch(Protocol):
+    """Records the time and the losses of the steps."""
+
+    def begin(self) -> None: ...
+
+    def add(self, loss: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def sft(loop: Materials, watch: Watch) -> None:
+    """Trains on all windows. Args: watch: is told when a step begins and ends, and the loss of each micro-batch."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__) -> None:
+            watch.begin()
+
+        def on_step_end(self, *_, **__) -> None:
+            watch.end()
+
+    class Watched(SFTTrainer):
+        def training_step(self, *args, **kwargs) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            watch.add(loss)
+            return loss
+
+    micro_batches = [micro_batch for window in loop.windows for micro_batch in window]
+    rows = {key: torch.cat([getattr(one, key) for one in micro_batches]).tolist() for key in ("input_ids", "labels")}
+    arguments = SFTConfig(
+        output_dir=tempfile.gettempdir(),  # nothing is saved
+        dataset_kwargs={"skip_prepare_dataset": True},
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=len(micro_batches[0].input_ids),
+        gradient_accumulation_steps=loop.micro_batches,
+        gradient_checkpointing=loop.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if loop.checkpointing else None,
+        max_steps=len(loop.windows),
+        max_grad_norm=1.0,
+        bf16=loop.bf16,
+        remove_unused_columns=False,
+        use_cpu=loop.device == "cpu",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    Watched(
+        loop.network,
+        arguments,
+        data_collator=collate,
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer(),
+        optimizers=(loop.optimizer, loop.schedule),
+        callbacks=[Steps()],
+    ).train()
+
+
+def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
+    """Returns a micro-batch of rows of equal length. Trainer counts the tokens of `labels`, and SFTTrainer those of the
+    attention mask; the loss reads `shift_labels`."""
+    ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "shift_labels": labels}
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Returns a tokenizer that SFTTrainer requires and does not use: the rows are tokens already."""
+    of_one = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+    return PreTrainedTokenizerFast(tokenizer_object=of_one, eos_token="<end>", pad_token="<end>")

@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 
 import parity
+from devices import each_device, each_device_slowly
 from lowmem.config.refusals import refused
 from lowmem.data.loader import IGNORED
 from lowmem.techniques.loss import cross_entropy, preference
 from lowmem.techniques.optim import build
-from lowmem.techniques.precision.fp32_weights import Float16Autocast
+from lowmem.techniques.precision.fp32_weights import Float16Autocast, has_tf32
 from lowmem.techniques.precision.weights_16bit import Float16Weights
 from lowmem.training.module import CausalLM
-from tolerances import LOW_BIT_STATE, allowed, within
+from tolerances import EXACT, LOW_BIT_STATE, allowed, within
 from tolerances import PAIRS as PREFERENCES
 
 pytestmark = pytest.mark.kernels
@@ -28,6 +29,16 @@ pytestmark = pytest.mark.kernels
 # those that are compiled run on one shape, below
 CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
 PAIRS = [(a, b) for a, b in combinations(CHOICES, 2) if a.split("=")[0] != b.split("=")[0]]
+# Recipes of experiments, and other combinations that are usual on a card.
+MIXED = (
+    "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked accumulation=fixed",
+    "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked accumulation=effective_batch",
+    "precision=16 optim=adam8bit gradient_checkpointing=every_layer accumulation=fixed",
+    "precision=bf16-sr optim=adafactor gradient_checkpointing=selective loss=chunked",
+    "precision=32 optim=adafactor optim.in_backward=true gradient_checkpointing=offload",
+    "precision=bf16 optim=lion8bit gradient_checkpointing=sqrt loss=chunked",
+    "precision=bf16-true optim=muon gradient_checkpointing=every_k",
+)
 CHECKPOINTED = list(product(*([c for c in CHOICES if c.startswith(g)] for g in ("precision=", "gradient_check"))))
 
 
@@ -47,6 +58,27 @@ def test_a_technique_is_the_oracle(config, technique):
 @pytest.mark.parametrize("technique", CHOICES)
 def test_on_a_card_a_technique_is_the_oracle(config, technique):
     found = deviations(config, technique, overrides=["device=cuda"])
+    assert within(found, allowed(technique, on_card=True)), found
+
+
+@each_device_slowly
+@pytest.mark.parametrize("recipe", MIXED, ids=str)
+def test_a_mixed_recipe_is_the_oracle(config, recipe, device):
+    techniques = recipe.split()
+    found = deviations(config, *techniques, overrides=[f"device={device}"])
+    assert within(found, allowed(*techniques, on_card=device == "cuda")), found
+
+
+@each_device
+def test_tf32_is_as_close_as_fp32_only_on_a_device_without_it(config, device):
+    found = deviations(config, "precision=tf32", overrides=[f"device={device}"])
+    assert within(found[:2], EXACT) != has_tf32(device), found
+
+
+@pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_policies.py runs it
+def test_on_a_card_a_budget_is_the_oracle_through_inductor(config):
+    technique, backend = "gradient_checkpointing=budget", "gradient_checkpointing.backend=inductor"
+    found = deviations(config, technique, overrides=[backend, "device=cuda"])
     assert within(found, allowed(technique, on_card=True)), found
 
 
@@ -229,8 +261,8 @@ def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(confi
 # --- torchao's optimizer, compiled: one shape -------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
+@each_device_slowly
 @pytest.mark.parametrize("wrong", [False, True])
-def test_torchaos_state_on_one_matrix(config, wrong):
-    off = parity.off_on_one_matrix(config("optim=adamw4bit", "lr=1e-2"), wrong)
+def test_torchaos_state_on_one_matrix(config, wrong, device):
+    off = parity.off_on_one_matrix(config("optim=adamw4bit", "lr=1e-2", f"device={device}"), wrong)
     assert (off > LOW_BIT_STATE["adamw4bit"]) == wrong, off

@@ -2,6 +2,7 @@
 
 import pytest
 
+from devices import each_device_slowly
 from lowmem.saving import random_states
 from lowmem.training.module import CausalLM
 from parity import CHOICES, COMPILED, WITH, shipped_but
@@ -129,16 +130,22 @@ def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
     assert not same(last(whole)["state_dict"], last(again)["state_dict"])
 
 
-@pytest.mark.gpu
+# Matrices of 256 x 768 are large enough to have their state paged (bitsandbytes pages from 100,000 elements).
+ON_A_CARD = {"precision=32": [], "precision=bf16-sr": [], "precision=16-master": [], "precision=16": []}
+ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
+RESTORES = {"cpu": "torch.set_rng_state", "cuda": "torch.cuda.set_rng_state"}  # the states that dropout's masks come from
+
+
+@each_device_slowly
 @pytest.mark.parametrize("forgetful", [False, True])
-@pytest.mark.parametrize("technique", ["precision=32", "precision=bf16-sr", "precision=16-master"])
-def test_on_a_card_a_resumed_run_is_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful):
-    """With dropout, whose masks the card draws; forgetful: its random state is not restored."""
-    lines = (technique, *RUN, "device=cuda")
+@pytest.mark.parametrize("technique", ON_A_CARD)
+def test_a_resumed_run_is_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device):
+    """With dropout, whose masks the device draws; forgetful: its random state is not restored."""
+    lines = (technique, *RUN, *ON_A_CARD[technique], f"device={device}")
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")
     if forgetful:
-        monkeypatch.setattr("torch.cuda.set_rng_state", lambda *_: None)
+        monkeypatch.setattr(RESTORES[device], lambda *_: None)
     _, again = fit(*lines, f"resume={tmp_path / 'part'}", folder="again")
     one, other = last(whole), last(again)
     assert same(one["state_dict"], other["state_dict"]) != forgetful

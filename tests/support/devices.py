@@ -1,0 +1,8 @@
+"""Tests that run on a CPU and on a card: the CPU's row shows that the test can pass and fail, the card's is the check."""
+
+import pytest
+
+CARD = pytest.param("cuda", marks=pytest.mark.gpu)
+each_device = pytest.mark.parametrize("device", ["cpu", CARD])
+# The CPU's rows take seconds, and other tests prove there what they prove.
+each_device_slowly = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.matrix), CARD])

@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
+import snapshots
+from devices import each_device
 from lowmem.memory import cap
+from lowmem.memory.snapshot import FILE
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
 from lowmem.plan import advice, batch_size
 from lowmem.system import copy_lanes, errors
@@ -113,13 +116,16 @@ def test_on_a_card_the_cap_ends_an_allocation_and_is_lifted():
     torch.empty(2**29, dtype=torch.uint8, device="cuda")
 
 
-@pytest.mark.gpu
-def test_on_a_card_the_run_ends_in_advice_and_leaves_a_snapshot(command, tmp_path):
-    """100M parameters in 300 MiB."""
-    wide = ("model.architecture.n_embd=1024", "model.architecture.n_layer=8")
-    code, said = command("device=cuda", "memory.limit=300MiB", *wide)
-    assert code == 1 and "Out of memory" in said and "Try these overrides" in said and "Traceback" not in said
-    assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 1000
+WIDE = ("model.architecture.n_embd=1024", "model.architecture.n_layer=8")  # 100M parameters
+TOO_LARGE = {"cpu": ("memory.limit=300KiB",), "cuda": ("memory.limit=300MiB", *WIDE)}
+
+
+@each_device
+def test_out_of_memory_ends_in_advice_and_leaves_a_cards_snapshot(command, tmp_path, device):
+    code, said = command(f"device={device}", *TOO_LARGE[device])
+    assert code == 1 and "Out of memory" in said and "Traceback" not in said
+    assert "Memory at the peak, by category" in said and "Try these overrides" in said
+    assert ("oom" in snapshots.actions(tmp_path / "run" / FILE)) == (device == "cuda")
 
 
 CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "

@@ -1,8 +1,13 @@
 """The allocator's snapshot: on CUDA alone, and always when its memory runs out."""
 
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 
+import lowmem
+import snapshots
 from lowmem.memory import snapshot
 
 
@@ -63,11 +68,22 @@ def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
     assert code == 1 and "memory.snapshot=1: give true or false." in said
 
 
-@pytest.mark.gpu
-def test_on_a_card_it_can_be_opened(tmp_path):
-    import pickle
+def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):
+    def file(*events):
+        (tmp_path / "snapshot").write_bytes(pickle.dumps({"segments": [], "device_traces": [[], list(events)]}))
+        return tmp_path / "snapshot"
 
-    with snapshot.recorded(tmp_path, True, "cuda"):
-        torch.ones(1000, device="cuda")
-    found = pickle.loads((tmp_path / snapshot.FILE).read_bytes())
-    assert any(event["action"] == "alloc" for trace in found["device_traces"] for event in trace)
+    ours, theirs = ({"action": "alloc", "frames": [{"filename": f"/{name}/a.py"}]} for name in ("lowmem", "torch"))
+    assert snapshots.actions(tmp_path / "none") == set()
+    assert snapshots.actions(file(theirs, {"action": "oom"})) == {"alloc", "oom"}
+    assert snapshots.asked_by(file(theirs, ours), Path("/lowmem"))
+    assert not snapshots.asked_by(file(theirs, {"action": "oom"}), Path("/lowmem"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stacks", [True, False])
+def test_on_a_card_the_snapshot_of_a_run_names_the_lines_that_allocated(fit, stacks):
+    _, run = fit("device=cuda", f"memory.snapshot={str(stacks).lower()}")
+    file = run / snapshot.FILE
+    assert file.exists() == stacks == ({"alloc", "free_completed"} <= snapshots.actions(file))
+    assert snapshots.asked_by(file, Path(lowmem.__file__).parent) == stacks

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from devices import each_device
 from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.gradient_checkpointing import boundary
-from lowmem.techniques.gradient_checkpointing.boundary import Chain
+from lowmem.techniques.gradient_checkpointing.boundary import Chain, OnHost
+from same import last, same
 
-pytestmark = pytest.mark.gpu
 ELEMENTS = 5_000_000  # 20 MB: a segment of its own
 LONG = 200_000_000  # cycles that the stream of the copies is kept busy: a tenth of a second
 
@@ -24,6 +25,7 @@ def busy():
     return lane
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
 def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
     """Wrong: the device waits for no copy."""
@@ -37,6 +39,7 @@ def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
     assert back.requires_grad and back.is_cuda
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
 def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, monkeypatch, wrong):
     if wrong:
@@ -51,9 +54,28 @@ def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, mon
     assert bool((made.host == 1.0).all()) != wrong
 
 
+@pytest.mark.gpu
 def test_fetching_one_starts_the_one_before(busy):
     make = Chain().make
     tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
     made = [make(block, tensor) for block, tensor in enumerate(tensors)]
     assert torch.equal(made[2].fetch(), tensors[2]) and made[1].back is not None and made[0].back is None
     assert torch.equal(made[1].fetch(), tensors[1]) and torch.equal(made[0].fetch(), tensors[0])
+
+
+# Dropout draws again in each repetition of a block. Two evaluations and two checkpoints are between the steps.
+RUN = ("max_steps=4", "val_every=2", "save_every=2", "model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1")
+SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "batch_size=8")}
+
+
+@each_device
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_run_has_the_bits_of_boundaries_that_stay(fit, deterministic, monkeypatch, device, wrong):
+    """Wrong: each boundary comes back rolled by one element."""
+    lines = (*RUN, *SIZES[device], f"device={device}")
+    _, resident = fit(*lines, "gradient_checkpointing=every_layer", folder="resident")
+    if wrong:
+        fetch = OnHost.fetch
+        monkeypatch.setattr(OnHost, "fetch", lambda self: fetch(self).detach().roll(1).requires_grad_())
+    _, offloaded = fit(*lines, "gradient_checkpointing=offload", folder="offloaded")
+    assert same(last(resident)["state_dict"], last(offloaded)["state_dict"]) != wrong

@@ -133,7 +133,7 @@ def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
 # Matrices of 256 x 768 are large enough to have their state paged (bitsandbytes pages from 100,000 elements).
 ON_A_CARD = {"precision=32": [], "precision=bf16-sr": [], "precision=16-master": [], "precision=16": []}
 ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
-RESTORES = {"cpu": "torch.set_rng_state", "cuda": "torch.cuda.set_rng_state"}  # the states that dropout's masks come from
+RESTORES = {"cpu": "torch.set_rng_state", "cuda": "torch.cuda.set_rng_state"}  # restore what draws dropout's masks
 
 
 @each_device_slowly

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from devices import each_device
 from lowmem.config import cards
 from lowmem.plan import at_start
 from lowmem.plan.cost import machine, update_time
@@ -97,13 +98,22 @@ def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tm
     assert summary["tokens"] == 16  # of one sequence
 
 
+MIDDLE = tuple(f"model.architecture.{line}" for line in ("n_layer=6", "n_embd=512", "n_head=8", "vocab_size=4096"))
+SIZES = {"cpu": (), "cuda": (*MIDDLE, "seq_len=512")}
+
+
 @pytest.mark.process
-def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path):
-    full = ("precision=32", "optim=adamw", "batch_size=8", "max_steps=3", "val_every=3")
-    command("plan=off", *full)
+@each_device
+def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path, device):
+    """On a CPU the size is typed; on a card it is what the cap leaves free."""
+    full = (f"device={device}", *SIZES[device], "precision=32", "optim=adamw", "batch_size=8", "max_steps=3")
+    command("plan=off", *full, "val_every=3")
     peak = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_bytes"]["device"]
     limit = int(0.75 * peak)
-    code, said = command(f"plan={limit}B", f"memory.limit={limit}", *full, f"hydra.run.dir={tmp_path}/chosen")
+    size = {"cpu": f"{limit}B", "cuda": "auto"}[device]
+    code, said = command(
+        f"plan={size}", f"memory.limit={limit}", *full, "val_every=3", f"hydra.run.dir={tmp_path}/chosen"
+    )
     assert code == 0 and "the fastest of" in said, said
     summary = json.loads((tmp_path / "chosen" / "summary.json").read_text())
     assert summary["peak_bytes"]["device"] <= limit and summary["steps"] == 3

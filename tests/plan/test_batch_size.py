@@ -2,6 +2,7 @@
 
 import pytest
 
+from devices import each_device_slowly
 from lowmem.config.accumulation import divisors
 from lowmem.fit import OutOfMemory
 from lowmem.plan import batch_size
@@ -31,6 +32,24 @@ def test_what_is_found_fits_and_the_next_larger_does_not(fit):
     assert summary["train_loss"] == pytest.approx(typed[6]["train_loss"], rel=1e-4)
     with pytest.raises(OutOfMemory, match="batch_size=3"):
         fit(*AUTO[1:], "batch_size=6", f"memory.limit={room}", folder="larger")
+
+
+MIDDLE = tuple(f"model.architecture.{line}" for line in ("n_layer=6", "n_embd=512", "n_head=8", "vocab_size=4096"))
+# Caps in the middle between the needs of two sizes: 2 and 4 sequences, and 16 (2.9 GiB) and 32 (5.5 GiB).
+CAPPED = {
+    "cpu": ("accumulation.size=8", "memory.limit=1100KiB"),
+    "cuda": ("accumulation.size=64", "memory.limit=4GiB", *MIDDLE, "seq_len=512"),
+}
+
+
+@pytest.mark.process
+@each_device_slowly
+@pytest.mark.parametrize("plan", ["off", "check"])
+def test_the_next_larger_batch_size_does_not_fit(fit, config, device, plan):
+    """Whether the size is found by trying alone, or planned."""
+    lines = (AUTO[1], *CAPPED[device], f"device={device}", "precision=bf16")
+    larger = 2 * fit(*lines, "batch_size=auto", f"plan={plan}")[0]["batch_size"]
+    assert not batch_size.fits(config(*lines, f"batch_size={larger}"), larger)
 
 
 @pytest.mark.process

@@ -8,6 +8,8 @@ from bitsandbytes import functional
 from bitsandbytes.optim import PagedAdamW8bit
 from torch import nn
 
+from conftest import beside
+from devices import each_device_slowly
 from lowmem.config.cards import Card
 from lowmem.memory.ledger import optimizer_state, paged_state
 from lowmem.plan.prediction import Need, outline, predict
@@ -104,3 +106,18 @@ def test_the_meter_counts_it_beside_the_card():
     (state,) = optimizer_state(made)
     state.is_paged = True
     assert list(paged_state(made)) == [state]
+
+
+@each_device_slowly
+def test_a_run_holds_no_paged_state_on_the_card_also_when_it_is_resumed(fit, tmp_path, device):
+    """Of AdamW's 8 bytes per parameter; without CUDA nothing is paged."""
+    lines = (*MODEL, "save_every=2", f"device={device}")
+    runs = {
+        "adamw": ("optim=adamw",),
+        "paged": ("optim=paged_adamw32bit", "max_steps=2"),
+        "resumed": ("optim=paged_adamw32bit", f"resume={tmp_path / 'paged'}"),
+    }
+    ended = {name: fit(*beside(lines, more), folder=name)[0] for name, more in runs.items()}
+    held = {name: summary["peak_bytes"]["device"] for name, summary in ended.items()}
+    spared = [(held["adamw"] - held[name]) / (8 * ended["adamw"]["parameters"]) for name in ("paged", "resumed")]
+    assert min(spared) > 0.5 if device == "cuda" else max(map(abs, spared)) < 0.05, spared

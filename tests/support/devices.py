@@ -1,4 +1,4 @@
-"""Tests that run on a CPU and on a card: the CPU's row shows that the test can pass and fail, the card's is the check."""
+"""Marks of tests that run on a CPU and on a card: a CPU's row shows that the test can fail, the card's is the check."""
 
 import pytest
 

@@ -64,7 +64,8 @@ def test_fetching_one_starts_the_one_before(busy):
 
 
 # Dropout draws again in each repetition of a block. Two evaluations and two checkpoints are between the steps.
-RUN = ("max_steps=4", "val_every=2", "save_every=2", "model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1")
+DEEP = ("model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1")
+RUN = (*DEEP, "max_steps=4", "val_every=2", "save_every=2")
 SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "batch_size=8")}
 
 

@@ -1,0 +1,133 @@
+"""Looks for races between streams with torch's own sanitizer for CUDA streams.
+
+TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so that this case has an environment of its
+own. The sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): two accesses to one address are
+a race if nothing orders one after the other, whenever they ran. A short training with streamed weights and offloaded
+boundaries must have none. The same training with one wait left out must have one: otherwise the sanitizer sees nothing
+here, and "none" says nothing.
+
+The sanitizer sees a tensor by its first byte, only on the device, and only what the training loop's threads ask for.
+Host memory and the host's own threads are watched by `tests/techniques/weights/test_races.py`, without a card. The
+checker of these tests is the same one, and so it stands in here where there is no card.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from benchmarks.card import recipes
+from benchmarks.card.case import Here
+from lowmem.config.check import check
+from lowmem.config.settle import Run, run_of
+from lowmem.system.copy_lanes import CardLane
+from lowmem.system.quiet_libraries import quiet
+from lowmem.training.training import training_session
+
+RUNS = {
+    "streamed weights": False,
+    "streamed weights that are not waited for": True,
+}  # True: the device waits for no copy
+LINES = (  # two windows of two micro-batches, and an evaluation
+    *("model=gpt2", "model.pretrained=false", *recipes.SMALL["model=gpt2"], "model.architecture.n_layer=4"),
+    *("data=random", *recipes.STREAMED, "weights=streamed", "batch_size=2", "seq_len=16", "max_steps=2"),
+    *("accumulation=fixed", "accumulation.batches=2", "val_every=2", "val_sequences=2", "sample_tokens=0"),
+    *("scheduler=constant", "save_every=1000", "plan=off", "logger=csv", "export=null"),
+)
+LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a library's frame in a stack
+
+
+@dataclass
+class Seen:
+    """Holds what the sanitizer saw of a training."""
+
+    operators: Counter = field(default_factory=Counter)  # stream -> number
+    copies: Counter = field(default_factory=Counter)  # True: the sanitizer saw them -> number
+    races: list[str] = field(default_factory=list)
+
+    def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
+        """Wraps the sanitizer's check of an operator, so that a race counts even if somebody suppresses its error."""
+
+        def check(stream, *arguments):
+            errors = checked(stream, *arguments)
+            self.operators[str(stream)] += 1
+            self.races += [LIBRARY.sub("", str(error)) for error in errors]
+            return errors
+
+        return check
+
+    def copy(self, copies: Callable) -> Callable:
+        """Wraps a lane's `copy`: the sanitizer sees those of threads in which it is on."""
+
+        def counted(lane, *arguments):
+            self.copies[_get_current_dispatch_mode() is not None] += 1
+            return copies(lane, *arguments)
+
+        return counted
+
+    def right(self, wrong: bool) -> bool:
+        """Returns whether the sanitizer saw copies and several streams, and a race only if one was made."""
+        return self.copies[True] > 0 and len(self.operators) > 1 and bool(self.races) == wrong
+
+
+def streamed_step(here: Here) -> Iterator[dict]:
+    """Yields a row of a training, and one of the same training with a wait left out."""
+    run = _composed(here)
+    for name, wrong in RUNS.items():
+        seen = _trained(run, here, wrong)
+        found = {"races": len(seen.races), "operators": sum(seen.operators.values()), "streams": len(seen.operators)}
+        found["copies seen"] = f"{seen.copies[True]} of {seen.copies.total()}"
+        if seen.races and not wrong:
+            found["first race"] = seen.races[0]
+        yield {"run": name, "by": "lowmem", "found": found, "right": seen.right(wrong)}
+
+
+def _composed(here: Here) -> Run:
+    run = run_of([*LINES, f"device={here.device}"]).sized().resolved()
+    check(run, {})
+    quiet()
+    return run
+
+
+def _trained(run: Run, here: Here, wrong: bool) -> Seen:
+    with _by_torch() if here.on_card else _by_stand_in() as (seen, lane), ExitStack() as patches:
+        patches.enter_context(patch.object(lane, "copy", seen.copy(lane.copy)))
+        if wrong:
+            patches.enter_context(patch.object(lane, "hold", lambda *_: None))
+        patches.enter_context(suppress(CUDASanitizerErrors))  # they are in `seen`
+        patches.enter_context(training_session(run, here.folder / f"run-{wrong}", keeps=False))
+    return seen
+
+
+def _checked(handler, seen: Seen) -> AbstractContextManager:
+    return patch.object(handler, "_handle_kernel_launch", seen.launch(handler._handle_kernel_launch))
+
+
+@contextmanager
+def _by_torch() -> Iterator[tuple[Seen, type]]:
+    """Yields what torch's sanitizer sees of this process, and the class of its lanes.
+
+    Raises:
+        SystemExit: it is not on.
+    """
+    if not cuda_sanitizer.enabled:
+        raise SystemExit("torch's sanitizer is off: torch was imported without TORCH_CUDA_SANITIZER=1.")
+    seen = Seen()
+    with _checked(cuda_sanitizer.dispatch.event_handler, seen):
+        yield seen, CardLane
+
+
+@contextmanager
+def _by_stand_in() -> Iterator[tuple[Seen, type]]:
+    """Yields the same where there is no card: simulated lanes tell the sanitizer's checker of every access."""
+    from races import all_over
+    from traced_lane import TracedLane, watched
+
+    seen = Seen()
+    with watched() as found, _checked(found.handler, seen), all_over(TracedLane(found)):
+        yield seen, TracedLane

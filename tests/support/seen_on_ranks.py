@@ -1,0 +1,16 @@
+"""A callback of each rank, as in `+callbacks.seen._target_=seen_on_ranks.Pinned`."""
+
+from pathlib import Path
+
+from lightning.pytorch import Callback
+
+
+class Pinned(Callback):
+    """Writes whether a rank's shards are in pinned memory. Args: folder: gets a file of each rank."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_end(self, trainer, module) -> None:
+        pinned = all(p.is_pinned() for p in module.local_parameters.parameters())
+        (self.folder / f"rank-{module.ranks.rank}").write_text(str(pinned))

@@ -50,7 +50,7 @@ class Case:
         run: "module:function" in this package.
         needs: modules that have to be installed besides the project's.
         cuda: True if no line of it can run without CUDA, so that a rehearsal leaves it out.
-        environment: environment variables of its process, for what torch reads when it is imported.
+        environment: environment variables of its process on a card, for what torch reads when it is imported.
     """
 
     name: str
@@ -181,7 +181,7 @@ def run(case: Case, device: str, limit: float) -> dict:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environment(folder) | dict(case.environment),
+                env=_environment(folder) | (dict(case.environment) if device == "cuda" else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@
 
 Every case runs in a process of its own. A case begins only if its seconds fit in what is left of --minutes; twice its
 seconds end it. benchmarks/results/card.json is written after each case, and a case with a result is not run again, so
-that the next call goes on with the next case. The exit code is 1 if a case failed.
+that the next call goes on with the next case. The exit code is 1 if a case failed or found a wrong result.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LEAST = 60  # seconds that every case gets
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a case failed or was ended; 2 if nothing could be run."""
+    """Returns 0; 1 if a case failed, was ended or is wrong; 2 if nothing could be run."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"Not installed: {', '.join(missing)}. Type pip install -e . first.")
@@ -71,7 +71,7 @@ def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -
             continue
         known["cases"][one.name] = record
         write(file, known)
-        failed |= record["status"] in ("failed", "ended")
+        failed |= record["status"] in ("failed", "ended") or any(map(page.is_wrong, record["rows"]))
         print(page.told(record), flush=True)
     return page.write(file, known) or int(failed)
 
@@ -80,8 +80,6 @@ def _one(one, known: dict, device: str, left: float) -> dict | None:
     """Runs a case and returns its record, or None if it takes longer than the seconds that are left."""
     from benchmarks.card import case
 
-    if why := one.missing(device):
-        return {"status": "left out", "why": why, "rows": [], "seconds": 0.0}
     seconds = _seconds(one, known)
     if seconds > left:
         print(f"{one.name}: not begun, it takes about {seconds:.0f} s and {max(0, left):.0f} s are left.", flush=True)

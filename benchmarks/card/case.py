@@ -4,7 +4,7 @@ A case is a function of a module of this package that takes a `Here` and yields 
 of the table each. Every row is written as soon as it has been measured, so that a case that fails or is ended keeps
 the rows before it.
 
-python -m benchmarks.card.case <name of the case> <device> <folder>
+python -m benchmarks.card.case <module:function> <device> <folder>
 """
 
 import gc
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.runner import ROOT
@@ -47,25 +46,14 @@ class Case:
     Args:
         name: for the command line and the page.
         seconds: how long its process takes on an H100, measured or estimated; twice as long ends it.
-        run: "module:function" in this package.
-        needs: modules that have to be installed besides the project's.
-        cuda: True if no line of it can run without CUDA, so that a rehearsal leaves it out.
+        run: "module:function", which takes a `Here` and yields rows.
         environment: environment variables of its process on a card, for what torch reads when it is imported.
     """
 
     name: str
     seconds: float
     run: str
-    needs: tuple[str, ...] = ()
-    cuda: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
-
-    def missing(self, device: str) -> str | None:
-        """Returns why the case cannot run here, as far as that shows without importing torch, or None."""
-        if self.cuda and device == "cpu":
-            return "it needs CUDA"
-        absent = [name for name in self.needs if find_spec(name) is None]
-        return f"not installed: {', '.join(absent)}" if absent else None
 
 
 @dataclass(frozen=True)
@@ -111,13 +99,11 @@ class Here:
 
 
 def main() -> None:
-    from benchmarks.card import cases
-
-    name, device, folder = sys.argv[1:]
-    case, here, rows = cases.named(name), Here(device, Path(folder)), []
-    module, function = case.run.split(":")
+    path, device, folder = sys.argv[1:]
+    module, function = path.split(":")
+    here, rows = Here(device, Path(folder)), []
     with undisturbed():
-        run = getattr(import_module(f"benchmarks.card.{module}"), function)
+        run = getattr(import_module(module), function)
     try:
         for row in run(here):
             rows.append(row)
@@ -175,7 +161,7 @@ def run(case: Case, device: str, limit: float) -> dict:
     SCRATCH.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="case-", dir=SCRATCH, ignore_cleanup_errors=True) as folder:
         said = Path(folder) / "said"
-        command = [sys.executable, "-m", "benchmarks.card.case", case.name, device, folder]
+        command = [sys.executable, "-m", "benchmarks.card.case", case.run, device, folder]
         with said.open("w") as output:
             # in a process group of its own, so that the processes that it starts end with it
             process = subprocess.Popen(

@@ -5,24 +5,22 @@ The seconds are of one H100 with sixteen cores, estimated until a card has measu
 
 from benchmarks.card.case import Case
 
+HERE = "benchmarks.card"
 CASES = (
-    Case("card and link", 20, "link:rates"),
-    Case("8B streamed", 110, "whole:streamed"),
-    Case("1.24B beside other loops", 100, "beside:loops"),
-    Case("1.7B beside RoundPipe and TrainStream", 170, "peers:streamed"),
-    Case("1.24B compiled, and other losses", 60, "beside:variants"),
-    Case("masters of 4B", 70, "whole:masters"),
-    Case("idle card and reads", 45, "idle:loops"),
-    Case("8B under a cap", 45, "whole:capped"),
-    Case("8B resident", 60, "whole:resident"),
-    Case("LoRA of 8B", 150, "whole:lora"),
-    Case("GPT-2 XL under 12 GiB", 60, "whole:xl"),
-    Case("kernels", 70, "kernels:swapped"),
-    Case("one run twice", 25, "whole:twice"),
-    Case("races between streams", 40, "races:streamed_step", environment={"TORCH_CUDA_SANITIZER": "1"}),
-    Case("TF32 beside fp32", 25, "beside:tf32"),
+    Case("card and link", 20, f"{HERE}.link:rates"),
+    Case("8B streamed", 110, f"{HERE}.whole:streamed"),
+    Case("1.24B beside other loops", 100, f"{HERE}.beside:loops"),
+    Case("1.7B beside RoundPipe and TrainStream", 170, f"{HERE}.peers:streamed"),
+    Case("1.24B compiled, and other losses", 60, f"{HERE}.beside:variants"),
+    Case("masters of 4B", 50, f"{HERE}.whole:masters"),
+    Case("idle card and reads", 45, f"{HERE}.idle:loops"),
+    Case("8B under a cap", 60, f"{HERE}.whole:capped"),
+    Case("LoRA of 8B", 50, f"{HERE}.whole:lora"),
+    Case("GPT-2 XL under 12 GiB", 50, f"{HERE}.whole:xl"),
+    Case("one run twice", 20, f"{HERE}.whole:twice"),
+    Case("races between streams", 40, f"{HERE}.races:streamed_step", environment={"TORCH_CUDA_SANITIZER": "1"}),
+    Case("kernels", 60, f"{HERE}.kernels:swapped"),
+    Case("8B resident", 60, f"{HERE}.whole:resident"),
+    Case("TF32 beside fp32", 25, f"{HERE}.beside:tf32"),
+    Case("QLoRA of 8B", 100, f"{HERE}.whole:qlora"),
 )
-
-
-def named(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)

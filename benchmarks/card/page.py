@@ -26,8 +26,14 @@ def told(record: Mapping) -> str:
     for row in record["rows"]:
         speed = f"{tokens_per_second(row):,.0f} tokens/s" if row.get("blocks") else ""
         parts = [speed, _findings(row), short(row["why"]) if "why" in row else ""]
+        parts += ["NOT RIGHT"] if is_wrong(row) else []
         lines.append(f"  {row['run']}, {row.get('by', 'lowmem')}: {'; '.join(filter(None, parts))}")
     return "\n".join(lines)
+
+
+def is_wrong(row: Mapping) -> bool:
+    """Returns whether a case has judged its own row to be wrong."""
+    return row.get("right") is False
 
 
 def page(known: Mapping) -> str:
@@ -129,6 +135,8 @@ def _missing(known: Mapping) -> list[str]:
         for row in record["rows"] if record else ():
             if "why" in row:
                 lines.append(f"- **{row['run']}**, {row.get('by', 'lowmem')}: {short(row['why'])}")
+            elif is_wrong(row):
+                lines.append(f"- **{row['run']}**, {row.get('by', 'lowmem')}: NOT RIGHT")
     return [*lines, ""] if lines else []
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 
 from benchmarks.card import recipes
-from benchmarks.runner import RESULTS, measure
+from benchmarks.runner import RESULTS, machine, measure
 
 FILE = RESULTS / "card_predicted.json"
 CORES = 16
@@ -26,7 +26,8 @@ def write(card: str) -> int:
         )
         return 2
     rows = measure({name: ["-m", "benchmarks.card.prediction", card, name] for name in recipes.RUNS}, 1)
-    FILE.write_text(json.dumps({"card": card, "cores": CORES} | {"runs": {n: r for n, (r,) in rows.items()}}, indent=2))
+    found = {"machine": machine(), "card": card, "cores": CORES, "runs": {name: row for name, (row,) in rows.items()}}
+    FILE.write_text(json.dumps(found, indent=2) + "\n")
     print(f"wrote {FILE}")
     return 0
 
@@ -41,7 +42,7 @@ def main() -> None:
 
     card, name = sys.argv[1:]
     found = predicted(card, [*recipes.RUNS[name], *recipes.QUIET, "max_steps=4"], CORES)
-    print(json.dumps({key: found[key] for key in KEYS} | {"tokens": found["tokens_per_step"]}), flush=True)
+    print(json.dumps({"lines": recipes.RUNS[name]} | {key: found[key] for key in KEYS}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,317 @@
+"""`python -m benchmarks.card` without a card: how cases end, what is kept, how blocks are timed, and a rehearsal."""
+
+import json
+import math
+import time
+from importlib import import_module
+
+import psutil
+import pytest
+import torch
+from benchmarks.card import __main__ as command
+from benchmarks.card import beside, blocks, case, cases, idle, ours, page, prediction, recipes, whole
+from benchmarks.card.blocks import Blocks
+from benchmarks.card.case import Case, Here
+
+pytestmark = pytest.mark.docs
+
+MADE_UP = {name: Case(name, 5, f"card_cases:{name}") for name in ("well", "fails", "dies", "left_out", "wrong")}
+
+
+@pytest.fixture
+def here(tmp_path):
+    return Here("cpu", tmp_path)
+
+
+# --- one case ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "status", "why"),
+    [
+        ("well", "done", None),
+        ("fails", "failed", "ZeroDivisionError: at the second row"),
+        ("dies", "failed", "ended by signal 6, Aborted"),
+        ("left_out", "left out", "it needs a card of 9 TiB"),
+    ],
+)
+def test_a_case_keeps_the_rows_that_it_had_and_why_it_ended(name, status, why):
+    record = case.run(MADE_UP[name], "cpu", 60)
+    assert record["status"] == status and len(record["rows"]) == 1
+    assert "why" not in record if why is None else record["why"].splitlines()[-1] == why
+
+
+@pytest.mark.process
+def test_a_case_is_ended_at_its_limit_together_with_its_processes():
+    record = case.run(Case("endless", 5, "card_cases:endless"), "cpu", 8)
+    assert record["status"] == "ended" and record["why"].endswith("ended after 8 s") and record["seconds"] < 40
+    child = record["rows"][0]["found"]["child"]
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_environment_of_a_case_has_nothing_of_the_users_that_changes_figures(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    found = case._environment(str(tmp_path))
+    assert "PYTORCH_ALLOC_CONF" not in found
+    assert found["CUDA_VISIBLE_DEVICES"] == "3" and found["HF_HUB_OFFLINE"] == "1"
+
+
+# --- the list of cases ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Returns a function that runs the command with made-up cases, which it records, instead of processes."""
+    began, results = [], {}
+    monkeypatch.setattr(cases, "CASES", tuple(Case(name, 30, f"made_up:{name}") for name in "abc"))
+    monkeypatch.setattr(page, "CASES", cases.CASES)
+    monkeypatch.setattr(case, "described", lambda device: machine())
+
+    def record(one, device, limit):
+        began.append((one.name, round(limit)))
+        return results.get(one.name, {"status": "done", "rows": [], "seconds": 10.0})
+
+    monkeypatch.setattr(case, "run", record)
+
+    def start(*typed):
+        began.clear()
+        code = command.main(["--device", "cpu", "--to", str(tmp_path / "card.json"), *typed])
+        return code, [name for name, _ in began]
+
+    start.began, start.results, start.file = began, results, tmp_path / "card.json"
+    return start
+
+
+def machine(name="a card"):
+    versions = {"torch": "2.11.0"}
+    return {"card": name, "card_bytes": 1 << 34, "processor": "a CPU", "cores": 2, "versions": versions}
+
+
+def test_cases_that_fit_in_the_minutes_run_in_order_and_the_next_call_runs_the_rest(run, monkeypatch, capsys):
+    clock = iter([0.0, 0.0, 31.0, 35.0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    assert run("--minutes", "1") == (0, ["a"])
+    said = capsys.readouterr().out
+    assert "b: not begun, it takes about 30 s and 29 s are left." in said
+    clock = iter([0.0, 0.0, 0.0])
+    assert run("--minutes", "9") == (0, ["b", "c"])
+    assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
+
+
+def test_results_are_written_after_each_case(run, monkeypatch):
+    def stopped(one, device, limit):
+        if one.name == "b":
+            raise KeyboardInterrupt
+        return {"status": "done", "rows": [], "seconds": 10.0}
+
+    monkeypatch.setattr(case, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert json.loads(run.file.read_text())["cases"].keys() == {"a"}
+
+
+def test_a_case_gets_twice_its_seconds_but_never_more_than_what_is_left(run, monkeypatch):
+    monkeypatch.setitem(command.PATIENCE, "cpu", 4)
+    run("--minutes", "9", "--only", "a")
+    assert run.began == [("a", 120)]
+    run("--minutes", "1", "--only", "b")
+    assert run.began == [("b", 60)]
+
+
+def test_only_runs_a_case_again_and_the_others_keep_their_results(run):
+    run()
+    assert run("--only", "b,c") == (0, ["b", "c"])
+    assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
+    assert run("--only", "nothing")[0] == 2
+
+
+def test_seconds_are_those_that_the_case_took_on_this_card(run, capsys):
+    run("--only", "a")
+    capsys.readouterr()
+    run("--list")
+    assert capsys.readouterr().out.splitlines() == ["   10 s  a: done", "   30 s  b: -", "   30 s  c: -"]
+
+
+@pytest.mark.parametrize(
+    "record", [{"status": "failed", "why": "x\nboom"}, {"status": "done", "rows": [{"run": "r", "right": False}]}]
+)
+def test_a_failed_or_wrong_case_is_an_exit_code_and_a_line_of_the_page(run, record):
+    run.results["b"] = {"rows": [], "seconds": 1.0} | record
+    assert run() == (1, ["a", "b", "c"])
+    text = run.file.with_suffix(".md").read_text()
+    assert "- **b** failed: boom" in text or "- **r**, lowmem: NOT RIGHT" in text
+
+
+def test_results_of_another_machine_are_set_aside(run, monkeypatch):
+    run()
+    monkeypatch.setattr(case, "described", lambda device: machine("another card"))
+    assert run("--only", "a") == (0, ["a"])
+    (aside,) = run.file.parent.glob("card-*.json")
+    assert json.loads(aside.read_text())["machine"]["card"] == "a card"
+    assert json.loads(run.file.read_text())["cases"].keys() == {"a"}
+
+
+def test_without_a_card_it_is_a_sentence_and_exit_code_2(run, monkeypatch, capsys):
+    monkeypatch.setattr(case, "described", lambda device: None)
+    assert run() == (2, []) and "--device cpu for a rehearsal" in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(run, monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else name)
+    assert run() == (2, []) and "Not installed: hydra. Type pip install -e . first." in capsys.readouterr().err
+
+
+def test_every_case_names_a_function_and_every_run_has_a_prediction():
+    for one in cases.CASES:
+        module, function = one.run.split(":")
+        assert callable(getattr(import_module(module), function))
+    assert len({one.name for one in cases.CASES}) == len(cases.CASES)
+    known = json.loads(prediction.FILE.read_text())
+    predicted = {name: run["lines"] for name, run in known["runs"].items()}
+    assert predicted == recipes.RUNS, f"type python -m benchmarks.card --predict {known['card']}"
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class Clock(Here):
+    """A machine whose clock moves when the device is waited for."""
+
+    def settle(self):
+        waited.append(self)
+
+
+waited = []
+
+
+def test_a_block_waits_for_the_device_at_its_two_ends_and_nowhere_else(tmp_path):
+    waited.clear()
+    watch = Blocks(Clock("cpu", tmp_path), steps=20)
+    for _ in range(watch.all_steps):
+        watch.begin()
+        watch.add(torch.tensor(1.0))
+        watch.add(torch.tensor(2.0))
+        watch.end()
+    assert len(waited) == 2 and watch.all_steps == 23
+    assert watch.as_dict()["steps"] == 20 and watch.losses() == [3.0] * 23
+
+
+def test_warm_up_steps_are_not_in_the_time(here):
+    watch = Blocks(here, steps=2, warm_up=1)
+    for seconds in (0.3, 0.01, 0.01):
+        watch.begin()
+        time.sleep(seconds)
+        watch.end()
+    assert 0.02 <= watch.as_dict()["seconds"] < 0.3
+
+
+def test_a_loop_that_ends_early_is_not_a_measurement(here):
+    watch = Blocks(here, steps=5)
+    watch.begin()
+    watch.end()
+    with pytest.raises(SystemExit, match="made 1 of 8 steps"):
+        watch.as_dict()
+
+
+def test_loops_run_forwards_and_then_backwards_and_one_that_fails_costs_no_other(here):
+    order = []
+
+    def loop(name):
+        order.append(name)
+        if name == "b":
+            raise ValueError("boom")
+        return {"by": name, "blocks": [{"steps": 2, "seconds": float(len(order))}]}
+
+    rows = dict(blocks.in_turns({name: lambda name=name: loop(name) for name in "abc"}, here))
+    assert order == ["a", "b", "c", "c", "b", "a"]
+    assert rows["a"]["blocks"] == [{"steps": 2, "seconds": 1.0}, {"steps": 2, "seconds": 6.0}]
+    assert blocks.seconds_per_step(rows["a"]) == 7 / 4
+    assert rows["b"]["why"] == "ValueError: boom" and blocks.seconds_per_step(rows["b"]) is None
+
+
+def test_flops_are_six_per_trained_weight_four_per_frozen_one_and_those_of_attention(here):
+    def flops(name, *more):
+        row = ours.train(name, here, Blocks(here, 1, warm_up=0), *more)
+        return row["flops_per_token"]
+
+    d, layers, width, vocabulary, seq_len = 64, 2, 64, 512, 16
+    block = 2 * d * 64 + 2 * d * 32 + 3 * d * 128 + 2 * d  # q and o, k and v, the MLP, two norms
+    attention = 12 * layers * width * seq_len
+    every = vocabulary * d + layers * block + d
+    assert flops("1.24B, bf16") == 6 * every + attention  # tied: the embedding is the output layer
+    assert flops("8B, resident, 8 x 2048") == 6 * every + attention  # untied: one of the two does not multiply
+    adapters = layers * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    for kind in ("LoRA", "QLoRA"):
+        found = flops(f"8 of 32 layers of 8B, {kind}, streamed, 4 x 1024")
+        assert found == 4 * every + 6 * adapters + attention
+
+
+def test_the_idle_share_is_what_no_interval_covers():
+    assert idle.idle([(0, 2), (1, 3), (5, 10)]) == pytest.approx(0.2)
+    assert idle.idle([(5, 10), (0, 10)]) == 0 and idle.idle([]) is None
+
+
+# --- random weights ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_copied_from_a_pool_are_random_and_the_same_again(here):
+    from lowmem.model import loading
+
+    run = ours.composed("1.24B, bf16", here)
+
+    def drawn():
+        with ours.drawn_at_once("cpu"):
+            return loading.load(loading.describe(run), torch.float32)
+
+    one, again = drawn(), drawn()
+    first, second = (layer.mlp.up_proj.weight for layer in one.model.layers)
+    assert first.std() == pytest.approx(ours.STD, rel=0.05) and not torch.equal(first, second)
+    assert torch.equal(one.model.norm.weight, torch.ones(64))  # a norm starts at one, as in a real model
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), again.parameters(), strict=True))
+    plain = loading.load(loading.describe(run), torch.float32)
+    assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, first)
+
+
+# --- caps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", [0.93, 1.0, 1.06])
+def test_the_smallest_cap_is_one_that_was_seen_to_work(least):
+    planned = 1 << 30
+    found, tried = whole.smallest(planned, lambda cap: cap >= least * planned, tries=6)
+    assert found >= least * planned and found - least * planned < 0.02 * planned and len(tried) == 6
+    assert whole.smallest(planned, lambda cap: False)[0] is None
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_the_page_has_its_prediction_and_its_share_of_the_peak(monkeypatch):
+    expected = {"seconds_per_step": 0.5, "peak_bytes": 2 << 30, "host_bytes": 1 << 30}
+    monkeypatch.setattr(prediction, "of", lambda run: expected)
+    row = {"run": "r", "by": "lowmem", "tokens": 1000, "flops_per_token": 989.4e9 / 4}
+    row |= {"blocks": [{"steps": 2, "seconds": 1.0, "mhz": 1755.0, "celsius": 40}]}
+    row |= {"peak_bytes": 3 << 30, "reserved_bytes": 4 << 30, "host_bytes": None}
+    cells = list(page._cells(row, blocks.peak_flops("NVIDIA H100 80GB HBM3")))
+    assert cells[2:5] == ["2,000", "0.500 / 0.500", "50.0%"]
+    assert cells[5:] == ["2.00 / 3.00", "4.00", "1.0 / -", "1755, 40"]
+    assert list(page._cells(row | {"by": "a plain PyTorch loop"}, None))[3:6] == ["0.500", "-", "3.00"]
+
+
+# --- a rehearsal of every case ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("one", cases.CASES, ids=lambda one: one.name)
+def test_a_rehearsal_runs_every_case_but_what_needs_cuda_or_a_package(one, here, monkeypatch):
+    monkeypatch.setenv("ROW_FOLDER", str(here.folder))
+    monkeypatch.setattr(beside, "steps", lambda here: 2)
+    module, function = one.run.split(":")
+    rows = list(getattr(import_module(module), function)(here))
+    failures = [row["why"] for row in rows if "why" in row]
+    assert rows and all("needs CUDA" in why or "No module named" in why for why in failures), failures
+    for row in rows:
+        assert all(map(math.isfinite, row.get("losses", ()))) and row.get("right", True), row
+        assert row.get("found", {}).get("losses apart", 0) < 1e-6, row["by"]

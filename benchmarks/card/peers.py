@@ -19,6 +19,7 @@ python -m benchmarks.card.peers <peer> <device>
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -41,6 +42,7 @@ RUN = "1.7B, streamed by layer, 8 x 2048"
 GIB = 24  # the cap of the card's memory
 STEPS = {"cuda": 8, "cpu": 2}
 WARM_UP = {"cuda": 6, "cpu": 1}  # the peers adapt their plans in the first steps
+PATIENCE = 150  # seconds of each process: a peer that hangs must not take the time of the others
 OURS = {"lowmem": ("8 bits", ()), "lowmem, fp32 state": ("32 bits", ("optim=adamw",))}
 PEERS = {
     "RoundPipe, synchronous": partial(roundpipe, is_async=False),
@@ -55,8 +57,27 @@ def streamed(here: Here) -> Iterator[dict]:
         if name in PEERS and not here.on_card:
             row = {"why": "it needs CUDA", "blocks": []}
         else:
-            row = attempt(lambda name=name: runner.row(["-m", "benchmarks.card.peers", name, here.device]))
+            row = attempt(partial(_in_process, name, here))
         yield {"run": RUN, **row, "by": name}
+
+
+def _in_process(name: str, here: Here) -> dict:
+    """Returns the row that a process of its own prints.
+
+    Raises:
+        SystemExit: it failed; the message ends with its last output.
+        TimeoutExpired: it took longer than PATIENCE, and was ended.
+    """
+    arguments = ["-m", "benchmarks.card.peers", name, here.device]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=runner.ROOT,
+        env=runner.environment(here.folder),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return runner.result(arguments, done.returncode, done.stdout, done.stderr)
 
 
 # --- the process of one row ---------------------------------------------------------------------------------------

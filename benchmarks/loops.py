@@ -302,7 +302,7 @@ class Batches:
 
 
 def trainer(loop: Materials, watch: Watches) -> None:
-    """Trains with transformers.Trainer and the matching arguments."""
+    """Trains with transformers.Trainer and the matching arguments. The model checkpoints its activations already."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -331,8 +331,6 @@ def trainer(loop: Materials, watch: Watches) -> None:
         output_dir=os.environ["ROW_FOLDER"],
         per_device_train_batch_size=len(loop.windows[0][0].input_ids),
         gradient_accumulation_steps=loop.micro_batches,
-        gradient_checkpointing=loop.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if loop.checkpointing else None,
         max_steps=len(loop.windows),
         max_grad_norm=1.0,
         bf16=loop.bf16,

@@ -267,7 +267,7 @@ def test_weights_that_are_copied_from_a_pool_are_random_and_the_same_again(here)
 
     one, again = drawn(), drawn()
     first, second = (layer.mlp.up_proj.weight for layer in one.model.layers)
-    assert first.std() == pytest.approx(ours.STD, rel=0.05) and not torch.equal(first, second)
+    assert first.std().item() == pytest.approx(ours.STD, rel=0.05) and not torch.equal(first, second)
     assert torch.equal(one.model.norm.weight, torch.ones(64))  # a norm starts at one, as in a real model
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), again.parameters(), strict=True))
     plain = loading.load(loading.describe(run), torch.float32)

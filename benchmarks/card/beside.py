@@ -88,6 +88,8 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
     typed = recipes.typed(run, here, f"max_steps={watch.all_steps}")
     with ours.drawn_at_once(here.device):
         of_loop = others.materials(typed, watch.all_steps)
+    if here.on_card:
+        torch.cuda.reset_peak_memory_stats()
     with others.same_products(of_loop.bf16, here.device):
         loop(of_loop, watch)
     first = of_loop.windows[0]

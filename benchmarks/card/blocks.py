@@ -41,8 +41,6 @@ class Blocks:
     def begin(self) -> None:
         if self.begun == self.warm_up:
             self.here.settle()
-            if self.here.on_card:
-                torch.cuda.reset_peak_memory_stats()
             self._start = time.perf_counter()
         self.begun += 1
         self._losses.append(torch.zeros((), device=self.here.device))

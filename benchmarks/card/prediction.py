@@ -7,9 +7,11 @@ those of benchmarks/results/host_optimizer.md, and with memory of 150 GB/s.
 
 import json
 import sys
+from collections.abc import Mapping
 
 from benchmarks.card import recipes
 from benchmarks.runner import RESULTS, machine, measure
+from lowmem.system.units import GIB
 
 FILE = RESULTS / "card_predicted.json"
 CORES = 16
@@ -28,8 +30,25 @@ def write(card: str) -> int:
     rows = measure({name: ["-m", "benchmarks.card.prediction", card, name] for name in recipes.RUNS}, 1)
     found = {"machine": machine(), "card": card, "cores": CORES, "runs": {name: row for name, (row,) in rows.items()}}
     FILE.write_text(json.dumps(found, indent=2) + "\n")
+    FILE.with_suffix(".md").write_text(page(found))
     print(f"wrote {FILE}")
     return 0
+
+
+def page(found: Mapping) -> str:
+    """Returns the predictions as a page."""
+    lines = [
+        f"# Predicted for an {found['card'].upper()} with {found['cores']} host cores",
+        "",
+        f"By `python -m benchmarks.card --predict {found['card']}`, without a card.",
+        "",
+        "| run | tokens/s | s per step | card: tensors GiB | host GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, run in found["runs"].items():
+        speed, sizes = run["tokens"] / run["seconds_per_step"], (run["peak_bytes"] / GIB, run["host_bytes"] / GIB)
+        lines.append(f"| {name} | {speed:,.0f} | {run['seconds_per_step']:.3f} | {sizes[0]:.2f} | {sizes[1]:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def of(run: str) -> dict:
@@ -42,7 +61,8 @@ def main() -> None:
 
     card, name = sys.argv[1:]
     found = predicted(card, [*recipes.RUNS[name], *recipes.QUIET, "max_steps=4"], CORES)
-    print(json.dumps({"lines": recipes.RUNS[name]} | {key: found[key] for key in KEYS}), flush=True)
+    figures = {key: found[key] for key in KEYS} | {"tokens": found["tokens_per_step"]}
+    print(json.dumps({"lines": recipes.RUNS[name]} | figures), flush=True)
 
 
 if __name__ == "__main__":

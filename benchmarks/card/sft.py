@@ -11,27 +11,16 @@ row.
 
 import tempfile
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainerCallback
 
-from benchmarks.loops import Materials
+from benchmarks.loops import Materials, Watches
 
 
-class Watch(Protocol):
-    """Records the time and the losses of the steps."""
-
-    def begin(self) -> None: ...
-
-    def add(self, loss: Tensor) -> None: ...
-
-    def end(self) -> None: ...
-
-
-def sft(loop: Materials, watch: Watch) -> None:
+def sft(loop: Materials, watch: Watches) -> None:
     """Trains on all windows. Args: watch: is told when a step begins and ends, and the loss of each micro-batch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

@@ -3,9 +3,12 @@
 import pytest
 
 from devices import each_device_slowly
+from lowmem.config import cards
 from lowmem.config.accumulation import divisors
 from lowmem.fit import OutOfMemory
 from lowmem.plan import batch_size
+from lowmem.plan.prediction import predict
+from lowmem.plan.target import Target
 from lowmem.system.errors import Refused
 from lowmem.training.training import training_session
 
@@ -104,3 +107,23 @@ def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
     with pytest.raises(Refused, match=r"even one sequence of seq_len=\d+ does not fit"):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))
+
+
+RECIPES = (
+    "precision=bf16 optim=adamw",
+    "precision=bf16 optim=adamw gradient_checkpointing=every_layer",
+    "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked",
+)
+FAILS = 0.97  # share of the peak of live tensors; a card's is predicted to within 0.5 %
+
+
+@pytest.mark.process
+@each_device_slowly
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_run_fits_in_the_smallest_cap_that_is_predicted_and_not_in_much_less(config, recipe, device):
+    """On a card the allocator's rules are predicted, too."""
+    sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
+    cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()
+    found = predict(cfg, Target(True, cards.here()) if device == "cuda" else Target(False))
+    caps = (found.smallest or found.device_peak, round(FAILS * found.device_peak))
+    assert [batch_size.fits(cfg.knowing(memory={"limit": cap}), cfg.batch_size) for cap in caps] == [True, False]

@@ -3,7 +3,6 @@
 import pytest
 from benchmarks.card import races as case
 from benchmarks.card.case import Here
-from torch.cuda._sanitizer import cuda_sanitizer
 
 import races
 
@@ -56,6 +55,8 @@ def test_no_race_says_something_only_where_copies_were_seen(count, copies, strea
 
 def test_torchs_own_sanitizer_is_read_where_it_is_on_and_a_run_without_it_fails(monkeypatch):
     """On made-up accesses: it watches tensors on CUDA alone."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
+
     with pytest.raises(SystemExit, match="torch was imported without TORCH_CUDA_SANITIZER=1"), case._by_torch():
         pass
     monkeypatch.setattr(cuda_sanitizer, "enabled", True)
@@ -65,6 +66,8 @@ def test_torchs_own_sanitizer_is_read_where_it_is_on_and_a_run_without_it_fails(
             errors = handler._handle_kernel_launch(stream, set(), {7}, set(), "aten::copy_", {7: ["self"]})
     assert len(errors) == len(seen.races) == 1 and "writing to argument(s) self" in seen.races[0]
     assert seen.operators == {"1": 1, "2": 1}
+    with case._by_torch():
+        raise CUDASanitizerErrors(errors)  # ends the training, and not the case
     handler._handle_kernel_launch(3, set(), {7}, set(), "aten::copy_", {7: ["self"]})
     assert len(seen.races) == 1  # it is no longer read
     handler.tensors_accessed.delete_tensor(7)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from benchmarks.card import recipes
@@ -99,7 +98,6 @@ def _trained(run: Run, here: Here, wrong: bool) -> Seen:
         patches.enter_context(patch.object(lane, "copy", seen.copy(lane.copy)))
         if wrong:
             patches.enter_context(patch.object(lane, "hold", lambda *_: None))
-        patches.enter_context(suppress(CUDASanitizerErrors))  # they are in `seen`
         patches.enter_context(training_session(run, here.folder / f"run-{wrong}", keeps=False))
     return seen
 
@@ -115,10 +113,12 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
     Raises:
         SystemExit: it is not on.
     """
+    from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
+
     if not cuda_sanitizer.enabled:
         raise SystemExit("torch's sanitizer is off: torch was imported without TORCH_CUDA_SANITIZER=1.")
     seen = Seen()
-    with _checked(cuda_sanitizer.dispatch.event_handler, seen):
+    with _checked(cuda_sanitizer.dispatch.event_handler, seen), suppress(CUDASanitizerErrors):  # they are in `seen`
         yield seen, CardLane
 
 

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from torch.cuda._sanitizer import Access, AccessType, EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +29,10 @@ from lowmem.system.copy_lanes import CardLane
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
 from lowmem.techniques.weights import by_layer, link, registered
 from lowmem.techniques.weights.link import StagedLink
+
+# Importing the sanitizer switches it on for a card: every test after that would record the stack of every allocation.
+with patch.object(torch._C, "_activate_gpu_trace", lambda: None):
+    from torch.cuda._sanitizer import Access, AccessType, EventHandler
 
 DEVICE, DOWN, UP = "device", "copies to the host", "copies to the device"
 NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.detach")

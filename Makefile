@@ -40,7 +40,7 @@ test-newest: .venv-newest/installed
 test-kernels: .venv/installed
 	$(BIN)/python tests/support/other_kernels.py --shard=$(SHARD) $(AT_ONCE)
 
-# what CUDA does otherwise; everything is skipped where there is none
+# what CUDA does otherwise; everything is skipped where there is none. CROWD_THE_CARD=1 also fills the card, which may hang
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m gpu
 

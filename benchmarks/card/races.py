@@ -78,7 +78,7 @@ def streamed_step(here: Here) -> Iterator[dict]:
     """Yields a row of a training, and one of the same training with a wait left out."""
     run = _composed(here)
     for name, wrong in RUNS.items():
-        seen = _trained(run, here, wrong)
+        seen = _watched_run(run, here, wrong)
         found = {"races": len(seen.races), "operators": sum(seen.operators.values()), "streams": len(seen.operators)}
         found["copies seen"] = f"{seen.copies[True]} of {seen.copies.total()}"
         if seen.races and not wrong:
@@ -93,7 +93,7 @@ def _composed(here: Here) -> Run:
     return run
 
 
-def _trained(run: Run, here: Here, wrong: bool) -> Seen:
+def _watched_run(run: Run, here: Here, wrong: bool) -> Seen:
     with _by_torch() if here.on_card else _by_stand_in() as (seen, lane), ExitStack() as patches:
         patches.enter_context(patch.object(lane, "copy", seen.copy(lane.copy)))
         if wrong:

@@ -290,7 +290,7 @@ def test_the_smallest_cap_is_one_that_was_seen_to_work(least):
 
 def test_a_row_of_the_page_has_its_prediction_and_its_share_of_the_peak(monkeypatch):
     expected = {"seconds_per_step": 0.5, "peak_bytes": 2 << 30, "host_bytes": 1 << 30}
-    monkeypatch.setattr(prediction, "of", lambda run: expected)
+    monkeypatch.setattr(prediction, "predicted", lambda run: expected)
     row = {"run": "r", "by": "lowmem", "tokens": 1000, "flops_per_token": 989.4e9 / 4}
     row |= {"blocks": [{"steps": 2, "seconds": 1.0, "mhz": 1755.0, "celsius": 40}]}
     row |= {"peak_bytes": 3 << 30, "reserved_bytes": 4 << 30, "host_bytes": None}

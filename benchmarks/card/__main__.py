@@ -66,17 +66,17 @@ def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -
     known["machine"] = machine
     file.parent.mkdir(parents=True, exist_ok=True)
     for one in todo:
-        record = _one(one, known, options.device, end - time.monotonic())
+        record = _case_record(one, known, options.device, end - time.monotonic())
         if record is None:
             continue
         known["cases"][one.name] = record
         write(file, known)
         failed |= record["status"] in ("failed", "ended") or any(map(page.is_wrong, record["rows"]))
-        print(page.told(record), flush=True)
+        print(page.lines_of(record), flush=True)
     return page.write(file, known) or int(failed)
 
 
-def _one(one, known: dict, device: str, left: float) -> dict | None:
+def _case_record(one, known: dict, device: str, left: float) -> dict | None:
     """Runs a case and returns its record, or None if it takes longer than the seconds that are left."""
     from benchmarks.card import case
 

@@ -20,7 +20,7 @@ def write(file: Path, known: Mapping) -> int:
     return 0
 
 
-def told(record: Mapping) -> str:
+def lines_of(record: Mapping) -> str:
     """Returns how a case went, in one line per row."""
     lines = [f"  {record['status']} in {record['seconds']:.0f} s{_because(record)}"]
     for row in record["rows"]:
@@ -38,7 +38,7 @@ def is_wrong(row: Mapping) -> bool:
 
 def page(known: Mapping) -> str:
     """Returns the page."""
-    return "\n".join([*_top(known["machine"]), *_speeds(known), *_found(known), *_missing(known)]).rstrip() + "\n"
+    return "\n".join([*_top(known["machine"]), *_speeds(known), *_findings_table(known), *_missing(known)]).rstrip() + "\n"
 
 
 def _top(machine: Mapping) -> list[str]:
@@ -69,7 +69,7 @@ def _speeds(known: Mapping) -> list[str]:
 
 
 def _cells(row: Mapping, peak: float | None) -> Iterator[str]:
-    expected = prediction.of(row["run"]) if row["by"] == "lowmem" else {}
+    expected = prediction.predicted(row["run"]) if row["by"] == "lowmem" else {}
     seconds = seconds_per_step(row)
     yield from (row["run"], row["by"], f"{tokens_per_second(row):,.0f}")
     yield both(expected.get("seconds_per_step"), seconds, "{:.3f}")
@@ -98,7 +98,7 @@ def tokens_per_second(row: Mapping) -> float:
     return row["tokens"] / seconds_per_step(row)
 
 
-def _found(known: Mapping) -> list[str]:
+def _findings_table(known: Mapping) -> list[str]:
     """Returns the table of what the cases found besides speed and memory."""
     lines = [
         f"| {row['run']} | {row.get('by', 'lowmem')} | {what} | {shown(value)} |"

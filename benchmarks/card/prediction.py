@@ -51,16 +51,16 @@ def page(found: Mapping) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of(run: str) -> dict:
+def predicted(run: str) -> dict:
     """Returns the prediction of a run, or nothing if there is none."""
     return json.loads(FILE.read_text())["runs"].get(run, {}) if FILE.exists() else {}
 
 
 def main() -> None:
-    from benchmarks.capacity import predicted
+    from benchmarks import capacity
 
     card, name = sys.argv[1:]
-    found = predicted(card, [*recipes.RUNS[name], *recipes.QUIET, "max_steps=4"], CORES)
+    found = capacity.predicted(card, [*recipes.RUNS[name], *recipes.QUIET, "max_steps=4"], CORES)
     figures = {key: found[key] for key in KEYS} | {"tokens": found["tokens_per_step"]}
     print(json.dumps({"lines": recipes.RUNS[name]} | figures), flush=True)
 

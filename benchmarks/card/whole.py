@@ -130,7 +130,7 @@ def capped(here: Here) -> Iterator[dict]:
         row = attempt(partial(ours.train, QUARTER, here, _few(here), f"memory.limit={cap}"))
         yield row | {"run": f"{QUARTER}, under {cap}"}
         here.release()
-    planned = prediction.of(QUARTER).get("smallest_cap_bytes")
+    planned = prediction.predicted(QUARTER).get("smallest_cap_bytes")
     if planned and here.on_card:  # a rehearsal's model needs less than any plan for a card
         least, tried = smallest(planned, partial(_works, here))
         found = {"smallest cap that works, GiB": least and least / GIB, "predicted, GiB": planned / GIB}

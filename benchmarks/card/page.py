@@ -38,7 +38,8 @@ def is_wrong(row: Mapping) -> bool:
 
 def page(known: Mapping) -> str:
     """Returns the page."""
-    return "\n".join([*_top(known["machine"]), *_speeds(known), *_findings_table(known), *_missing(known)]).rstrip() + "\n"
+    parts = [*_top(known["machine"]), *_speeds(known), *_findings_table(known), *_missing(known)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def _top(machine: Mapping) -> list[str]:

@@ -108,6 +108,24 @@ def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
     plugin.teardown()
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_rows_of_an_embedding_are_summed_like_its_dense_gradients(micro_batches, early):
+    torch.manual_seed(0)
+    by_rows, dense = (HostWeight("w", nn.Parameter(torch.zeros(11, 8)), torch.bfloat16) for _ in range(2))
+    for _ in range(3):  # windows
+        for _ in range(micro_batches):
+            at = torch.tensor([3, 9, 3, 0])
+            rows = torch.randn(4, 8).bfloat16()
+            rows[2] = 0  # its token stands at 0, too
+            by_rows.use_rows(at, rows)
+            dense.use(0, torch.zeros(11, 8).bfloat16().index_copy_(0, at[[0, 1, 3]], rows[[0, 1, 3]]).view(-1))
+        assert torch.equal(by_rows.gradient(), dense.gradient()) and by_rows.sum.dtype == dense.sum.dtype
+        for master in (by_rows, dense):
+            assert master.complete
+            master.used(early)
+
+
 def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
     """An embedding's gradient is (V, H): if it stayed, it would be a third tensor of that size while the next one is
     added."""

@@ -96,6 +96,22 @@ class HostWeight:
         else:
             self.add(start, piece)
 
+    def use_rows(self, at: Tensor, rows: Tensor) -> None:
+        """Adds the gradient of an embedding, whose other rows are zero: the only one of its window becomes dense.
+
+        Args: at: (N,) row numbers; rows: (N, H); rows of the same number are added up.
+        """
+        with host_side():
+            if self.sum is None:
+                self.use(0, rows.new_zeros(self.wide.shape).index_add_(0, at, rows).view(-1))
+                return
+            if self.sum.dtype != torch.float32 and self.complete:
+                self.sum = self.sum.float()
+            if not self.complete:
+                self.sum.zero_()
+            self.sum.view(self.wide.shape).index_add_(0, at, rows.to(self.sum.dtype))
+        self.alone, self.complete = not self.complete, True
+
     def gradient(self) -> Tensor:
         """Returns the window's gradient as it is stored: scaled, in 16 or 32 bits."""
         return self.sum.view(self.wide.shape)

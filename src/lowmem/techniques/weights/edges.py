@@ -1,7 +1,7 @@
 """Keeps the large weights outside the blocks in host memory: the embedding's, and with loss=tiled the head's.
 
 The host looks up an embedding: the rows of a micro-batch's tokens, B x T x H, go to the device, and their gradient
-comes back to the host, which builds the dense gradient (V, H) there. A head goes to the device in tiles of the
+comes back to the host, which adds it to the weight's own rows (V, H) there. A head goes to the device in tiles of the
 vocabulary, the next tile while one is multiplied, and each tile's gradient leaves as soon as it is complete. So the
 device never holds the full weight or its gradient. If embedding and head are tied, they are one weight in host memory,
 too, and its gradient is complete when the embedding's part has arrived: the two are added in the weights' own dtype, as
@@ -39,6 +39,9 @@ class GradientSum(Protocol):
 
     def use(self, start: int, piece: Tensor) -> None:
         """Takes over a gradient that nobody else keeps."""
+
+    def use_rows(self, at: Tensor, rows: Tensor) -> None:
+        """Adds a gradient (V, H) that is zero but for rows (N, H) with the numbers `at` (N,)."""
 
 
 class GradientSink(NamedTuple):
@@ -145,12 +148,13 @@ class Edge(HeadSource):
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
-        options = len(self.weight), self._padding, self._by_frequency
+        gradient = self.sink.sum_of(self.weight)
         with host_side(), torch.no_grad():
-            gradient = torch.ops.aten.embedding_dense_backward(landed, at, *options)
-            if head_gradient is not None:
-                gradient += head_gradient
-        self.sink.sum_of(self.weight).use(0, gradient.view(-1))
+            rows = summed_by_token(landed, at, self._padding, self._by_frequency)
+            if head_gradient is None:
+                gradient.use_rows(at, rows)
+            else:
+                gradient.use(0, head_gradient.index_add_(0, at, rows).view(-1))
 
     # --- the head: a source of tiles, like `ResidentHead` ---------------------------------------------------------
 
@@ -209,6 +213,20 @@ class Edge(HeadSource):
             for first, tile in self.tiles(COLUMNS)
         ]
         return torch.cat(products, dim=-1)
+
+
+def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
+    """Returns the gradient of an embedding's rows: that of a token in the first of its places, and zeros in the others.
+
+    It has the bits of autograd's dense gradient (V, H), which a large vocabulary makes a thousand times larger.
+
+    Args: rows: (N, H), the gradient of each place, which is changed; at: (N,), the token of each place; padding: a
+    token without a gradient.
+    """
+    ordered, order = at.sort(stable=True)
+    first = order[torch.searchsorted(ordered, at)]
+    rows.masked_fill_((at == padding)[:, None], 0)
+    return torch.ops.aten.embedding_dense_backward(rows, first, len(at), -1, by_frequency)
 
 
 def _put(target: Tensor, start: int, piece: Tensor) -> None:

@@ -218,7 +218,7 @@ class Edge(HeadSource):
 def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
     """Returns the gradient of an embedding's rows: that of a token in the first of its places, and zeros in the others.
 
-    It has the bits of autograd's dense gradient (V, H), which a large vocabulary makes a thousand times larger.
+    The sums have the bits of autograd's dense gradient (V, H), and N rows instead of V.
 
     Args: rows: (N, H), the gradient of each place, which is changed; at: (N,), the token of each place; padding: a
     token without a gradient.

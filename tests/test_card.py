@@ -1,5 +1,6 @@
 """`python -m benchmarks.card` without a card: how cases end, what is kept, how blocks are timed, and a rehearsal."""
 
+import inspect
 import json
 import math
 import time
@@ -171,6 +172,18 @@ def test_every_case_names_a_function_and_every_run_has_a_prediction():
     known = json.loads(prediction.FILE.read_text())
     predicted = {name: run["lines"] for name, run in known["runs"].items()}
     assert predicted == recipes.RUNS, f"type python -m benchmarks.card --predict {known['card']}"
+
+
+def test_cases_with_deterministic_runs_have_a_deterministic_cublas_from_their_first_product_on():
+    """torch reads the variable once per process, maybe in a run that has no deterministic=true."""
+    source = {
+        one.name: inspect.getsource(getattr(import_module(m), f))
+        for one in cases.CASES
+        for m, f in [one.run.split(":")]
+    }
+    deterministic = {name for name, text in source.items() if "deterministic=true" in text}
+    have = {one.name for one in cases.CASES if one.environment.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"}
+    assert have == deterministic and len(have) == 2
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

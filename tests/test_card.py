@@ -4,7 +4,9 @@ import inspect
 import json
 import math
 import time
+import warnings
 from importlib import import_module
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -264,6 +266,69 @@ def test_flops_are_six_per_trained_weight_four_per_frozen_one_and_those_of_atten
 def test_the_idle_share_is_what_no_interval_covers():
     assert idle.idle([(0, 2), (1, 3), (5, 10)]) == pytest.approx(0.2)
     assert idle.idle([(5, 10), (0, 10)]) == 0 and idle.idle([]) is None
+
+
+class OnCard(Here):
+    """A card that no test has. What it does is replaced."""
+
+    def __init__(self, folder):
+        super().__init__("cpu", folder)
+
+    on_card = True
+
+    def settle(self):
+        pass
+
+
+@pytest.fixture
+def profiled(tmp_path, monkeypatch):
+    """Returns a watch of a card's loop whose reads are one per step, and the debug modes that it has set."""
+    modes = []
+
+    def set_mode(mode):
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(blocks, "_sensors", dict)
+    monkeypatch.setattr(idle, "profile", lambda activities: torch.profiler.profile(activities=activities[:1]))
+    return idle.Profiled(OnCard(tmp_path)), modes
+
+
+def test_a_wait_is_a_warning_of_an_operator_and_not_the_one_that_says_how_waits_are_counted(profiled):
+    watch, modes = profiled
+    for _ in range(watch.all_steps):
+        watch.begin()
+        warnings.simplefilter("always")
+        if modes == ["warn"]:
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        watch.add(torch.ones(2).sum())
+        watch.end()
+    assert watch.found["waits per step"] == 1 and modes == ["warn", "default"]
+
+
+def test_a_loop_that_fails_leaves_no_profiler_and_no_debug_mode_behind(profiled):
+    watch, modes = profiled
+    showwarning = warnings.showwarning
+    for _ in range(blocks.WARM_UP + idle.STEPS):
+        watch.begin()
+        watch.end()
+    watch.begin()
+    watch.close()
+    assert modes == ["warn", "default"] and warnings.showwarning is showwarning
+    with torch.profiler.profile():  # torch refuses a second one beside the first
+        pass
+
+
+def test_names_of_parts_of_a_step_are_no_work_of_the_card():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    kinds = [(cuda, False), (cuda, True), (cpu, False)]
+    events = [
+        SimpleNamespace(device_type=kind, is_user_annotation=named, time_range=SimpleNamespace(start=i, end=i + 1))
+        for i, (kind, named) in enumerate(kinds)
+    ]
+    assert list(idle.on_card(events)) == [(0, 1)]
 
 
 # --- random weights ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ smallest model that people train on such a card.
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import loops as others
@@ -21,6 +23,7 @@ from benchmarks.card.case import Here
 RUNS = ("GPT-2 124M, bf16", "1.24B, bf16")
 STEPS = 3  # that are profiled, and as many in which waits are counted
 READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operators whose result the host needs
+WAITED = "called a synchronizing CUDA operation"  # torch also warns once that counting such operations is a prototype
 
 
 def loops(here: Here) -> Iterator[dict]:
@@ -38,6 +41,7 @@ def _other(here: Here, loop, by: str, run: str, watch: Blocks) -> dict:
 def _row(here: Here, run: str, by: str, train) -> dict:
     watch = Profiled(here)
     row = attempt(lambda: train(watch))
+    watch.close()
     here.release()
     why = {"why": row["why"]} if "why" in row else {}
     return {"run": run, "by": by, "found": watch.found} | why
@@ -51,12 +55,12 @@ class Profiled(Blocks):
         self.found: dict[str, float | None] = {}
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if here.on_card else [])]
         self._profile = profile(activities=activities)
-        self._caught = warnings.catch_warnings(record=True)
+        self._under_way = ExitStack()
 
     def begin(self) -> None:
         if self.begun == self.warm_up:
             self.here.settle()
-            self._profile.start()
+            self._under_way.enter_context(self._profile)
         elif self.begun == self.warm_up + STEPS:
             self._end_profile()
             self._begin_counting()
@@ -65,26 +69,40 @@ class Profiled(Blocks):
     def end(self) -> None:
         super().end()
         if self.ended == self.all_steps and self.here.on_card:
-            torch.cuda.set_sync_debug_mode("default")
-            self._caught.__exit__(None, None, None)
-            self.found["waits per step"] = sum("synchroniz" in str(one.message) for one in self._messages) / STEPS
+            self.close()
+            self.found["waits per step"] = waits(self._messages) / STEPS
+
+    def close(self) -> None:
+        """Ends what is under way, also after an error: the next loop is measured in this process."""
+        self._under_way.close()
 
     def _end_profile(self) -> None:
         self.here.settle()
-        self._profile.stop()
+        self.close()
         counted = {event.key: event.count for event in self._profile.key_averages()}
         self.found["operators per step that return a number"] = sum(counted.get(name, 0) for name in READS) / STEPS
         if self.here.on_card:
-            on_card = [e for e in self._profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-            self.found["share of time that the card is idle"] = idle(
-                (e.time_range.start, e.time_range.end) for e in on_card
-            )
+            self.found["share of time that the card is idle"] = idle(on_card(self._profile.events()))
 
     def _begin_counting(self) -> None:
         if self.here.on_card:
-            self._messages = self._caught.__enter__()
+            self._messages = self._under_way.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
+            self._under_way.callback(torch.cuda.set_sync_debug_mode, "default")
             torch.cuda.set_sync_debug_mode("warn")
+
+
+def waits(messages: Iterable[warnings.WarningMessage]) -> int:
+    """Returns how many of torch's warnings say that the host has waited for the card."""
+    return sum(WAITED in str(one.message) for one in messages)
+
+
+def on_card(events: Iterable[FunctionEvent]) -> Iterator[tuple[float, float]]:
+    """Yields when kernels and copies ran. A named part, such as an optimizer's step, is an event, too: from its first
+    kernel to its last one, with the gaps between them."""
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            yield event.time_range.start, event.time_range.end
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float | None:

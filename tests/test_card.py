@@ -222,6 +222,13 @@ def test_warm_up_steps_are_not_in_the_time(here):
     assert 0.02 <= watch.as_dict()["seconds"] < 0.3
 
 
+def test_the_meter_counts_live_tensors_in_no_timed_step(here, monkeypatch):
+    steps = []
+    monkeypatch.setattr(ours.MemoryMeter, "_track", lambda meter: steps.append(meter._step))
+    ours.train("GPT-2 124M, bf16", here, Blocks(here, 4, warm_up=1))
+    assert steps == [1] and ours.MemoryMeter.first == 3
+
+
 def test_a_loop_that_ends_early_is_not_a_measurement(here):
     watch = Blocks(here, steps=5)
     watch.begin()

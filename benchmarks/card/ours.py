@@ -34,6 +34,8 @@ def drawn_at_once(device: str) -> Iterator[None]:
     """
     torch.manual_seed(0)
     pool = (STD * torch.randn(POOL, device=device)).cpu().repeat(2)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # otherwise the run's reserved memory would include the pool's
     start = 0
 
     def copied(tensor: Tensor, *_, **__) -> Tensor:
@@ -80,6 +82,7 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
     with (
         drawn_at_once(here.device),
         patch.object(watchers, "Stop", in_blocks(watch)),
+        patch.object(MemoryMeter, "first", watch.warm_up),  # it counts live tensors only in steps that are not timed
         training.training_session(run, here.folder / "run", keeps=False) as trained,
     ):
         return {

@@ -70,7 +70,7 @@ def hidden(name: str, here: Here, *more: str) -> dict:
     from benchmarks.card import lanes
     from lowmem.techniques.weights import streamed as technique
 
-    lane = lanes.OnCard(torch.device("cuda")) if here.on_card else lanes.Rehearsed()
+    lane = lanes.OnCard(torch.device("cuda", torch.cuda.current_device())) if here.on_card else lanes.Rehearsed()
     with patch.object(technique, "lane_of", lambda _: lane):
         row = ours.train(name, here, _few(here), *more)
     here.settle()

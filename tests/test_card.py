@@ -161,6 +161,21 @@ def test_without_a_card_it_is_a_sentence_and_exit_code_2(run, monkeypatch, capsy
     assert run() == (2, []) and "--device cpu for a rehearsal" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ['{"cases": {"a', "[]", '{"stages": {}}', None])
+def test_a_file_that_holds_no_results_is_a_sentence_and_stays(run, capsys, text):
+    run.file.mkdir() if text is None else run.file.write_text(text)
+    for typed in ([], ["--list"], ["--table"]):
+        assert run(*typed) == (2, []) and "no file of results of this command" in capsys.readouterr().err
+    assert text is None or run.file.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence_before_the_first_case(run, capsys, tmp_path):
+    (tmp_path / "text").write_text("")
+    assert (
+        run("--to", str(tmp_path / "text" / "card.json")) == (2, []) and "cannot be written" in capsys.readouterr().err
+    )
+
+
 def test_what_is_not_installed_is_named(run, monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else name)
     assert run() == (2, []) and "Not installed: hydra. Type pip install -e . first." in capsys.readouterr().err

@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.predict:
         return prediction.write(options.predict)
     file = options.to or _file(options.device)
-    known = _read(file)
+    try:
+        known = _read(file)
+    except (OSError, ValueError) as error:
+        return _refused(f"--to {file}: no file of results of this command ({error}). Type another --to, or delete it.")
     if options.table:
         return page.write(file, known) if known["cases"] else _refused(f"{file} has no results of this command.")
     if options.list:
@@ -64,7 +67,11 @@ def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -
         return _refused("torch sees no CUDA device. Check nvidia-smi, or type --device cpu for a rehearsal.")
     known = known if known.get("machine") in (None, machine) else _set_aside(file)
     known["machine"] = machine
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, known)
+    except OSError as error:
+        return _refused(f"--to {file}: cannot be written ({error.strerror}). Type another --to.")
     for one in todo:
         record = _case_record(one, known, options.device, end - time.monotonic())
         if record is None:
@@ -108,8 +115,11 @@ def _set_aside(file: Path) -> dict:
 
 
 def _read(file: Path) -> dict:
-    """Returns the results in a file, or none if there is no file."""
-    return json.loads(file.read_text()) if file.exists() else {"cases": {}}
+    """Returns the results in a file, or none if there is no file. Raises: OSError, ValueError: it has none."""
+    found = json.loads(file.read_text()) if file.exists() else {"cases": {}}
+    if not isinstance(found, dict) or not isinstance(found.get("cases"), dict):
+        raise ValueError("it has no cases")
+    return found
 
 
 def _file(device: str) -> Path:
@@ -140,4 +150,7 @@ if __name__ == "__main__":
     for name in ("SIGTERM", "SIGHUP"):  # they raise, as Ctrl-C does, so that no case outlives this process
         if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The results of earlier cases are written, and the next call goes on with this case.")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from benchmarks.card import __main__ as command
-from benchmarks.card import beside, blocks, case, cases, idle, ours, page, prediction, recipes, whole
+from benchmarks.card import beside, blocks, case, cases, idle, kernels, ours, page, prediction, recipes, whole
 from benchmarks.card.blocks import Blocks
 from benchmarks.card.case import Case, Here
 
@@ -266,6 +266,20 @@ def test_loops_run_forwards_and_then_backwards_and_one_that_fails_costs_no_other
     assert rows["a"]["blocks"] == [{"steps": 2, "seconds": 1.0}, {"steps": 2, "seconds": 6.0}]
     assert blocks.seconds_per_step(rows["a"]) == 7 / 4
     assert rows["b"]["why"] == "ValueError: boom" and blocks.seconds_per_step(rows["b"]) is None
+
+
+def test_kernels_yield_each_row_as_soon_as_it_is_complete(here, monkeypatch):
+    ran, done = [], []
+
+    def run(here, loop, by):
+        ran.append(by)
+        return {"blocks": [{"steps": 1, "seconds": 2.0 if by == beside.PLAIN else 1.0}], "losses": [1.0]}
+
+    monkeypatch.setattr(kernels, "_run", run)
+    for row in kernels.swapped(here):
+        done.append((len(ran), row["by"], row.get("found", {}).get("speed over plain's")))
+    liger = "a plain PyTorch loop, Liger's norm, rotary embedding and SwiGLU"
+    assert done == [(3, beside.PLAIN, None), (4, liger, 2.0)]
 
 
 def test_flops_are_six_per_trained_weight_four_per_frozen_one_and_those_of_attention(here):

@@ -123,6 +123,13 @@ def test_a_case_gets_twice_its_seconds_but_never_more_than_what_is_left(run, mon
     assert run.began == [("b", 60)]
 
 
+def test_a_case_that_the_minutes_ended_is_run_again_by_the_next_call_and_one_that_its_limit_ended_is_not(run):
+    run.results["a"] = {"status": "ended", "rows": [], "seconds": 60.0}
+    assert run("--minutes", "1", "--only", "a") == (1, ["a"])
+    assert run("--minutes", "30")[1] == ["a", "b", "c"]
+    assert run("--minutes", "30")[1] == []
+
+
 def test_only_runs_a_case_again_and_the_others_keep_their_results(run):
     run()
     assert run("--only", "b,c") == (0, ["b", "c"])

@@ -421,6 +421,17 @@ def test_a_row_of_the_page_has_its_prediction_and_its_share_of_the_peak(monkeypa
     assert list(page._cells(row | {"by": "a plain PyTorch loop"}, None))[3:6] == ["0.500", "-", "3.00"]
 
 
+def test_the_page_says_for_which_card_the_predictions_are_and_a_rehearsal_has_none(run):
+    name = "GPT-2 124M, bf16"
+    row = {"run": name, "by": "lowmem", "tokens": 8192, "flops_per_token": 1.0}
+    row |= {"blocks": [{"steps": 1, "seconds": 1.0}]}
+    known = {"machine": machine(), "cases": {"a": {"status": "done", "rows": [row], "seconds": 1.0}}}
+    expected = f"{prediction.predicted(name)['seconds_per_step']:.3f} / 1.000"
+    assert expected in page.page(known) and "Predictions are for an H100 with 16 host cores" in page.page(known)
+    known["machine"]["card"] = None
+    assert expected not in page.page(known)
+
+
 # --- a rehearsal of every case ----------------------------------------------------------------------------------------
 
 

@@ -51,10 +51,20 @@ def _top(machine: Mapping) -> list[str]:
         *("# Measured on a card", "", f"By `python -m benchmarks.card` on {', '.join(filter(None, parts))}.", ""),
         "Random weights and random tokens. A speed is the mean over blocks of unsynchronized steps after a warm-up. "
         "MFU is the share of the data sheet's dense bf16 peak that the model's own operations use (6 N + 12 L d T per "
-        "token); recomputed operations do not count. Predictions were made without the card, at the rates of "
-        "conf/gpu.yaml ([assumptions](../card/prediction.py)).",
+        "token); recomputed operations do not count. " + _of_predictions(),
         "",
     ]
+
+
+def _of_predictions() -> str:
+    """Returns for which machine the predictions are: the card that was measured may be another one."""
+    card, cores = (prediction.stored().get(key) for key in ("card", "cores"))
+    return (
+        f"Predictions are for an {card.upper()} with {cores} host cores, at the rates of conf/gpu.yaml, and were made "
+        "without it ([assumptions](../card/prediction.py))."
+        if card
+        else ""
+    )
 
 
 def _rows(known: Mapping) -> Iterator[dict]:
@@ -65,12 +75,13 @@ def _rows(known: Mapping) -> Iterator[dict]:
 def _speeds(known: Mapping) -> list[str]:
     """Returns the table of all rows that were timed."""
     peak = peak_flops(known["machine"]["card"] or "")
-    lines = [f"| {' | '.join(_cells(row, peak))} |" for row in _rows(known) if row.get("blocks")]
+    is_real = bool(known["machine"]["card"])  # a rehearsal has small models
+    lines = [f"| {' | '.join(_cells(row, peak, is_real))} |" for row in _rows(known) if row.get("blocks")]
     return [HEAD, f"|{'---|' * HEAD.count(' |')}", *lines, ""] if lines else []
 
 
-def _cells(row: Mapping, peak: float | None) -> Iterator[str]:
-    expected = prediction.predicted(row["run"]) if row["by"] == "lowmem" else {}
+def _cells(row: Mapping, peak: float | None, is_real: bool = True) -> Iterator[str]:
+    expected = prediction.predicted(row["run"]) if is_real and row["by"] == "lowmem" else {}
     seconds = seconds_per_step(row)
     yield from (row["run"], row["by"], f"{tokens_per_second(row):,.0f}")
     yield both(expected.get("seconds_per_step"), seconds, "{:.3f}")

@@ -53,7 +53,12 @@ def page(found: Mapping) -> str:
 
 def predicted(run: str) -> dict:
     """Returns the prediction of a run, or nothing if there is none."""
-    return json.loads(FILE.read_text())["runs"].get(run, {}) if FILE.exists() else {}
+    return stored().get("runs", {}).get(run, {})
+
+
+def stored() -> dict:
+    """Returns all predictions, and for which card they are."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def main() -> None:

@@ -395,6 +395,40 @@ def test_weights_that_are_copied_from_a_pool_are_random_and_the_same_again(here)
     assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, first)
 
 
+# --- equal bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_right"), [(([1.0, 2.0], [1.0, 2.0]), True), (([1.0, 2.0], [1.0, 2.1]), False), ((None, None), False)]
+)
+def test_streamed_weights_are_right_only_if_all_losses_have_the_bits_of_resident_ones(
+    here, monkeypatch, losses, is_right
+):
+    of_runs = iter(losses)
+    monkeypatch.setattr(whole, "hidden", lambda name, here: {"blocks": []})
+
+    def train(name, here, watch, *more):
+        assert more == ("deterministic=true",)
+        return {"blocks": [], "losses": next(of_runs)}
+
+    monkeypatch.setattr(ours, "train", train)
+    *_, last = whole.streamed(here)
+    assert last["right"] is is_right and list(last["found"].values()) == [is_right]
+
+
+def test_a_second_run_is_compared_with_the_first_and_deterministic_time_with_the_other(here, monkeypatch):
+    losses = iter([1.0, 1.0, 1.0, 2.0])
+
+    def train(name, here, watch, *more):
+        seconds = 3.0 if more else 2.0
+        return {"blocks": [{"steps": 1, "seconds": seconds}], "losses": [next(losses)]}
+
+    monkeypatch.setattr(ours, "train", train)
+    same, other = (row["found"] for row in whole.twice(here))
+    assert same == {"equal bits in a second run": True, "times as long as without": 1.5}
+    assert other == {"equal bits in a second run": False}
+
+
 # --- caps -------------------------------------------------------------------------------------------------------------
 
 

@@ -46,11 +46,8 @@ WHEELS = {
     "nvidia-ml-py": "13.615.71",  # torch reads the card's clock with it
 }
 BUILT = ("antlr4-python3-runtime",)
-MODULES = {
-    "hydra-core": "hydra",
-    "antlr4-python3-runtime": "antlr4",
-    "nvidia-ml-py": "pynvml",
-}  # where the import has another name
+# where the import has another name
+MODULES = {"hydra-core": "hydra", "antlr4-python3-runtime": "antlr4", "nvidia-ml-py": "pynvml"}
 NEED_CUDA = ("roundpipe", "trainstream")  # their import raises an error without a card
 # Packages of the image, with the version where it is known.
 IMAGE: dict[str, str | None] = {

@@ -18,6 +18,8 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: each process has a core, and so have its children
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or torch.compile starts a pool of processes
+# torch reads it once, at the first product on a card, which may be in a test without `deterministic`; as on an H100
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -198,10 +200,9 @@ def group_of_one():
 
 
 @pytest.fixture
-def deterministic(monkeypatch):
+def deterministic():
     """For bits on a card: attention's backward adds in whatever order its blocks end, unless told otherwise, and does
     it with a warning where that was all it was told."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"Not installed: {', '.join(missing)}. Type pip install -e . first.")
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this checkout, even if another one is installed
-    from benchmarks.card import page, prediction
+    from benchmarks.card import case, page, prediction
     from benchmarks.card.cases import CASES
 
     if options.predict:
@@ -47,18 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table:
         return page.write(file, known) if known["cases"] else _refused(f"{file} has no results of this command.")
     if options.list:
-        for case in CASES:
-            print(f"{_seconds(case, known):5.0f} s  {case.name}: {_status(case, known)}")
+        for one in CASES:
+            print(f"{_seconds(one, known):5.0f} s  {one.name}: {_status(one, known)}")
         return 0
     words = options.only.split(",") if options.only else []
-    chosen = [case for case in CASES if any(word in case.name for word in words)] if words else CASES
+    chosen = [one for one in CASES if any(word in one.name for word in words)] if words else CASES
     if not chosen:
         return _refused(f"--only {options.only}: no case has this in its name. --list shows the names.")
-    return _run([case for case in chosen if words or not _is_over(case, known)], known, file, options)
+    if not options.minutes > 0:
+        return _refused(f"--minutes {options.minutes:g}: no case fits. Type a larger number.")
+    with case.alone() as is_alone:
+        if not is_alone:
+            return _refused("Another python -m benchmarks.card runs here, and both would be slow. Wait for its end.")
+        return _run(chosen, known, file, options)
 
 
-def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
-    """Runs the cases that fit in the minutes."""
+def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
+    """Runs the chosen cases that have no result and fit in the minutes; with --only also those that have one."""
     from benchmarks.card import case, page
     from lowmem.report.summary import write
 
@@ -73,7 +78,7 @@ def _run(todo: Sequence, known: dict, file: Path, options: argparse.Namespace) -
         write(file, known)
     except OSError as error:
         return _refused(f"--to {file}: cannot be written ({error.strerror}). Type another --to.")
-    for one in todo:
+    for one in [one for one in chosen if options.only or not _is_over(one, known)]:
         record = _case_record(one, known, options.device, end - time.monotonic())
         if record is None:
             continue

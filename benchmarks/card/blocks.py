@@ -20,7 +20,17 @@ from lowmem.model.trainable import packed
 
 WARM_UP = 3  # steps before a block; lowmem counts live tensors in them
 # Dense bf16 TFLOPS of data sheets, by a part of the card's name: what model FLOPs utilization (MFU) is a share of.
-PEAK = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "4090": 165.2, "5090": 209.5, "A10G": 70.0, "3060": 25.5}
+PEAK = {
+    "H200": 989.4,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "4090": 165.2,
+    "5090": 209.5,
+    "A10G": 70.0,
+    "3060": 25.5,
+}
 
 
 class Blocks:

@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.runner import ROOT
 from lowmem.report.summary import write
+from lowmem.system.folder_locks import lock
 from lowmem.system.without_gc import undisturbed
 
 SCRATCH = ROOT / ".cache" / "card"  # on the project's disk, because checkpoints are written and /tmp may be memory
@@ -75,12 +76,14 @@ class Here:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Frees the device memory that this process caches, so that the next run starts on an empty card."""
+        """Frees the memory that this process caches on the device, and its pinned host memory, for the next run."""
         import torch
 
         gc.collect()
         if self.on_card:
             torch.cuda.empty_cache()
+            with suppress(AttributeError):  # torch has no public function for it
+                torch._C._host_emptyCache()
 
     def gib(self) -> float:
         """Returns the GiB of the card; without one, those of an H100."""
@@ -187,6 +190,17 @@ def run(case: Case, device: str, limit: float) -> dict:
             words = "\n".join(said.read_text(errors="replace").strip().splitlines()[-LINES:])[-CHARACTERS:]
             record |= {"status": status, "why": f"{words}\n{why}".strip() or "it printed nothing"}
     return record | {"seconds": round(time.monotonic() - start, 1)}
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """Yields whether no other process runs cases in this checkout: two at once would slow each other down."""
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    handle = os.open(SCRATCH, os.O_RDONLY)
+    try:
+        yield lock(handle) is not False
+    finally:
+        os.close(handle)
 
 
 def _read(file: Path) -> dict:

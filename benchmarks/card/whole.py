@@ -74,9 +74,13 @@ def hidden(name: str, here: Here, *more: str) -> dict:
     with patch.object(technique, "lane_of", lambda _: lane):
         row = ours.train(name, here, _few(here), *more)
     here.settle()
-    copied, waited = lanes.seconds(lane.copied), lanes.seconds(lane.waited)
-    share = 1 - min(1.0, waited / copied) if copied else None
+    share = hidden_share(lanes.seconds(lane.copied), lanes.seconds(lane.waited))
     return row | {"found": {"share of the copy time that is hidden": share}}
+
+
+def hidden_share(copied: float, waited: float) -> float | None:
+    """Returns the share of the seconds of copying in which the device did not wait, or None if nothing was copied."""
+    return 1 - min(1.0, waited / copied) if copied else None
 
 
 def masters(here: Here) -> Iterator[dict]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -81,35 +81,24 @@ class _Loop:
         return result(self.arguments, self.process.wait(), *texts)
 
 
-def _all_or_none(failure: SystemExit) -> dict:
-    raise failure
-
-
-def take_turns(
-    rows: Mapping[str, Sequence[str]], otherwise: Callable[[SystemExit], dict] = _all_or_none
-) -> dict[str, dict]:
+def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
     """Runs loops that take turns, one round.
 
     Args:
         rows: name -> arguments of `python`.
-        otherwise: makes the result of a loop that failed.
 
     Returns:
         {name: the loop's result}.
+
+    Raises:
+        SystemExit: a loop failed; the others have ended.
     """
-
-    def ended(loop: _Loop) -> dict:
-        try:
-            return loop.result()
-        except SystemExit as failure:
-            return otherwise(failure)
-
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: _Loop(arguments, Path(folder) / str(i)) for i, (name, arguments) in enumerate(rows.items())}
         going = [loop for loop in loops.values() if loop.gave_back()]
         while going:  # in alternating directions, so that no loop always follows the same one
             going = [loop for loop in going if loop.step()][::-1]
-        return {name: ended(loop) for name, loop in loops.items()}
+        return {name: loop.result() for name, loop in loops.items()}
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:

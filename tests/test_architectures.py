@@ -31,7 +31,7 @@ POPULAR = (
 )
 REFUSED = {
     ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # it multiplies with fp32 tensors of its own
-    ("mamba2", "lora"): "refused: adapter: peft cannot adapt this Mamba2ForCausalLM",
+    ("mamba2", "lora"): "refused: adapter: PEFT cannot adapt this Mamba2ForCausalLM",
 }
 
 pytestmark = pytest.mark.usefixtures("as_for_families")

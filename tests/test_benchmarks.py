@@ -71,23 +71,6 @@ def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
     assert (tmp_path / "diary").read_text().count("whole ends") == 2
 
 
-def test_what_stands_in_the_place_of_a_loop_that_fails_can_be_said(tmp_path):
-    broken = "import sys; sys.exit('no such model')"
-    rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
-    found = turns.take_turns(rows, otherwise=lambda failure: {"why": str(failure).splitlines()[-1]})
-    assert found["broken"] == {"why": "no such model"} and len(found["whole"]["seconds"]) == 1
-
-
-def test_the_clock_is_read_when_the_device_has_done_what_it_was_asked(monkeypatch):
-    clock = [0.0]
-    monkeypatch.delenv(turns.PIPES, raising=False)
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
-    loop = turns.Turns(settled=lambda: clock.__setitem__(0, clock[0] + 2.0))  # what the device still had to do
-    for _ in range(3):
-        loop.next()
-    assert loop.seconds == [2.0, 2.0]
-
-
 def test_a_loop_alone_waits_for_nobody(monkeypatch):
     monkeypatch.delenv(turns.PIPES, raising=False)
     alone = turns.Turns()

@@ -101,7 +101,7 @@ import json, torch
 from benchmarks import loops
 right = torch.nn.utils.clip_grad_norm_
 torch.nn.utils.clip_grad_norm_ = lambda parameters, largest: right(list(parameters)[::-1], largest)
-print(json.dumps(loops.plain("adafactor", "tiny")))
+print(json.dumps(loops.LOOPS["plain"]("adafactor", "tiny")))
 """
     rows = {"wrong": ["-c", wrong], "plain": ["-m", "benchmarks.loops", "plain", "adafactor", "tiny"]}
     found = turns.take_turns(rows)

@@ -179,6 +179,18 @@ def test_a_run_of_an_optimizer_that_was_taken_out_is_evaluated_and_exported_but_
             cli.prepare([f"resume={earlier}", *typed])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_of_a_strategy_that_was_taken_out_is_resumed_with_the_one_that_is_typed(earlier, stage):
+    lines = [f"strategy=deepspeed_zero{stage}", "devices=2", "strategy.whole_below=1", "strategy.offload=true"]
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
+    with pytest.raises(Refused, match=r"was removed \(PyTorch's FSDP.*\)\. Also type strategy=fsdp to continue"):
+        cli.prepare([f"resume={earlier}"])
+    for typed in ("strategy=fsdp", "strategy=fsdp_offload"):
+        assert cli.prepare([f"resume={earlier}", typed]) == ["devices=2", f"resume={earlier}", typed]
+    assert cli.prepare([f"evaluate={earlier}"]) == ["strategy=fsdp", "devices=2", f"evaluate={earlier}"]
+    assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # by one process
+
+
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 
 import parity
 import streams
-import zero
 from lowmem.config import check, refusals
 from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import MicroBatch, Share, WindowLoader
@@ -27,7 +26,7 @@ from lowmem.techniques.loss.cross_entropy import full
 from lowmem.techniques.optim.build import pageable
 from lowmem.techniques.precision import host_masters
 from lowmem.techniques.precision.weights_16bit import Float16Weights
-from lowmem.techniques.strategy import ddp, deepspeed
+from lowmem.techniques.strategy import ddp
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.process_group import process_group
 from lowmem.techniques.weights.streamed import Streamed
@@ -67,10 +66,6 @@ TYPED = (
     ["memory.limit=1GiB", "gradient_checkpointing=budget"],
     ["tile.tokens=4", "gradient_checkpointing=budget"],
     ["optim=adamw4bit"],
-    ["strategy=deepspeed_zero2"],
-    ["strategy=deepspeed_zero2", "precision=bf16-sr"],
-    ["strategy=deepspeed_zero3", "gradient_checkpointing=budget"],
-    ["strategy=deepspeed_zero3", "tile.tokens=4"],
 )
 
 
@@ -86,8 +81,6 @@ def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_p
     monkeypatch.setattr(build, "data", None)  # calling it would be another error
     if TYPED[index] == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
-    if TYPED[index] == ["strategy=deepspeed_zero2"]:
-        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     code, said = command(*TYPED[index])
     assert code == 1 and "ype " in said and "Traceback" not in said
     template = refusals.REFUSALS[index].says
@@ -494,31 +487,3 @@ def test_an_accumulation_that_is_refused_itself_is_a_sentence_too(command):
 def test_the_check_is_the_same_from_a_notebook(config):
     with pytest.raises(Refused, match="clip=null"):
         check.check(config("optim.in_backward=true"), {})
-
-
-def test_proof_without_its_engine_a_strategy_does_not_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError):
-        deepspeed.imported("cpu")
-
-
-@pytest.mark.process
-@pytest.mark.matrix
-def test_proof_an_engine_that_steps_fp32_does_not_round_to_16_bits():
-    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
-    assert zero.results()["refused"]["stepped"] == "torch.float32"
-
-
-@pytest.mark.process
-@pytest.mark.matrix
-def test_proof_compiled_blocks_do_not_gather_their_weights():
-    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
-    found = zero.results()["refused"]
-    assert found["graphs"] > 4 * found["graphs alone"]
-
-
-@pytest.mark.process
-@pytest.mark.matrix
-def test_proof_slices_do_not_gather_their_weights():
-    pytest.importorskip("deepspeed", reason="needs pip install deepspeed")
-    assert "ds_status" in zero.results()["refused"]["slices"]

@@ -42,6 +42,8 @@ REFUSED = {
     "precision=32-true": "precision=32-true: there is no such choice. Type precision=32, or one of ",
     "optim=adamw_fp8": "optim=adamw_fp8 was removed: float8 rounds small second moments to zero, so the weights of "
     "rare tokens grew without bound. Type optim=adamw8bit.",
+    "strategy=deepspeed_zero3": "strategy=deepspeed_zero3 was removed: PyTorch's FSDP shards weights, gradients and "
+    "optimizer state, and strategy=fsdp_offload replaces strategy.offload=true. Type strategy=fsdp.",
     "precision=bf61": "precision=bf61: there is no such choice. Type precision=bf16, or one of 16, ",
     "optim=adam8bits": "Type optim=adam8bit, or one of ",
     "otpim=sgd": "Type optim=sgd.",

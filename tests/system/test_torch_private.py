@@ -474,20 +474,6 @@ def test_transformers_asks_one_function_where_documents_begin():
         assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
 
 
-def test_deepspeed_tells_what_a_process_holds_of_a_parameter():
-    fragments = pytest.importorskip("deepspeed.utils.tensor_fragment", reason="DeepSpeed is optional")
-    place = fragments.tensor_fragment(
-        *(None,) * len(fragments.tensor_fragment.__dataclass_fields__)  # whatever else it may have
-    )
-    place.lp_fragment_address, place.hp_fragment = fragments.fragment_address(numel=2, start=3), torch.ones(2)
-    p = nn.Parameter(torch.zeros(8))
-    p._hp_mapping, p._index_in_param_group = None, 0
-    assert torch_private.deepspeed_fragment(p) is None
-    p._hp_mapping = place
-    held, start, gradient = torch_private.deepspeed_fragment(p)
-    assert held is place.hp_fragment and start == 3 and gradient.func == place.get_lp_grad_fragment
-
-
 def test_each_part_is_used():
     elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file != INTERNALS)
     assert {name for name in torch_private.__all__ if not re.search(rf"\b{name}\b", elsewhere)} == set()

@@ -204,10 +204,10 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
             earlier = without(of_a_run.union(GONE), folders.lines_of(file))
-            _refuse_taken_out(earlier, lines)
-            earlier = list(map(_renamed, earlier))
-            _refuse_code(earlier, arguments, folder)
-            return earlier
+            _refuse_taken_out(earlier, arguments)
+            renamed = list(map(_renamed, earlier))
+            _refuse_code(renamed, arguments, folder)
+            return without(keys_of_other_choices(set(renamed).difference(earlier), renamed), renamed)
     return []
 
 
@@ -220,23 +220,26 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
         )
 
 
-def _refuse_taken_out(earlier: list[str], lines: list[str]) -> None:
-    """Refuses to resume a run whose optimizer no longer exists. Its model can be evaluated and exported."""
-    taken = [line for line in earlier if line in spelling.TAKEN_OUT]
-    resumed = [line for line in lines if key(line) == "resume"]
-    if taken and resumed:
-        instead, why = spelling.TAKEN_OUT[taken[0]]
-        raise Refused(
-            f"{resumed[0]}: {taken[0]} was removed ({why}), and no other optimizer can read its state. Type {instead} "
-            "model=hf model.name=<run folder>/model to start a new run from its weights; export=<run folder> writes "
-            "that folder."
-        )
+def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
+    """Refuses to resume a run with a choice that no longer exists, unless another one that reads its checkpoints is
+    typed. Its model can be evaluated and exported."""
+    resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
+    for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
+        instead, why, resumes = spelling.TAKEN_OUT[line]
+        if not resumes:
+            raise Refused(
+                f"{resumed[0]}: {line} was removed ({why}), and no other optimizer can read its state. Type {instead} "
+                "model=hf model.name=<run folder>/model to start a new run from its weights; export=<run folder> "
+                "writes that folder."
+            )
+        if key(line) not in map(key, arguments):
+            raise Refused(f"{resumed[0]}: {line} was removed ({why}). Also type {instead} to continue this run.")
 
 
 def _renamed(line: str) -> str:
     """Returns a line of an earlier lowmem with today's names."""
     if line in spelling.TAKEN_OUT:
-        return spelling.TAKEN_OUT[line][0]
+        return spelling.TAKEN_OUT[line].instead
     return f"plan={line.partition('=')[2]}" if key(line) == "fit" else line
 
 

@@ -76,9 +76,6 @@ class Technique:
         divides: it shards parameters over devices.
         overlaps_micro_batches: several micro-batches of a window are under way at once.
         adds_in_blocks: devices exchange activations inside a block.
-        package: the package of its engine, which is not installed with everything else.
-        steps_wide: its engine holds fp32 weights for the step, whatever the precision holds.
-        gathers_in_hooks: a weight is there only while the module that holds it is called.
         offloads: a device's shard waits in host memory and is stepped there.
     """
 
@@ -111,9 +108,6 @@ class Technique:
     overlaps_micro_batches: bool = False
     offloads: bool = False
     adds_in_blocks: bool = False
-    package: str | None = None
-    steps_wide: bool = False
-    gathers_in_hooks: bool = False
     needs_whole: bool = False
 
 

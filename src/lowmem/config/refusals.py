@@ -7,7 +7,6 @@ tested. A proof runs the refused combination: it is test_proof_<name> of `tests/
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from lowmem.config.schema import Node
 from lowmem.config.settle import Run
@@ -87,7 +86,7 @@ REFUSALS = (
     Refusal(
         lambda run: run.several and run.masters and not run.streams,
         "strategy: with this precision the host updates one full copy of the weights, for one device. Type "
-        "precision=bf16 for several devices (bf16-sr also works, except with DeepSpeed), or strategy=auto devices=1.",
+        "precision=bf16 or bf16-sr for several devices, or strategy=auto devices=1.",
         "each_process_would_step_masters_of_its_own",
     ),
     Refusal(
@@ -216,32 +215,6 @@ REFUSALS = (
         "is on the PATH. Install one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
-    Refusal(
-        lambda run: (
-            run.technique("strategy").package is not None and find_spec(run.technique("strategy").package) is None
-        ),
-        "strategy: its package is not installed. Type pip install {package}, or strategy=fsdp, which is part of "
-        "PyTorch.",
-        "without_its_engine_a_strategy_does_not_start",
-    ),
-    Refusal(
-        lambda run: run.any("steps_wide") and run.weights_dtype != "float32",
-        "strategy: its engine keeps fp32 weights for the optimizer beside the 16-bit weights, so it would neither "
-        "round as this precision does nor save memory. Type precision=bf16, 16 or 32, or strategy=fsdp.",
-        "an_engine_that_steps_fp32_does_not_round_to_16_bits",
-    ),
-    Refusal(
-        lambda run: run.any("gathers_in_hooks") and run.any("compiles_blocks"),
-        "strategy: its engine gathers a module's weights when the module is called, which torch.compile cannot trace. "
-        "Type compile=none gradient_checkpointing=every_layer, or strategy=fsdp.",
-        "compiled_blocks_do_not_gather_their_weights",
-    ),
-    Refusal(
-        lambda run: run.any("gathers_in_hooks") and run.tile.tokens is not None,
-        "tile.tokens={tokens}: the engine of this strategy gathers a module's weights when the module is called, but "
-        "slices use the weights without calling the module. Type tile.tokens=null, or strategy=fsdp.",
-        "slices_do_not_gather_their_weights",
-    ),
 )
 
 
@@ -252,7 +225,6 @@ def refused(run: Run) -> Iterator[str]:
         "tokens": run.tile.tokens,
         "devices": run.devices,
         "plan": run.plan,
-        "package": run.technique("strategy").package,
     }
     return (refusal.says.format(**values) for refusal in REFUSALS if refusal.applies(run))
 

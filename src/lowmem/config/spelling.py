@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
+from typing import NamedTuple
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
@@ -52,12 +53,31 @@ OTHER_PRECISIONS = {
 }
 # group -> its choice for a file, folder or hub id, and the key that names it
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
-# Choices of an earlier lowmem -> (one to type instead that has the same keys, why they were taken out).
+
+
+class TakenOut(NamedTuple):
+    """Describes a choice that an earlier lowmem had. Args: instead: the line to type; why: the reason for its removal;
+    resumes: a run with `instead` reads its checkpoints."""
+
+    instead: str
+    why: str
+    resumes: bool = False
+
+
 TAKEN_OUT = {
-    "optim=adamw_fp8": (
+    "optim=adamw_fp8": TakenOut(
         "optim=adamw8bit",
         "float8 rounds small second moments to zero, so the weights of rare tokens grew without bound",
-    )
+    ),
+    **dict.fromkeys(
+        ("strategy=deepspeed_zero2", "strategy=deepspeed_zero3"),
+        TakenOut(
+            "strategy=fsdp",
+            "PyTorch's FSDP shards weights, gradients and optimizer state, and strategy=fsdp_offload replaces "
+            "strategy.offload=true",
+            resumes=True,
+        ),
+    ),
 }
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
@@ -101,8 +121,7 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
             )
         if taken := TAKEN_OUT.keys() & {f"{group}={choice}" for choice in choices}:
             typed = taken.pop()
-            instead, why = TAKEN_OUT[typed]
-            raise Refused(f"{typed} was removed: {why}. Type {instead}.")
+            raise Refused(f"{typed} was removed: {TAKEN_OUT[typed].why}. Type {TAKEN_OUT[typed].instead}.")
         if wrong := [choice for choice in choices if choice != "null" and choice not in _choices(group)]:
             if group in OF_A_PLACE and ("/" in wrong[0] or os.path.exists(wrong[0])):
                 raise Refused(_of_place(group, wrong[0]))

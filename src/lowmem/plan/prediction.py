@@ -177,9 +177,6 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
             run = run.replacing(group, traced | {"declares": traced.get("declares", {}) | {"compiles_blocks": True}})
         why = f"compiled blocks cannot be traced. They store less than {counted} would, which is counted."
         return replace(needs(traces(run), run, target, libraries), estimate=why)
-    if run.technique("strategy").package:
-        why = f"this strategy's engine is counted by its rule: each device holds 1/{run.devices} of what it divides."
-        return replace(needs(outline(run, target), run, target, libraries), estimate=f"{why} {OUTLINED}")
     try:
         rank_0 = traces(run)
         by_rank = [rank_0, *(traces(run, rank=rank) for rank in rank_0.neediest if rank)]
@@ -215,12 +212,8 @@ def outline(run: Run, target: Target) -> Trace:
     gradients = 0 if on_host else sum(p.nbytes for p in own)
     rows = source_class(run.data.target).example(run.data.arguments, run.batch_size, 1).input_ids
     tokens, layers = len(rows) * run.seq_len, getattr(text, "num_hidden_layers", 1)
-    undivided = 0
     if run.saves_parts:
-        undivided = weights if run.any("steps_wide") and not run.any("gathers_in_hooks") else 0
-        wide = 4 * count if run.any("steps_wide") else 0
-        weights, gradients, state = (size // run.devices for size in (weights, gradients, state + wide))
-        weights = undivided or weights
+        weights, gradients, state = (size // run.devices for size in (weights, gradients, state))
     feature_bytes = tokens * element
     boundary = feature_bytes * getattr(text, "hidden_size", 1024)
     blocks = 1 if run.technique("gradient_checkpointing").saves else layers
@@ -230,8 +223,8 @@ def outline(run: Run, target: Target) -> Trace:
     master = getattr(torch, run.weights_dtype).itemsize
     host = count * (master + (4 if run.accumulates else element)) + state if on_host else 0
     beside = count * (master - element) + state if run.streams else 0
-    if run.any("offloads") or run.strategy.arguments.get("offload"):  # shards wait and are stepped on the host
-        host, weights, gradients, state = gradients + state + (0 if undivided else weights), undivided, 0, 0
+    if run.any("offloads"):  # shards wait and are stepped on the host
+        host, weights, gradients, state = weights + gradients + state, 0, 0, 0
 
     def point(phase: str, gradients: int, activations: int) -> Point:
         by_category = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
@@ -396,8 +389,6 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     rounding = sum((1 << (n - 1).bit_length()) - n for n in trace.pinned) if on_card else 0
     if not on_card:
         copies = 0
-    elif run.technique("strategy").package:  # each process gathers its shards, with the two states of AdamW
-        copies = (trace.parameters + 2 * trace.trained_parameters) * size
     else:  # a checkpoint's tensors are copied one after the other, and an export's file by file
         alone = run.technique("adapter").freezes_base and run.model.pretrained and not run.merge
         exported = trace.trained_parameters if alone else trace.parameters

@@ -3,9 +3,8 @@
 A checkpoint is the same for every strategy and number of processes. A process has a shard of each parameter, and the
 same shard of its optimizer state, as plain tensors (`local` of `techniques/strategy/contract.py`). When saving, each
 shard gets its place in the full tensor; when loading, each process reads its shard of a full tensor from a file or a
-folder. Where a shard is no DTensor, or its order is not the model's (DeepSpeed, fused layers), `as_dtensor` gathers one
-tensor at a time, when saving and when loading a folder. Loading sends nothing else, and no process holds a second model
-while it reads.
+folder. Where the order of a shard is not the model's (fused layers), `as_dtensor` gathers one tensor at a time, when
+saving and when loading a folder. Loading sends nothing else, and no process holds a second model while it reads.
 """
 
 import logging

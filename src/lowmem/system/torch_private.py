@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from unittest.mock import patch
 
 import torch
@@ -61,7 +61,6 @@ __all__ = (
     "check_reduced",
     "compilation_errors",
     "cpu_multiplies_in",
-    "deepspeed_fragment",
     "group_of",
     "has_kernel",
     "in_backward",
@@ -294,16 +293,6 @@ def tensors_count_as_real() -> AbstractContextManager:
     """Keeps transformers from taking tensors without memory for a recorded graph, for which it writes out every mask.
     Instead: an argument for it. A mock would hold all tensors that it is asked about."""
     return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
-
-
-def deepspeed_fragment(p: nn.Parameter) -> tuple[Tensor, int, Callable[[], Tensor]] | None:
-    """Returns this process's fragment of a parameter that ZeRO-2 shards: (elements, index of the first, gradient); None
-    if it has none. Instead: the readers of `deepspeed.utils`, which gather the full parameter."""
-    place = p._hp_mapping
-    if place is None:
-        return None
-    gradient = partial(place.get_lp_grad_fragment, p._index_in_param_group)
-    return place.hp_fragment, place.lp_fragment_address.start, gradient
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:

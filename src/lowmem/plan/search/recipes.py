@@ -262,7 +262,7 @@ def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
 def depth_and_period(run: Run) -> tuple[int, int]:
     """Returns (number of blocks, number after which the kinds of blocks repeat)."""
     config, strategy = describe(run, plans=True).grown, run.technique("strategy")
-    if strategy.overlaps_micro_batches or strategy.package:
+    if strategy.overlaps_micro_batches:
         raise Refused(
             "strategy: a search extrapolates from traces of a few blocks, and this strategy shards a few blocks "
             "differently from the full model. To predict one run at a time, add search=false to python plan.py."

@@ -10,7 +10,6 @@ calls them, and do here what a single process does. The engines are torch's:
           FullyShard      `fsdp.py`: each weight, gradient and optimizer state is sharded over all processes
           TensorParallel  `tensor_parallel.py`: each matrix is sharded; in groups of ranks `fsdp_tensor_parallel.py`
           Pipeline        `pipeline.py`: each process has some of the blocks
-          ZeRO2, ZeRO3    `deepspeed.py`: DeepSpeed's own engine.
 """
 
 from collections.abc import Callable, Iterable

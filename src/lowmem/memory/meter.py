@@ -80,12 +80,11 @@ class MemoryMeter(Callback):
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
         self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first: others count them as the host's
         self._drive = module.weights.drive
-        side = module.ranks.side_of_weights
+        side = module.ranks.side
         self.ledger.own("weights", lambda: self._buffers)
         self.ledger.own("weights", lambda: self._parameters, side)
         self.ledger.own("weights", module.weights.device_tensors)
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
-        module.ranks.register_memory(self.ledger)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces them

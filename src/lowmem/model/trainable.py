@@ -21,13 +21,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def parameters(model: nn.Module) -> int:
     """Returns the number of parameters, frozen ones too. A `Packed` layer says how many its packed bits stand for."""
-    return sum(full_shape(p).numel() for p in model.parameters()) + sum(packed(model))
-
-
-def full_shape(p: nn.Parameter) -> torch.Size:
-    """Returns the shape of the whole parameter. One that ZeRO-3 gathers only while it is used is empty otherwise, and
-    carries its shape beside it."""
-    return getattr(p, "whole_shape", p.shape)
+    return sum(p.numel() for p in model.parameters()) + sum(packed(model))
 
 
 class Packed:

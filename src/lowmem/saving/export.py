@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.model.magnitude import Rounding
-from lowmem.model.trainable import full_shape
 from lowmem.saving import old_spelling
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.fail_together import fail_together
@@ -160,8 +159,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
     def later(name: str, p: nn.Parameter) -> Later:
         if rounding is None:
-            return Later.computed_by(lambda: weights.full(p).cpu(), full_shape(p), weights.dtype_of(p))
-        return Later.computed_by(lambda: rounding(name, weights.full(p), "cpu"), full_shape(p), rounding.dtype)
+            return Later.computed_by(lambda: weights.full(p).cpu(), p.shape, weights.dtype_of(p))
+        return Later.computed_by(lambda: rounding(name, weights.full(p), "cpu"), p.shape, rounding.dtype)
 
     return {name: later(name, p) for name, p in network.named_parameters(remove_duplicate=False)}
 

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.config.typed_lines import CONF
 from lowmem.model.magnitude import Rounding
-from lowmem.model.trainable import Packed, full_shape, trainable
+from lowmem.model.trainable import Packed, trainable
 from lowmem.saving import export as plain
 from lowmem.saving.export import ModelFolder, Weights
 from lowmem.techniques.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
@@ -141,7 +141,7 @@ def _without_numbers(layer: nn.Module) -> nn.Linear | Conv1D:
         plain_layer.bias = base.bias
         return plain_layer
     plain_layer = deepcopy(base, {id(p): p for p in layer.parameters()})
-    plain_layer.weight = nn.Parameter(torch.empty(full_shape(base.weight), device="meta"), False)
+    plain_layer.weight = nn.Parameter(torch.empty(base.weight.shape, device="meta"), False)
     return plain_layer
 
 

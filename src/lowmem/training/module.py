@@ -372,7 +372,6 @@ class CausalLM(LightningModule):
         """Loads weights one by one where the checkpoint holds them in two halves, or in shards."""
         if self.ranks.divides or isinstance(state_dict, Stored):
             by_name.load_weights(self, state_dict, self._rests)
-            self.ranks.after_load()
             self._rests = {}
             return None
         held = dict(self.named_parameters())  # tied parameters once

@@ -8,7 +8,7 @@ import torch
 from lowmem.config.check import targets
 from lowmem.config.settle import Command, Run
 from lowmem.config.typed_lines import as_lines, as_mapping
-from lowmem.model.trainable import full_shape, parameters, trainable
+from lowmem.model.trainable import parameters, trainable
 from lowmem.report import drive_figures, ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.saving.export_adapter import is_adapted
@@ -53,14 +53,14 @@ def _numbers(training: Training, run: Run) -> dict:
         "batch_size": run.batch_size,
         "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
         "parameters": parameters(module.model),
-        "trained_parameters": sum(full_shape(p).numel() for _, p in trainable(module.model)),
+        "trained_parameters": sum(p.numel() for _, p in trainable(module.model)),
         "interrupted": stop.interrupted,
         "signal": stop.signal.name if stop.signal else None,
         "stopped_early": training.stopped_early,
         "resumed_from": str(training.resumed_from) if training.resumed_from else None,
         "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
         "versions": versions(),
-        "weights_bytes": sum(full_shape(p).numel() * p.element_size() for p in module.model.parameters()),
+        "weights_bytes": sum(p.numel() * p.element_size() for p in module.model.parameters()),
         "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held_bytes()),
     }
 

@@ -13,14 +13,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import strategy as strategies
 from packaging.version import Version
 
-from as_rank import as_rank
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import Function
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.ddp import DataParallel
 from lowmem.techniques.strategy.fsdp import FullyShard
 from lowmem.techniques.strategy.in_place import InPlace
-from lowmem.techniques.strategy.several import Divided, Several
+from lowmem.techniques.strategy.several import Several
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 from lowmem.training import training
 from lowmem.training.module import CausalLM
@@ -178,20 +177,6 @@ def test_no_rank_draws_in_a_window_what_another_draws_in_another():
 
     assert len({drawn(rank, window) for rank in range(4) for window in range(4)}) == 16
     assert drawn(1, 2) == drawn(1, 2)
-
-
-def test_a_part_that_is_no_dtensor_stays_where_its_engine_has_it():
-    """DeepSpeed's are runs of a flat buffer."""
-
-    class Engine(Divided):
-        def new_local(self, p):
-            return torch.nn.Parameter(flat[:2])
-
-    flat, p = torch.arange(4.0), torch.nn.Parameter(torch.ones(4))
-    with as_rank(0, 2):
-        (ranks := Engine(devices=2)).local(p)
-        ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=0)))
-        assert ranks.local(p).data_ptr() == flat.data_ptr()
 
 
 def test_a_run_that_has_ended_frees_the_card_although_a_traceback_refers_to_its_model(config, tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.memory.ledger import plain_tensors
-from lowmem.model.trainable import full_shape, trainable
+from lowmem.model.trainable import trainable
 from lowmem.system.process import page_out
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
@@ -85,7 +85,7 @@ def parameter_groups(model: nn.Module) -> list[dict]:
         "vector": {"params": [], "role": "vector", "weight_decay": 0.0},
     }
     for name, p in trainable(model):
-        vector = len(full_shape(p)) < 2 or name.endswith("bias")
+        vector = len(p.shape) < 2 or name.endswith("bias")
         groups["vector" if vector else "embedding" if id(p) in by_token else "matrix"]["params"].append(p)
     return [group for group in groups.values() if group["params"]]
 

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lowmem.data.loader import MicroBatch, Window
-from lowmem.memory.ledger import Ledger, Side
+from lowmem.memory.ledger import Side
 from lowmem.techniques.arithmetic.gradients import norm_of_all
 from lowmem.techniques.strategy.in_place import InPlace
 
@@ -37,8 +37,7 @@ class OneDevice:
     several = False  # True if there may be more than one process
     rank, size = 0, 1  # among all processes
     data_rank, data_size = 0, 1  # among processes that read other data
-    side: Side = "device"  # where sharded tensors wait, and are stepped
-    side_of_weights: Side = "device"  # where the module's parameters and their gradients are between passes
+    side: Side = "device"  # where parameters and gradients are between passes, and are stepped
     divides = False  # True if a process has only a shard of the parameters
     widens = False  # True if weights that rank 0 has read in fewer bits may be widened as they are sent
     in_numbers = True  # True if every rank has the weights before `shard`; False: only rank 0 has them
@@ -148,12 +147,6 @@ class OneDevice:
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         """Returns this rank's shard of a tensor that every rank has in full. Nothing is sent."""
         return full
-
-    def register_memory(self, ledger: Ledger) -> None:
-        """Tells the ledger where weights and gradients are, if not in the module's own parameters."""
-
-    def after_load(self) -> None:
-        """Is called after a checkpoint was loaded into the local parameters."""
 
     # --- collectives of numbers and small objects, over the host --------------------------------------------------
 

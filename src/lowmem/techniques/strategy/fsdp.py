@@ -24,13 +24,12 @@ from lowmem.techniques.strategy.several import Divided
 class FullyShard(Divided):
     """Shards with torch's fully_shard. Args: offload: keep the shards in host memory."""
 
-    in_numbers = False
     widens = True
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
         super().__init__(device, devices, timeout)
         self.offload = offload
-        self.side = self.side_of_weights = "host" if offload else "device"
+        self.side = "host" if offload else "device"
         self.mesh = self.meshed(timeout, data=self.size)
 
     def shard(self, module: LightningModule) -> None:

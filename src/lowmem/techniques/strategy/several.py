@@ -148,6 +148,7 @@ class Divided(Several):
     """
 
     divides = True
+    in_numbers = False
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)

@@ -195,7 +195,6 @@ class TensorParallel(Divided):
     """Tensor parallelism over one group of all ranks, which read the same rows. Strategies with several groups derive
     from it."""
 
-    in_numbers = False
     widens = True
     tensor_parallel_size: int | None = None  # ranks of a group; None: all
 

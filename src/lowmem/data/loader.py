@@ -10,6 +10,7 @@ skip a window that was prefetched and never trained on.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
@@ -21,6 +22,7 @@ from torch import Tensor
 from lowmem.config.accumulation import WindowSize
 
 IGNORED = -100  # a label that is not to be learnt
+COUNTS = ("learned_tokens", "weight")  # of a micro-batch, which are cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class MicroBatch:
     position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: each row is one document
     real: Tensor | None = None  # (B, T) bool: False for filler behind a row's last document; None: there is no filler
 
-    @property
+    @cached_property
     def weight(self) -> int:
         """Returns by how much this counts in the mean of its window: a subclass may count pairs."""
         return self.learned_tokens
@@ -76,8 +78,16 @@ class MicroBatch:
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
-        """Lightning calls this to move a window to the device."""
-        return self.each(lambda tensor: tensor.to(device, **how))
+        """Lightning calls this to move a window to the device. Counts that are known stay known."""
+        moved = self.each(lambda tensor: tensor.to(device, **how))
+        vars(moved).update({name: vars(self)[name] for name in COUNTS if name in vars(self)})
+        return moved
+
+    def counted(self) -> Self:
+        """Counts the labels now, while they are in host memory, and returns self: to count them on a card, the host
+        would have to wait for the card."""
+        vars(self).update({name: getattr(self, name) for name in COUNTS})
+        return self
 
     @property
     def nothing(self) -> Self:
@@ -90,10 +100,15 @@ class MicroBatch:
         """Returns the number of tokens that the model computes, without padding."""
         return self.input_ids.numel() if self.real is None else int(self.real.sum())
 
-    @property
+    @cached_property
     def learned_tokens(self) -> int:
         """Returns the number of tokens with a label, which the loss learns from."""
         return int((self.labels != IGNORED).sum())
+
+    @property
+    def known_learned_tokens(self) -> int | None:
+        """Returns `learned_tokens` if `counted` has counted them; else None, and no label is read."""
+        return vars(self).get("learned_tokens")
 
 
 class Position(NamedTuple):
@@ -194,10 +209,10 @@ class Share(NamedTuple):
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
-        """Returns this device's rows. All devices have as many micro-batches, and the last ones may be without a token
-        that counts."""
+        """Returns this device's rows, `counted`. All devices have as many micro-batches, and the last ones may be
+        without a token that counts."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
-        return mine if len(mine.input_ids) else read.nothing
+        return (mine if len(mine.input_ids) else read.nothing).counted()
 
 
 class WindowLoader:

@@ -13,6 +13,7 @@ log-probabilities of a reference model where a loss compares with one (`training
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Self
 
 import numpy as np
@@ -37,7 +38,7 @@ class AnswerBatch(MicroBatch):
     lengths: Tensor | None = None  # (B, K) int64: labels of each of a row's answers; 0: there is no such answer
     reference: Tensor | None = None  # (B, K) fp64: the answers' log-probabilities by the reference; None: not compared
 
-    @property
+    @cached_property
     def weight(self) -> int:
         return int((self.lengths > 0).sum()) // self.ANSWERS
 

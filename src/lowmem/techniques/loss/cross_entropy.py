@@ -117,7 +117,8 @@ class Chunked(Loss):
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
         weight, bias = matrix_of(head.linear), head.linear.bias
-        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, self.rows, head.finish)
+        chunks = counted(labels, batch.known_learned_tokens).split(self.rows)
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunks, head.finish)
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         if not agrees(model, batch.inputs):
@@ -188,10 +189,16 @@ def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
     return batch.each(lambda tensor: tensor[:2].to(module.device))
 
 
-def counted(labels: Tensor) -> Tensor:
-    """Returns the indices of the labels (N,) to be learnt. Only here does a loss read values: a trace by shape has
-    none, and assumes that all are learnt."""
+def counted(labels: Tensor, count: int | None = None) -> Tensor:
+    """Returns the indices of the labels (N,) to be learnt. Args: count: of them; None: it is not known.
+
+    An unknown count is read from the labels, for which the host has to wait for a card. Only here does a loss read
+    values: a trace by shape has none, and assumes that all are learnt."""
+    if count == len(labels):
+        return torch.arange(count, device=labels.device)
     learnt = labels != IGNORED
+    if count is not None:
+        return torch.nonzero_static(learnt, size=count).squeeze(1)
     return torch.arange(len(labels), device=labels.device) if learnt.all() else learnt.nonzero().squeeze(1)
 
 
@@ -199,9 +206,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rows, finish):  # noqa: PLR0913
-        """Takes hidden (N, H); weight (V, H); bias (V) or None; labels (N); finish: that of `Head`. Returns the sum in
-        fp32."""
+    def forward(ctx, hidden, weight, bias, labels, chunks, finish):  # noqa: PLR0913
+        """Takes hidden (N, H); weight (V, H); bias (V) or None; labels (N); chunks: the indices of the labels to be
+        learnt, in parts; finish: that of `Head`. Returns the sum in fp32."""
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -212,7 +219,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
         # depend on their number, which a prediction does not know.
-        for chunk in counted(labels).split(rows):
+        for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
             logits, back = finished(product, finish)  # (rows, V), fp32

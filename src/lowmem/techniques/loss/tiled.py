@@ -43,7 +43,8 @@ class Tiled(Loss):
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
-        learnt, source = counted(labels), tiles_of(head.linear)  # the other positions never reach the head
+        learnt = counted(labels, batch.known_learned_tokens)  # the other positions never reach the head
+        source = tiles_of(head.linear)
         weight, bias = head.linear.weight, head.linear.bias
         losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learnt, source, self.columns, head.finish)
         return losses, learnt

@@ -233,7 +233,10 @@ class CausalLM(LightningModule):
         precision = self.trainer.precision_plugin
         usable = precision.unscale(optimizer)
         self.gradient_norm = precision.norm(self.local_parameters) if usable else None
-        finite = bool((loss if self.gradient_norm is None else loss + self.gradient_norm).isfinite())
+        # The only number that each window reads from the device. Where masters step early, `MasterWeights` has read the
+        # loss before the first step.
+        watched = loss if self.gradient_norm is None else loss + self.gradient_norm
+        finite = self.update.early or bool(watched.isfinite())
         if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
             finite = not self.ranks.any(not finite)
         if finite and usable:

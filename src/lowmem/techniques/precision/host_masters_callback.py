@@ -21,6 +21,7 @@ class MasterWeights(Callback):
 
     def __init__(self) -> None:
         self._hooks: list = []
+        self._loss: Tensor | float = 0.0  # of this window's micro-batches until now, where masters step early
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.plugin = trainer.precision_plugin
@@ -66,11 +67,19 @@ class MasterWeights(Callback):
     def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
         module.weights.start()  # the log-probabilities of a reference
 
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
+        self._loss = 0.0
+
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        if self.on_host and self.early and not bool(loss.isfinite()):
+        """Reads the window's loss before the backward pass in which the first master may step. Earlier micro-batches
+        only add to sums, so a card is not asked for each of their losses."""
+        if not (self.on_host and self.early):
+            return
+        self._loss = self._loss + loss.detach()
+        if module.last_micro_batch and not bool(self._loss.isfinite()):
             raise NotFinite(
-                f"The loss is {loss.item():g} in step {trainer.global_step + 1}, before any weight was updated. With "
-                "clip=1.0 all gradients are checked before any update, and on_nonfinite=skip works."
+                f"The loss is {self._loss.item():g} in step {trainer.global_step + 1}, before any weight was updated. "
+                "With clip=1.0 all gradients are checked before any update, and on_nonfinite=skip works."
             )
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:

@@ -1,0 +1,185 @@
+"""Counts the calls for which a training step would wait for a card, on a machine without one.
+
+A card computes beside the host until the host asks for a number that the card may not have computed yet: `.item()`,
+`bool(tensor)`, `tensor.tolist()`, or an operator whose output size depends on values (`nonzero`, a boolean index).
+`DeviceReads` is a dispatch mode that sees these calls, and counts those on a tensor of the *device side*.
+
+On a CPU all tensors have the same `device`, so the side is that of the storage. A storage is on the host side if
+
+- the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`,
+- it is staging memory of the link, or the link's own thread made it,
+- the loader made it (moving a window to the device is a copy here, as on a card),
+- it is the step count of an optimizer that is not fused, which torch keeps in host memory on a card, too,
+- or all tensors from which an operator made it are on the host side.
+
+Every other storage is on the device side. So a host tensor without a mark is counted, and the test fails, rather than a
+device tensor being missed. Weights and gradients go through staging memory and a thread, as with a card. Not counted
+are waits without a read: for an event, for the link, and for copies from memory that is not pinned.
+"""
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import races
+from lowmem.data.loader import MicroBatch, WindowLoader
+from lowmem.memory.ledger import Owner, Side
+from lowmem.memory.meter import MemoryMeter
+from lowmem.memory.tracker import StorageTracker, host_side
+from lowmem.system.copy_lanes import AtOnceLane
+from lowmem.system.torch_private import modes_of_this_thread, storage_key, tree_leaves
+from lowmem.techniques.weights.link import StagedLink
+
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default,  # .item(), bool(), float() and int()
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+METHODS = {Tensor.tolist, Tensor.cpu}  # on a CPU these call no operator; a card's tensor has no `numpy()`
+
+
+class Read(NamedTuple):
+    """One read. Args: window: number of the optimizer step; line: module:line of the first frame outside torch."""
+
+    window: int
+    line: str
+    call: str
+    of_model: bool  # a line of transformers
+
+
+class DeviceReads(StorageTracker):
+    """Sees each operator. `window` is None outside of a window, where nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.lock = threading.RLock()  # the link's thread is seen, too
+        self.window: int | None = None
+        self.seen: list[Read] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        of_host = bool(given) and all(map(self.is_host, given))
+        if reads_a_number(func, args) and not of_host:
+            self.note(str(func))
+        with self.lock, host_side() if of_host else nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        serial = self._live.get(storage_key(tensor))
+        return serial is not None and self._side(serial) != "device"
+
+    def put(self, tensor: Tensor, side: Side) -> Tensor:
+        self.own(tensor, Owner("other", side, tuple))
+        return tensor
+
+    def note(self, call: str) -> None:
+        if self.window is None:
+            return
+        frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in NOT_THE_CALLER)]
+        frame = frames[-1]
+        file = frame.filename.rpartition("/src/")[2].rpartition("site-packages/")[2]
+        self.seen.append(Read(self.window, f"{file}:{frame.lineno}", call, "/transformers/" in frame.filename))
+
+    def lines(self, window: int, of_model: bool = False) -> Counter[str]:
+        """Returns how often each line has read the device in a window."""
+        return Counter(read.line for read in self.seen if (read.window, read.of_model) == (window, of_model))
+
+
+NOT_THE_CALLER = ("/torch/", "/support/device_reads.py", "/memory/tracker.py", "/contextlib.py")
+
+
+def reads_a_number(func: object, args: tuple) -> bool:
+    if func in INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return func in READS
+
+
+class Methods(TorchFunctionMode):
+    """Sees methods that copy a tensor to the host without any operator on a CPU."""
+
+    def __init__(self, reads: DeviceReads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in METHODS and not self.reads.is_host(args[0]):
+            self.reads.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Lane(AtOnceLane):
+    """A lane whose staging memory is the host's. It registers memory like a card's."""
+
+    registers = True
+
+    def __init__(self, reads: DeviceReads) -> None:
+        self.reads = reads
+
+    def staging(self, size: int) -> Tensor:
+        return self.reads.put(super().staging(size), "host")
+
+    def register(self, memory: Tensor) -> None:
+        self.reads.put(memory, "host")
+
+    def unregister(self, memory: Tensor) -> None:
+        pass
+
+
+@contextmanager
+def as_on_a_card() -> Iterator[DeviceReads]:
+    """Counts the reads of a run inside, which copies gradients and weights as on a card."""
+    reads = DeviceReads()
+    modes = []  # for the link's thread
+    window, to, work, begins = WindowLoader._window, MicroBatch.to, StagedLink._work, MemoryMeter.on_train_batch_start
+
+    def loaded(*arguments):
+        with host_side():
+            return window(*arguments)
+
+    def moved(self, device, **how):
+        copy = to(self, device, **how)
+        for name, tensor in self.tensors.items():
+            object.__setattr__(copy, name, reads.put(tensor.clone(), "device"))
+        return copy
+
+    def working(self):
+        with modes[0](), host_side():
+            work(self)
+
+    def began(self, trainer, module, *batch):
+        begins(self, trainer, module, *batch)
+        reads.settle(self.ledger.storages())
+        for state in trainer.optimizers[0].state.values():
+            if torch.is_tensor(state.get("step")) and not trainer.optimizers[0].defaults.get("fused"):
+                reads.put(state["step"], "host")
+        reads.window = trainer.global_step + 1
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (WindowLoader, "_window", loaded),
+            (MicroBatch, "to", moved),
+            (StagedLink, "_work", working),
+            (MemoryMeter, "on_train_batch_start", began),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(races.all_over(Lane(reads)))
+        stack.enter_context(Methods(reads))
+        stack.enter_context(reads)
+        modes.append(modes_of_this_thread())
+        yield reads

@@ -1,0 +1,127 @@
+"""A window reads the device once, and a loss scaler once more: `device_reads.py` says how reads are counted."""
+
+import pytest
+import torch
+
+from device_reads import as_on_a_card
+from lowmem.memory.tracker import host_side
+from lowmem.techniques.precision.host_masters import HostMasters
+from lowmem.training.module import CausalLM
+
+WINDOW = 2  # is counted, of 3: optimizer state exists, and nothing is logged, evaluated or saved
+FOUR = ("accumulation=fixed", "accumulation.batches=4", "batch_size=2")
+MASTERS, EARLY = ("precision=bf16-master", *FOUR), ("clip=null",)
+STREAMED = (*MASTERS, "weights=streamed", "gradient_checkpointing=every_layer", "optim=adamw8bit")
+BY_LAYER = (*STREAMED, "weights.order=by_layer")
+SHAPE = "{model_type: mixtral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+SHAPE += "num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, output_router_logits: true}"
+MIXTURE = ("model=hf", "model.name=mixture", "model.pretrained=false", f"model.architecture={SHAPE}", *FOUR)
+# recipe -> overrides, and how often a window may read the device
+RECIPES = {
+    "plain": ((), 1),
+    "accumulation": (FOUR, 1),
+    "no clipping": (("clip=null",), 1),
+    "clip_value": (("clip=null", "clip_value=0.01"), 1),
+    "skip": (("on_nonfinite=skip", *FOUR), 1),
+    "chunked": (("loss=chunked", *FOUR), 1),
+    "tiled": (("loss=tiled", *FOUR), 1),
+    "mixture": (MIXTURE, 1),
+    "lora": (("adapter=lora",), 1),
+    "in backward": (("optim.in_backward=true", "clip=null"), 1),
+    "bf16-sr": (("precision=bf16-sr",), 1),
+    "masters": (MASTERS, 1),
+    "masters early": ((*MASTERS, *EARLY), 1),
+    "masters of a mixture": ((*MIXTURE, "precision=bf16-master"), 1),
+    "streamed": (STREAMED, 1),
+    "streamed early": ((*STREAMED, *EARLY), 1),
+    "by layer": (BY_LAYER, 1),
+    "by layer early": ((*BY_LAYER, *EARLY), 1),
+    "16-master": (("precision=16-master", *FOUR), 1),  # the host knows whether gradients overflowed
+    "16": (("precision=16", *FOUR), 2),
+    "16-true": (("precision=16-true", *FOUR), 2),
+}
+
+
+@pytest.fixture
+def reads_of(fit):
+    """(overrides) -> the device reads of a small run."""
+
+    def run(*lines):
+        with as_on_a_card() as reads:
+            fit("max_steps=3", "log_every=100", *lines)
+        return reads
+
+    return run
+
+
+@pytest.mark.rows("plain", "mixture", "masters early", "by layer", "16")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_window_reads_the_device_once(reads_of, recipe):
+    lines, most = RECIPES[recipe]
+    read = reads_of(*lines).lines(WINDOW)
+    assert 1 <= read.total() <= most, read
+
+
+def test_a_log_point_reads_what_it_logs(reads_of):
+    """The loss, the auxiliary loss and the norm."""
+    read = reads_of(*MIXTURE, "log_every=1").lines(WINDOW)
+    logged = sum(count for line, count in read.items() if line.startswith("lowmem/report/metrics.py"))
+    assert (read.total(), logged) == (4, 3), read
+
+
+def item_of_each_micro_batch(monkeypatch):
+    right = CausalLM._run_micro_batch
+
+    def reads_the_loss(self, micro_batch, weight, sums):
+        right(self, micro_batch, weight, sums)
+        sums.loss.item()
+
+    monkeypatch.setattr(CausalLM, "_run_micro_batch", reads_the_loss)
+
+
+def labels_counted_on_the_device(monkeypatch):
+    monkeypatch.setattr("lowmem.data.loader.COUNTS", ())
+
+
+def weight_read_by_the_host_thread(monkeypatch):
+    right = HostMasters._step
+
+    def reads_the_weight(self, optimizer, master, *how):
+        right(self, optimizer, master, *how)
+        master.weight.flatten()[0].item()
+
+    monkeypatch.setattr(HostMasters, "_step", reads_the_weight)
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize(
+    ("wrong", "recipe"),
+    [
+        (item_of_each_micro_batch, "accumulation"),
+        (item_of_each_micro_batch, "by layer"),
+        (labels_counted_on_the_device, "mixture"),
+        (weight_read_by_the_host_thread, "masters early"),
+    ],
+)
+def test_a_wrong_variant_reads_more(reads_of, monkeypatch, wrong, recipe):
+    wrong(monkeypatch)
+    lines, most = RECIPES[recipe]
+    assert reads_of(*lines).lines(WINDOW).total() >= most + 4
+
+
+def test_only_reads_of_the_device_side_are_counted():
+    with as_on_a_card() as reads:
+        reads.window = 0
+        device = torch.ones(3)
+        with host_side():
+            host = torch.ones(3)
+        for tensor, count in ((host, 0), (host.sum() + 1, 0), (device, 1), (device + host[0], 1), (device[:1], 1)):
+            for read in (
+                lambda t: t.sum().item(),
+                torch.nonzero,
+                torch.Tensor.tolist,
+                lambda t: t.reshape(-1)[t.reshape(-1) > 0],
+            ):
+                before = len(reads.seen)
+                read(tensor)
+                assert len(reads.seen) - before == count

@@ -192,7 +192,7 @@ def test_a_card_by_its_name(planned):
         (["devices=8", "search=false"], "Type strategy=ddp if the model fits on each device, or strategy=fsdp"),
         (["devices=0"], "devices=0: give a whole number of at least 1"),
         (["devices=2", "strategy=single"], "strategy=single: there is no such choice"),
-        (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 for several"),
+        (["devices=2", "strategy=fsdp", "precision=bf16-master"], "Type precision=bf16 or bf16-sr for several"),
         (["devices=2", "strategy=pipeline"], "add search=false to python plan.py"),
         (["gpu=abc"], "gpu=abc: give a size such as 12GiB"),
         (["may_change=model"], "may_change=model: give precision, optim, or both as precision,optim, or null"),

@@ -161,6 +161,7 @@ def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked)
         ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
         trainer=SimpleNamespace(precision_plugin=precision),
         faults=SimpleNamespace(none=lambda: None, meet=lambda *_: met.append("fault")),
+        update=SimpleNamespace(early=False),
         local_parameters=None,
     )
     assert CausalLM._may_step(module, None, torch.ones(()), None) == (not asked)

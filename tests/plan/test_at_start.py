@@ -53,7 +53,7 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
 def test_what_the_host_cannot_hold_is_refused_before_the_weights_are_loaded(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
-    assert code == 1 and "GiB of the host. The host has" in said and "No recipe fits." in said
+    assert code == 1 and "GiB of host memory. The host has" in said and "No recipe fits." in said
 
 
 @pytest.mark.process

@@ -9,8 +9,8 @@ loops on a card, with models of its own.
 """
 
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -304,7 +304,54 @@ class Batches:
 def trainer(loop: Materials, watch: Watches) -> None:
     """Trains with transformers.Trainer and the matching arguments. The model checkpoints its activations already."""
     from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(adding_losses(Trainer, watch)):
+        def _get_train_sampler(self, *_) -> SequentialSampler:
+            return SequentialSampler(rows)
+
+    rows = [
+        {"input_ids": ids, "labels": labels, "shift_labels": labels}
+        for micro_batch in Batches(loop.windows)
+        for ids, labels in zip(micro_batch.input_ids, micro_batch.labels, strict=True)
+    ]
+    arguments = TrainingArguments(**trainer_arguments(loop))
+    InOrder(loop.network, arguments, train_dataset=rows, **trainer_parts(loop, watch)).train()
+
+
+def adding_losses(trainer: type, watch: Watches) -> type:
+    """Returns a subclass of a `Trainer` that tells a watch each micro-batch's loss."""
+
+    class AddingLosses(trainer):
+        def training_step(self, *args, **kwargs) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            watch.add(loss)
+            return loss
+
+    return AddingLosses
+
+
+def trainer_arguments(loop: Materials) -> dict[str, object]:
+    """Returns the arguments with which transformers.Trainer, or a trainer that is made of it, trains as the others."""
+    return {
+        "output_dir": tempfile.gettempdir(),  # nothing is saved
+        "per_device_train_batch_size": len(loop.windows[0][0].input_ids),
+        "gradient_accumulation_steps": loop.micro_batches,
+        "max_steps": len(loop.windows),
+        "max_grad_norm": 1.0,
+        "bf16": loop.bf16,
+        "remove_unused_columns": False,
+        "use_cpu": loop.device == "cpu",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def trainer_parts(loop: Materials, watch: Watches) -> dict[str, object]:
+    """Returns the optimizer with its schedule, and a callback that tells a watch when a step begins and ends."""
+    from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -313,37 +360,7 @@ def trainer(loop: Materials, watch: Watches) -> None:
         def on_step_end(self, *_, **__) -> None:
             watch.end()
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_) -> SequentialSampler:
-            return SequentialSampler(rows)
-
-        def training_step(self, *args, **kwargs) -> torch.Tensor:
-            loss = super().training_step(*args, **kwargs)
-            watch.add(loss)
-            return loss
-
-    rows = [
-        {"input_ids": ids, "labels": labels, "shift_labels": labels}
-        for micro_batch in Batches(loop.windows)
-        for ids, labels in zip(micro_batch.input_ids, micro_batch.labels, strict=True)
-    ]
-    arguments = TrainingArguments(
-        output_dir=os.environ["ROW_FOLDER"],
-        per_device_train_batch_size=len(loop.windows[0][0].input_ids),
-        gradient_accumulation_steps=loop.micro_batches,
-        max_steps=len(loop.windows),
-        max_grad_norm=1.0,
-        bf16=loop.bf16,
-        remove_unused_columns=False,
-        use_cpu=loop.device == "cpu",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    InOrder(
-        loop.network, arguments, train_dataset=rows, optimizers=(loop.optimizer, loop.schedule), callbacks=[Steps()]
-    ).train()
+    return {"optimizers": (loop.optimizer, loop.schedule), "callbacks": [Steps()]}
 
 
 OTHERS = {"plain": plain, "lightning": lightning, "trainer": trainer}

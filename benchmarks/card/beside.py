@@ -105,14 +105,18 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
     }
 
 
-def compared(mine: dict, theirs: dict) -> dict[str, object]:
-    """Returns lowmem's speed over another loop's, and how far apart their losses are, relative to the loss."""
+def compared(mine: dict, theirs: dict, speed: str = "lowmem's speed over this loop's") -> dict[str, object]:
+    """Returns one loop's speed over another's, and how far apart their losses are, relative to the loss.
+
+    Args:
+        speed: the name of the first finding.
+    """
     times = [seconds_per_step(row) for row in (mine, theirs)]
     if None in times:
         return {}
     pairs = list(zip(mine["losses"], theirs["losses"], strict=True))
     return {
-        "lowmem's speed over this loop's": times[1] / times[0],
+        speed: times[1] / times[0],
         "losses apart": max(abs(a / b - 1) for a, b in pairs),
     }
 

@@ -121,8 +121,7 @@ def described(device: str) -> dict | None:
 
     A process of its own asks, so that the one that starts the cases takes no memory of the card.
     """
-    code = "import json; from benchmarks.card import case; print(json.dumps(case.here_is()))"
-    code = code.replace("here_is()", f"here_is({device!r})")
+    code = f"import json; from benchmarks.card import case; print(json.dumps(case.here_is({device!r})))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=_environment(tempfile.gettempdir()), capture_output=True, text=True
     )

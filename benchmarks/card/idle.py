@@ -31,11 +31,7 @@ def loops(here: Here) -> Iterator[dict]:
     for run in RUNS:
         yield _row(here, run, "lowmem", lambda watch, run=run: ours.train(run, here, watch))
         for by, loop in {PLAIN: others.plain, **frameworks()}.items():
-            yield _row(here, run, by, partial(_other, here, loop, by, run))
-
-
-def _other(here: Here, loop, by: str, run: str, watch: Blocks) -> dict:
-    return other(here, loop, by, run, watch)
+            yield _row(here, run, by, partial(other, here, loop, by, run))
 
 
 def _row(here: Here, run: str, by: str, train) -> dict:

@@ -29,12 +29,11 @@ def swapped(here: Here) -> Iterator[dict]:
     runs, plain = {by: partial(_run, here, loop, by) for by, loop in kernels.items()}, {}
     for by, row in in_turns(runs, here):
         plain = row if by == PLAIN else plain
-        yield row | {"run": NAME, "by": by} | ({} if by == PLAIN else {"found": _against(row, plain)})
-
-
-def _against(row: dict, plain: dict) -> dict:
-    found = compared(row, plain)
-    return {key.replace("lowmem's speed over this loop's", "speed over plain's"): one for key, one in found.items()}
+        yield (
+            row
+            | {"run": NAME, "by": by}
+            | ({} if by == PLAIN else {"found": compared(row, plain, "speed over plain's")})
+        )
 
 
 def _run(here: Here, loop: Callable, by: str) -> dict:

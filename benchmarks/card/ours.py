@@ -4,7 +4,7 @@ The plan, checkpoints, the export and W&B are off: a plan would take seconds of 
 parameters minutes. The memory meter and metrics.csv are on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -59,10 +59,15 @@ def drawn_at_once(device: str) -> Iterator[None]:
 
 
 def composed(name: str, here: Here, *more: str) -> Run:
-    """Returns the settings of a run of `recipes.RUNS`, checked as train.py checks them."""
+    """Returns the checked settings of a run of `recipes.RUNS`."""
+    return checked(recipes.typed(name, here, *more))
+
+
+def checked(lines: Sequence[str]) -> Run:
+    """Returns the settings of these lines, checked as train.py checks them."""
     from lowmem.config.check import check
 
-    run = run_of(recipes.typed(name, here, *more)).sized().resolved()
+    run = run_of(lines).sized().resolved()
     check(run, {})
     quiet()
     return run

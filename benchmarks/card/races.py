@@ -20,12 +20,10 @@ from unittest.mock import patch
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from benchmarks.card import recipes
+from benchmarks.card import ours, recipes
 from benchmarks.card.case import Here
-from lowmem.config.check import check
-from lowmem.config.settle import Run, run_of
+from lowmem.config.settle import Run
 from lowmem.system.copy_lanes import CardLane
-from lowmem.system.quiet_libraries import quiet
 from lowmem.training.training import training_session
 
 RUNS = {
@@ -76,7 +74,7 @@ class Seen:
 
 def streamed_step(here: Here) -> Iterator[dict]:
     """Yields a row of a training, and one of the same training with a wait left out."""
-    run = _composed(here)
+    run = ours.checked([*LINES, f"device={here.device}"])
     for name, wrong in RUNS.items():
         seen = _watched_run(run, here, wrong)
         found = {"races": len(seen.races), "operators": sum(seen.operators.values()), "streams": len(seen.operators)}
@@ -84,13 +82,6 @@ def streamed_step(here: Here) -> Iterator[dict]:
         if seen.races and not wrong:
             found["first race"] = seen.races[0]
         yield {"run": name, "by": "lowmem", "found": found, "right": seen.right(wrong)}
-
-
-def _composed(here: Here) -> Run:
-    run = run_of([*LINES, f"device={here.device}"]).sized().resolved()
-    check(run, {})
-    quiet()
-    return run
 
 
 def _watched_run(run: Run, here: Here, wrong: bool) -> Seen:

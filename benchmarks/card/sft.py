@@ -9,15 +9,14 @@ Labels are shifted already, so they go in as `shift_labels`: SFTTrainer's own co
 row.
 """
 
-import tempfile
 from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from benchmarks.loops import Materials, Watches
+from benchmarks.loops import Batches, Materials, Watches, adding_losses, trainer_arguments, trainer_parts
 
 
 def sft(loop: Materials, watch: Watches) -> None:
@@ -25,47 +24,22 @@ def sft(loop: Materials, watch: Watches) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    class Steps(TrainerCallback):
-        def on_step_begin(self, *_, **__) -> None:
-            watch.begin()
-
-        def on_step_end(self, *_, **__) -> None:
-            watch.end()
-
-    class Watched(SFTTrainer):
-        def training_step(self, *args, **kwargs) -> Tensor:
-            loss = super().training_step(*args, **kwargs)
-            watch.add(loss)
-            return loss
-
-    micro_batches = [micro_batch for window in loop.windows for micro_batch in window]
+    micro_batches = list(Batches(loop.windows))
     rows = {key: torch.cat([getattr(one, key) for one in micro_batches]).tolist() for key in ("input_ids", "labels")}
     arguments = SFTConfig(
-        output_dir=tempfile.gettempdir(),  # nothing is saved
+        **trainer_arguments(loop),
         dataset_kwargs={"skip_prepare_dataset": True},
         train_sampling_strategy="sequential",
-        per_device_train_batch_size=len(micro_batches[0].input_ids),
-        gradient_accumulation_steps=loop.micro_batches,
         gradient_checkpointing=loop.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if loop.checkpointing else None,
-        max_steps=len(loop.windows),
-        max_grad_norm=1.0,
-        bf16=loop.bf16,
-        remove_unused_columns=False,
-        use_cpu=loop.device == "cpu",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
-    Watched(
+    adding_losses(SFTTrainer, watch)(
         loop.network,
         arguments,
         data_collator=collate,
         train_dataset=Dataset.from_dict(rows),
         processing_class=tokenizer(),
-        optimizers=(loop.optimizer, loop.schedule),
-        callbacks=[Steps()],
+        **trainer_parts(loop, watch),
     ).train()
 
 

@@ -33,9 +33,8 @@ def streamed(here: Here) -> Iterator[dict]:
     here.release()
     runs = []
     for name in EQUAL:
-        run = partial(ours.train, name, here, Blocks(here, 2, warm_up=1), "deterministic=true")
-        runs.append(attempt(run) | {"run": f"{name}, deterministic"})
-        here.release()
+        row = _row(here, name, Blocks(here, 2, warm_up=1), "deterministic=true")
+        runs.append(row | {"run": f"{name}, deterministic"})
     equal = same_losses(*runs)
     yield runs[0]
     yield runs[1] | {"found": {"losses of the two runs have equal bits": equal}, "right": equal}
@@ -46,7 +45,14 @@ def resident(here: Here) -> Iterator[dict]:
     _require_host(here, RESIDENT)
     if here.gib() < CARD:
         raise LeftOut(f"it needs {CARD} GiB and the card has {here.gib():.0f}")
-    yield attempt(partial(ours.train, RESIDENT, here, _few(here))) | {"run": RESIDENT}
+    yield _row(here, RESIDENT, _few(here))
+
+
+def _row(here: Here, name: str, watch: Blocks, *more: str) -> dict:
+    """Returns the row of a run of `recipes.RUNS`, or why it failed, and frees its memory."""
+    row = attempt(partial(ours.train, name, here, watch, *more)) | {"run": name}
+    here.release()
+    return row
 
 
 def _require_host(here: Here, name: str) -> None:
@@ -86,9 +92,7 @@ def hidden_share(copied: float, waited: float) -> float | None:
 def masters(here: Here) -> Iterator[dict]:
     """Yields 4B parameters whose masters step as gradients arrive, and such whose masters step after clipping."""
     for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
-        block = Blocks(here, 10 if here.on_card else 2, warm_up=2)
-        yield attempt(partial(ours.train, name, here, block)) | {"run": name}
-        here.release()
+        yield _row(here, name, Blocks(here, 10 if here.on_card else 2, warm_up=2))
 
 
 def lora(here: Here) -> Iterator[dict]:
@@ -104,9 +108,7 @@ def qlora(here: Here) -> Iterator[dict]:
 
 def _adapters(here: Here, *names: str) -> Iterator[dict]:
     for name in names:
-        row = attempt(partial(ours.train, name, here, Blocks(here, 6 if here.on_card else 2, warm_up=2)))
-        yield row | {"run": name}
-        here.release()
+        yield _row(here, name, Blocks(here, 6 if here.on_card else 2, warm_up=2))
 
 
 def twice(here: Here) -> Iterator[dict]:
@@ -131,9 +133,8 @@ def twice(here: Here) -> Iterator[dict]:
 def capped(here: Here) -> Iterator[dict]:
     """Yields a part of 8B under a cap of 4 and of 8 GiB, and the smallest cap that works beside the predicted one."""
     for cap in ("4GiB", "8GiB"):
-        row = attempt(partial(ours.train, QUARTER, here, _few(here), f"memory.limit={cap}"))
+        row = _row(here, QUARTER, _few(here), f"memory.limit={cap}")
         yield row | {"run": f"{QUARTER}, under {cap}"}
-        here.release()
     planned = prediction.predicted(QUARTER).get("smallest_cap_bytes")
     if planned and here.on_card:  # a rehearsal's model needs less than any plan for a card
         least, tried = smallest(planned, partial(_works, here))
@@ -169,4 +170,4 @@ def _works(here: Here, cap: int) -> bool:
 def xl(here: Here) -> Iterator[dict]:
     """Yields GPT-2 XL with fp16 masters, 64 sequences per step in micro-batches of 4, under a cap of 12 GiB."""
     name = "GPT-2 XL, fp16 masters, 64 x 1024"
-    yield attempt(partial(ours.train, name, here, _few(here))) | {"run": name}
+    yield _row(here, name, _few(here))

@@ -35,9 +35,9 @@ from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
 from lowmem.saving.export_adapter import merge
+from lowmem.step.fp32_halves import rounded
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
-from lowmem.techniques.arithmetic.fp32_halves import rounded
 from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
 from lowmem.training.training import mixes_dtypes
@@ -214,7 +214,7 @@ def masters(architecture: dict) -> str:
         max_steps=2,
         max_epochs=-1,
         plugins=plugins,
-        callbacks=list(map(instantiate, cfg.callbacks.values())),
+        callbacks=build.callbacks(cfg),
         **dict.fromkeys(off, False),
     )
     torch.manual_seed(1)

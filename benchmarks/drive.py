@@ -22,9 +22,9 @@ import torch
 from benchmarks import streamed, turns
 from benchmarks.runner import RESULTS, machine, measure, write
 from benchmarks.streamed import QUIET, WARM_UP, Progress, running, watched
+from lowmem.offload.drive import SwapFiles
 from lowmem.system.scratch_file import Drive, buffer
 from lowmem.system.units import GIB
-from lowmem.techniques.weights.drive import Shelves
 
 RESIDENT_ASKED, SHARE_ASKED, SLOWER_ASKED = 20, 0.85, 1.1
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "loss=tiled", "batch_size=1", "seq_len=512"]
@@ -212,23 +212,28 @@ def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
     """Returns how long the turns of blocks take that nobody computes with, and what reading all of their files at once
     and then writing them takes."""
     drive = Drive(Path(folder))
-    every = Shelves(drive)
-    shelves = [every.new() for _ in range(blocks)]
-    for shelf in shelves:
-        every.turn(shelf)
-        every.put(shelf, "weight", {"tensor": torch.randint(1 << 30, (elements,), dtype=torch.int32)})
+    every = SwapFiles(drive)
+    swap_files = [every.new() for _ in range(blocks)]
+    for swap_file in swap_files:
+        every.pin(swap_file)
+        every.put(swap_file, "weight", {"tensor": torch.randint(1 << 30, (elements,), dtype=torch.int32)})
     every.finish()
-    size = sum(shelf.size for shelf in shelves)
+    size = sum(swap_file.size for swap_file in swap_files)
     memory = memoryview(buffer(size))
-    places = [slice(number * shelf.size, (number + 1) * shelf.size) for number, shelf in enumerate(shelves)]
+    places = [
+        slice(number * swap_file.size, (number + 1) * swap_file.size) for number, swap_file in enumerate(swap_files)
+    ]
 
     def turns_of_all() -> None:
-        for shelf in shelves:
-            every.turn(shelf)
+        for swap_file in swap_files:
+            every.pin(swap_file)
         every.finish()
 
     def move_all(move: str) -> None:
-        moving = [getattr(shelf._file, move)(0, memory[place]) for shelf, place in zip(shelves, places, strict=True)]
+        moving = [
+            getattr(swap_file._file, move)(0, memory[place])
+            for swap_file, place in zip(swap_files, places, strict=True)
+        ]
         for each in moving:
             each.result()
 

@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 from benchmarks.runner import ROOT
 from benchmarks.streamed import ON_CPU, running
+from lowmem.offload.drive import SwapFiles
+from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.streamed import StreamedWeights
 from lowmem.system.scratch_file import Disk
 from lowmem.system.torch_private import in_backward
-from lowmem.techniques.precision.host_masters import HostMasters
-from lowmem.techniques.weights.drive import Shelves
-from lowmem.techniques.weights.streamed import Streamed
 from lowmem.training import watchers
 
 LANES = ("computes", "host steps", "waits for the drive", "reads", "writes")
@@ -57,31 +57,31 @@ def recorded(folder: Path) -> Record:
     """Trains, and returns the record of its last step."""
     record = Record()
     enters, leaves, reached, step, turn = (
-        Streamed._enters, Streamed._leaves, Streamed._reached, HostMasters._step, Shelves.turn
+        StreamedWeights._enters, StreamedWeights._leaves, StreamedWeights._reached, HostOptimizer._step, SwapFiles.pin
     )  # fmt: skip
 
-    def on_enter(self: Streamed, number: int) -> None:
+    def on_enter(self: StreamedWeights, number: int) -> None:
         enters(self, number)
         if not in_backward():
             record.does("computes", number)
 
-    def on_leave(self: Streamed, number: int, output: object) -> None:
+    def on_leave(self: StreamedWeights, number: int, output: object) -> None:
         leaves(self, number, output)
         if not in_backward():
             record.does(None)
 
-    def on_gradient(self: Streamed, number: int) -> None:
+    def on_gradient(self: StreamedWeights, number: int) -> None:
         reached(self, number)
         record.does("computes", number)
 
-    def on_step(self: HostMasters, optimizer: object, master: object, *more: object) -> None:
+    def on_step(self: HostOptimizer, master: object, *more: object) -> None:
         before = record.does("host steps", blocks.get(master.weight))
-        step(self, optimizer, master, *more)
+        step(self, master, *more)
         record.does(*before)
 
-    def on_turn(self: Shelves, shelf: object) -> None:
-        before = record.does("waits for the drive", numbers.get(shelf))
-        turn(self, shelf)
+    def on_turn(self: SwapFiles, swap_file: object) -> None:
+        before = record.does("waits for the drive", numbers.get(swap_file))
+        turn(self, swap_file)
         record.does(*before)
 
     class Timed(Disk):
@@ -104,8 +104,8 @@ def recorded(folder: Path) -> Record:
                 for number, block in enumerate(weights.blocks):
                     blocks.update(dict.fromkeys(block.parameters(), number))
                 shelf_of = weights._on_drive._masters_of
-                numbers.update({shelf: blocks.get(p) for p, shelf in shelf_of.items()})
-                record.files = {shelf._file._file: number for shelf, number in numbers.items()}
+                numbers.update({swap_file: blocks.get(p) for p, swap_file in shelf_of.items()})
+                record.files = {swap_file._file._file: number for swap_file, number in numbers.items()}
                 record.on = True
 
         def on_train_batch_end(self, trainer, module, *more) -> None:
@@ -117,11 +117,11 @@ def recorded(folder: Path) -> Record:
 
     blocks, numbers = {}, {}
     patches = [
-        patch.object(Streamed, "_enters", on_enter),
-        patch.object(Streamed, "_leaves", on_leave),
-        patch.object(Streamed, "_reached", on_gradient),
-        patch.object(HostMasters, "_step", on_step),
-        patch.object(Shelves, "turn", on_turn),
+        patch.object(StreamedWeights, "_enters", on_enter),
+        patch.object(StreamedWeights, "_leaves", on_leave),
+        patch.object(StreamedWeights, "_reached", on_gradient),
+        patch.object(HostOptimizer, "_step", on_step),
+        patch.object(SwapFiles, "pin", on_turn),
         patch("lowmem.system.scratch_file.Disk", Timed),
         patch.object(watchers, "Stop", LastStep),
     ]

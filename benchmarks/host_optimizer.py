@@ -43,9 +43,9 @@ def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
     """Returns the step of master weights: it unscales and clips 16-bit gradients and writes 16-bit weights too."""
 
     def make(parameters: list) -> Callable[[], None]:
-        from lowmem.techniques.arithmetic.gradients import Reading
+        from lowmem.step.gradients import Reading
+        from lowmem.step.one_weight import Step
         from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
-        from lowmem.techniques.optim.contract import Step
 
         optimizer = HostAdamW8bit(parameters, **RULE)
         each = [(p, p.grad.to(dtype), torch.empty(p.shape, dtype=dtype)) for p in parameters]

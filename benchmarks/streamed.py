@@ -343,8 +343,8 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 def counted(micro_batches: int) -> dict:
     """Returns the bytes that are copied each way in the last of three accumulation windows."""
-    from lowmem.system.copy_lanes import AtOnceLane
-    from lowmem.techniques.weights.link import StagedLink
+    from lowmem.offload.copy_lanes import AtOnceLane
+    from lowmem.offload.link import StagedLink
     from lowmem.training import watchers
 
     class Counting(AtOnceLane):
@@ -380,11 +380,11 @@ def counted(micro_batches: int) -> dict:
     watchers.Stop = Watching
     window = ["accumulation=fixed", f"accumulation.batches={micro_batches}"]
     with running([*SMALL, STREAMED, *window, "+trainer.limit_val_batches=0"]) as run:
-        homes = run.module.weights.homes
+        host_blocks = run.module.weights.host_blocks
         return {
-            "streamed": sum(place.size for home in homes for place in home.places.values()),
+            "streamed": sum(place.size for host_block in host_blocks for place in host_block.spans.values()),
             "trained": 2 * sum(p.numel() for p in run.module.parameters()),
-            "blocks": len(homes),
+            "blocks": len(host_blocks),
             "micro_batches": micro_batches,
             "bytes": run.watchers.stop.seen,
         }

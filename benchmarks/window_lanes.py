@@ -57,13 +57,13 @@ class Clock:
         self.free = dict.fromkeys(LANES, 0.0)
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
         self.numbers = {id(p): number for number, block in enumerate(weights.blocks) for p in block.parameters()}
-        self.homes = {id(home): number for number, home in enumerate(weights.homes)}
-        self.sizes = {number: home.flat.nbytes for number, home in enumerate(weights.homes)}
-        self.memory = {home.flat.data_ptr(): number for number, home in enumerate(weights.homes)}
+        self.host_blocks = {id(host_block): number for number, host_block in enumerate(weights.host_blocks)}
+        self.sizes = {number: host_block.flat.nbytes for number, host_block in enumerate(weights.host_blocks)}
+        self.memory = {host_block.flat.data_ptr(): number for number, host_block in enumerate(weights.host_blocks)}
         for number, block in enumerate(weights.blocks):
             block.mlp.register_forward_pre_hook(lambda *_, number=number: self.computes(number))
-        self.fetch, self.at_home = link.fetch, link.at_home
-        link.fetch, link.at_home = self.fetches, self.steps
+        self.fetch, self.update_block = link.fetch, link.update_block
+        link.fetch, link.update_block = self.fetches, self.steps
 
     def takes(self, lane: str, number: int, start: float, duration: float) -> float:
         if not (torch.is_grad_enabled() or in_backward()):  # an evaluation
@@ -111,11 +111,11 @@ class Clock:
             self.now = max(self.now, start)  # staging memory has room for one gradient that waits
         self.fetch(gradient, take)
 
-    def steps(self, home: object, compute: object) -> None:
-        if id(home) in self.homes:
-            number = self.homes[id(home)]
-            self.takes("host steps", number, self.free["copies down"], STEP / len(home.places))
-        self.at_home(home, compute)
+    def steps(self, host_block: object, compute: object) -> None:
+        if id(host_block) in self.host_blocks:
+            number = self.host_blocks[id(host_block)]
+            self.takes("host steps", number, self.free["copies down"], STEP / len(host_block.spans))
+        self.update_block(host_block, compute)
 
 
 @contextmanager

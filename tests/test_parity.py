@@ -15,10 +15,10 @@ import parity
 from devices import each_device, each_device_slowly
 from lowmem.config.refusals import refused
 from lowmem.data.loader import IGNORED
+from lowmem.step.optimizer import DeviceOptimizer
 from lowmem.techniques.loss import cross_entropy, preference
 from lowmem.techniques.optim import build
-from lowmem.techniques.precision.fp32_weights import Float16Autocast, has_tf32
-from lowmem.techniques.precision.weights_16bit import Float16Weights
+from lowmem.techniques.precision.fp32_weights import has_tf32
 from lowmem.training.module import CausalLM
 from tolerances import EXACT, LOW_BIT_STATE, allowed, within
 from tolerances import PAIRS as PREFERENCES
@@ -227,15 +227,16 @@ def test_a_loss_summed_in_16_bits_is_outside_the_tolerance(config, monkeypatch):
 
 
 def two_wrong_signs(monkeypatch):
-    right = Float16Autocast.unscale
+    right, windows = DeviceOptimizer.finish, []
 
-    def wrong(self, optimizer):
-        finite = right(self, optimizer)
-        if self.loss_scale.steps == 1:
-            next(p for group in optimizer.param_groups for p in group["params"] if p.dim() < 2).grad[:2].neg_()
-        return finite
+    def wrong(self, *how):
+        gradients = right(self, *how)
+        windows.append(gradients)
+        if len(windows) == 1:
+            next(p for group in self.param_groups for p in group["params"] if p.dim() < 2).grad[:2].neg_()
+        return gradients
 
-    monkeypatch.setattr(Float16Autocast, "unscale", wrong)
+    monkeypatch.setattr(DeviceOptimizer, "finish", wrong)
 
 
 @pytest.mark.parametrize("wrong", [norms_decay, two_wrong_signs])
@@ -245,15 +246,15 @@ def test_where_a_rounding_may_decide_one_sign_two_are_outside_the_tolerance(conf
     assert deviations(config, *pair)[1] > allowed(*pair)[1]
 
 
-@pytest.mark.parametrize(("precision", "plugin"), [("16", Float16Autocast), ("16-true", Float16Weights)])
-def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(config, precision, plugin, monkeypatch):
-    right = plugin.unscale
+@pytest.mark.parametrize("precision", ["16", "16-true"])
+def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(config, precision, monkeypatch):
+    right = DeviceOptimizer.finish
 
-    def wrong(self, optimizer):
-        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
-        return right(self, optimizer)
+    def wrong(self, *how):
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.5)
+        return right(self, *how)
 
-    monkeypatch.setattr(plugin, "unscale", wrong)
+    monkeypatch.setattr(DeviceOptimizer, "finish", wrong)
     weights = deviations(config, f"precision={precision}", "optim=sgd")[:2]
     assert not within(weights, allowed(f"precision={precision}", "optim=sgd")[:2]), weights
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowmem.system.copy_lanes import CardLane
+from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
 Timed = list[Callable[[], float]]  # each returns seconds, and is called when all copies are done

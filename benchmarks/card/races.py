@@ -7,7 +7,7 @@ boundaries must have none. The same training with one wait left out must have on
 here, and "none" says nothing.
 
 The sanitizer sees a tensor by its first byte, only on the device, and only what the training loop's threads ask for.
-Host memory and the host's own threads are watched by `tests/techniques/weights/test_races.py`, without a card. The
+Host memory and the host's own threads are watched by `tests/offload/test_races.py`, without a card. The
 checker of these tests is the same one, and so it stands in here where there is no card.
 """
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from benchmarks.card import ours, recipes
 from benchmarks.card.case import Here
 from lowmem.config.settle import Run
-from lowmem.system.copy_lanes import CardLane
+from lowmem.offload.copy_lanes import CardLane
 from lowmem.training.training import training_session
 
 RUNS = {

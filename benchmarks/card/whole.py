@@ -74,7 +74,7 @@ def hidden(name: str, here: Here, *more: str) -> dict:
     import torch
 
     from benchmarks.card import lanes
-    from lowmem.techniques.weights import streamed as technique
+    from lowmem.offload import streamed as technique
 
     lane = lanes.OnCard(torch.device("cuda", torch.cuda.current_device())) if here.on_card else lanes.Rehearsed()
     with patch.object(technique, "lane_of", lambda _: lane):

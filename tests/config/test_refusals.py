@@ -12,10 +12,12 @@ from lightning.pytorch import Trainer
 
 import parity
 import streams
+from host_masters import made
 from lowmem.config import check, refusals
 from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import MicroBatch, Share, WindowLoader
 from lowmem.model import loading as model
+from lowmem.offload import host_optimizer
 from lowmem.plan import at_start, batch_size
 from lowmem.saving import checkpoint_folder
 from lowmem.system import rank_environment
@@ -24,8 +26,7 @@ from lowmem.techniques.compile.blocks import compile_blocks
 from lowmem.techniques.gradient_checkpointing import policies
 from lowmem.techniques.loss.cross_entropy import full
 from lowmem.techniques.optim.build import pageable
-from lowmem.techniques.precision import host_masters
-from lowmem.techniques.precision.weights_16bit import Float16Weights
+from lowmem.techniques.precision.weights_16bit import NarrowOptimizer
 from lowmem.techniques.strategy import ddp
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.process_group import process_group
@@ -118,13 +119,13 @@ def test_proof_clipping_in_backward_clips_nothing(config):
 
 
 def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeypatch):
-    update = Float16Weights.update
+    step_one = NarrowOptimizer.step_one
 
-    def overflowing(self, optimizer, group, p):
+    def overflowing(self, group, p):
         p.grad.fill_(float("inf"))
-        update(self, optimizer, group, p)
+        step_one(self, group, p)
 
-    monkeypatch.setattr(Float16Weights, "update", overflowing)
+    monkeypatch.setattr(NarrowOptimizer, "step_one", overflowing)
     lines = ("optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd", "max_steps=1")
     weights = trained(config, *lines)  # skips nothing
     assert not any(p.isfinite().all() for p in weights.values())
@@ -145,20 +146,20 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
 
 
 def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
-    fetch, step, stepped = host_masters.HostMasters._fetch, host_masters.HostMasters._step, []
+    fetch, step, stepped = host_optimizer.HostOptimizer._fetch, host_optimizer.HostOptimizer._step, []
 
     def broken(self, p, take):
-        if self.masters[id(p)].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
+        if self.masters[p].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
             p.grad.fill_(float("inf"))
         fetch(self, p, take)
 
-    def recording(self, optimizer, one, *how):
-        step(self, optimizer, one, *how)
+    def recording(self, one, *how):
+        step(self, one, *how)
         stepped.append(one.name)
 
     monkeypatch.setattr(refusals, "REFUSALS", ())
-    monkeypatch.setattr(host_masters.HostMasters, "_fetch", broken)
-    monkeypatch.setattr(host_masters.HostMasters, "_step", recording)
+    monkeypatch.setattr(host_optimizer.HostOptimizer, "_fetch", broken)
+    monkeypatch.setattr(host_optimizer.HostOptimizer, "_step", recording)
     with pytest.raises(Refused, match=r"layers\.0\.input_layernorm\.weight is not finite"):
         trained(config, "precision=bf16-master", "clip=null", "on_nonfinite=skip")
     assert stepped and not any("layers.0.input_layernorm.weight" in name for name in stepped)
@@ -218,9 +219,7 @@ def moved_in(config, *lines):
     """A module whose weights are where they wait."""
     cfg = config(*lines, base=())
     module = build.causal_lm(cfg, model.describe(cfg))
-    plugin = instantiate(cfg.trainer.plugins.precision)
-    plugin.weights = module.weights
-    plugin.convert_module(module)
+    made(module, instantiate(cfg.trainer.plugins.precision), module.weights)
     return module
 
 
@@ -229,9 +228,9 @@ def test_proof_each_process_would_hold_all_that_streams(config):
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
     for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
         module = moved_in(config, *typed, strategy)
-        waits = [p for p in module.model.parameters() if module.weights.home(p)]
-        homes = {id(home): home for home in map(module.weights.home, waits)}.values()
-        held = [home.flat for home in homes]
+        waits = [p for p in module.model.parameters() if module.weights.host_block(p)]
+        host_blocks = {id(host_block): host_block for host_block in map(module.weights.host_block, waits)}.values()
+        held = [host_block.flat for host_block in host_blocks]
         assert sum(flat.numel() for flat in held) >= sum(p.numel() for p in waits) > 0.5 * module.model.num_parameters()
         assert not any(flat.is_shared() for flat in held)
 
@@ -244,10 +243,10 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
         def __init__(self, p):  # as DDP does it: a hook that reads the gradient when it is complete
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
 
-    plugin = instantiate(config("precision=bf16-master").trainer.plugins.precision)
-    layer = plugin.convert_module(torch.nn.Linear(4, 4))
+    layer, cfg = torch.nn.Linear(4, 4), config("precision=bf16-master")
+    optimizer = made(layer, instantiate(cfg.trainer.plugins.precision)).optimizer(build.optimizer(cfg), layer)
     for p in layer.parameters():
-        p.register_post_accumulate_grad_hook(plugin.collect)
+        p.register_post_accumulate_grad_hook(optimizer.collect)
         Exchange(p)
     layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert seen == [None, None]

@@ -12,8 +12,9 @@ from devices import each_device
 from lowmem.memory import cap
 from lowmem.memory.snapshot import FILE
 from lowmem.memory.tracker import OverLimit, StorageTracker, belongs
+from lowmem.offload import copy_lanes
 from lowmem.plan import advice, batch_size
-from lowmem.system import copy_lanes, errors
+from lowmem.system import errors
 from lowmem.system.errors import Refused
 from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import Chain

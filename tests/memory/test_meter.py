@@ -11,12 +11,13 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lowmem.memory.ledger import PHASES
 from lowmem.memory.meter import MemoryMeter, curve
+from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.on_device import WeightsOnDevice
+from lowmem.step.optimizer import DeviceOptimizer
 from lowmem.system.scratch_file import PAGE, pages
 from lowmem.system.units import CATEGORIES
 from lowmem.techniques.precision.fp32_weights import FullPrecision
-from lowmem.techniques.precision.host_masters import HostMasters
 from lowmem.techniques.strategy.contract import OneDevice
-from lowmem.techniques.weights.resident import Resident
 from made_up import Allocator
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
@@ -88,12 +89,12 @@ def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fi
 
     monkeypatch.setattr(MemoryMeter, "on_train_start", start)
     told(GPT2Block, "forward", "block")
-    for plugin in (FullPrecision, HostMasters):
-        told(plugin, "unscale", "unscale")
+    for optimizer in (DeviceOptimizer, HostOptimizer):
+        told(optimizer, "finish", "finish")
     two = ("accumulation=fixed", "accumulation.batches=2", "gradient_checkpointing=every_layer", "max_steps=1")
     fit(*two, f"precision={precision}")
     micro_batch = [("block", "forward")] * 2 + [("block", "backward")] * 2
-    assert seen == [*micro_batch, *micro_batch, ("unscale", "step")]
+    assert seen == [*micro_batch, *micro_batch, ("finish", "step")]
 
 
 def test_resident_memory_is_at_least_what_is_alive(rows):
@@ -130,10 +131,12 @@ def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
     """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
     meter = MemoryMeter(tmp_path / "memory.csv")
     module = torch.nn.BatchNorm1d(1024, affine=False)
-    module.device, module.weights, module.ranks = torch.device("cpu"), Resident(), OneDevice()
+    module.device, module.weights, module.ranks = torch.device("cpu"), WeightsOnDevice(), OneDevice()
+
+    module.masters, module.optimizer = None, DeviceOptimizer(torch.optim.SGD([torch.zeros(1)]), module)
 
     class FakeTrainer:
-        global_step, loggers, optimizers = 0, (), [torch.optim.SGD([torch.zeros(1)])]
+        global_step, loggers = 0, ()
         precision_plugin = FullPrecision()
 
     meter.setup(FakeTrainer, module, "fit")

@@ -13,10 +13,10 @@ from lowmem.data.loader import MicroBatch
 from lowmem.data.packing import rows
 from lowmem.model import packed_attention
 from lowmem.model.document_attention import BY_DOCUMENT, MASKED
+from lowmem.offload import edges
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 from lowmem.techniques.loss import cross_entropy as losses
-from lowmem.techniques.weights import edges
 from networks import network
 
 pytestmark = pytest.mark.kernels

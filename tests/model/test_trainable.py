@@ -11,9 +11,10 @@ import parity
 from lowmem.config.settle import settled
 from lowmem.config.typed_lines import composed
 from lowmem.memory import ledger
+from lowmem.offload.host_weight import HostWeight
+from lowmem.offload.master_weights import MasterWeights
 from lowmem.saving.checkpoint import Saved, complete
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.host_masters import HostMasters, HostWeight
 from lowmem.techniques.precision.weights_16bit import SixteenBitWeights
 from same import last, same
 from tolerances import allowed, within
@@ -35,10 +36,9 @@ class Held(Callback):
         self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
 
     def on_train_batch_end(self, trainer, module, *_):
-        plugin = trainer.precision_plugin
         self.state = sum(t.nbytes for t in ledger.optimizer_state(trainer.optimizers[0]) if t.dim())
         self.weights = sum({id(p): p.nbytes for p in module.parameters()}.values())
-        self.masters = sum(t.nbytes for t in plugin.host_tensors())
+        self.masters = sum(t.nbytes for t in module.optimizer.host_tensors())
 
 
 def counted(frozen=FROZEN):
@@ -74,12 +74,11 @@ def test_only_what_is_trained_is_held(config, precision):
 def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
     """The deliberately wrong variant: the host's bytes tell."""
 
-    def convert(self, module):
+    def make(self, module):
         for name, p in module.named_parameters():
-            self.masters[id(p)] = HostWeight(name, p, self.dtype)
-        return module
+            self.masters[p] = HostWeight(name, p, self.precision.dtype)
 
-    monkeypatch.setattr(HostMasters, "convert_module", convert)
+    monkeypatch.setattr(MasterWeights, "make", make)
     assert not right(host_state(config, "precision=bf16-master"), "precision=bf16-master")
 
 

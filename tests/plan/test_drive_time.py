@@ -12,6 +12,8 @@ from test_window import TAKEN, card, cfg, shapes
 
 from lowmem.config import drives
 from lowmem.config.drives import FOLDER, DriveSpace
+from lowmem.offload import drive as swap_files
+from lowmem.offload.drive import Sizes, SwapFiles
 from lowmem.plan import prediction
 from lowmem.plan.cost import drive_time, machine, step_time
 from lowmem.plan.cost.drive_time import ASSUMED, DriveRates, drive_rates
@@ -19,8 +21,6 @@ from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
 from lowmem.system.scratch_file import Drive
-from lowmem.techniques.weights import drive as shelves
-from lowmem.techniques.weights.drive import Shelves, Sizes
 from lowmem.techniques.weights.streamed import Streamed
 
 STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer", "loss=tiled", "loss.columns=64", "batch_size=2")
@@ -42,23 +42,23 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
 def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkeypatch, precision, optim, holds):
     """The files to the byte, and the host's tensors to a hundredth. Wrong on purpose: files of tensors that are not
     in full pages, and a host without a drive."""
-    ended, inside, stop, memory = [], Counter(), Streamed.stop, Shelves._memory
+    ended, inside, stop, memory = [], Counter(), Streamed.stop, SwapFiles._memory
 
-    def watched(shelves, shelf, *args, **kwargs):
-        taken = memory(shelves, shelf, *args, **kwargs)
-        inside[shelves] = max(inside[shelves], shelves._taken() + (0 if taken is None else shelf.size))
+    def watched(swap_files, swap_file, *args, **kwargs):
+        taken = memory(swap_files, swap_file, *args, **kwargs)
+        inside[swap_files] = max(inside[swap_files], swap_files._taken() + (0 if taken is None else swap_file.size))
         return taken
 
     monkeypatch.setattr(Streamed, "stop", lambda weights: (ended.append(weights), stop(weights)))
-    monkeypatch.setattr(Shelves, "_memory", watched)
+    monkeypatch.setattr(SwapFiles, "_memory", watched)
     typed = [*RUN, f"precision={precision}", f"optim={optim}", f"weights.drive={tmp_path}/drive"]
     typed += [f"weights.drive_holds={holds}"]
     _, folder = fit(*typed)
     weights, resting = ended[-1], measured(folder)["evaluation"]["host_tensor_bytes"]
     on_drive = weights._on_drive
     every = [*on_drive._masters._every, *on_drive._weights._every]
-    written = [shelf._file.size for shelf in every if shelf._file is not None]
-    room = sum(inside[shelves] for shelves in (on_drive._masters, on_drive._weights))
+    written = [swap_file._file.size for swap_file in every if swap_file._file is not None]
+    room = sum(inside[swap_files] for swap_files in (on_drive._masters, on_drive._weights))
 
     monkeypatch.setattr(Drive, "__init__", None)  # a trace touches no drive
     run = config(*typed).resolved()
@@ -85,7 +85,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     highest = resting + traced.drive.room - sum(tensor.nbytes for tensor in on_drive.memory())
     assert on_host(needed) == pytest.approx(highest, rel=0.01)
     assert on_host(in_memory) > 1.1 * highest
-    monkeypatch.setattr(shelves, "pages", lambda size: size)
+    monkeypatch.setattr(swap_files, "pages", lambda size: size)
     assert trace(run, on_card=False).drive.files < sum(written)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.shapes import ShapeMode
-from lowmem.techniques.precision.weights_16bit import stochastically
+from lowmem.step.stochastic import stochastically
 
 N = 1 << 12
 

@@ -12,8 +12,8 @@ from test_checkpoint import EACH
 from host_memory import linux
 from lowmem.command.generate import generate
 from lowmem.saving.checkpoint import complete
+from lowmem.step.fp32_halves import halves
 from lowmem.system.process import page_out
-from lowmem.techniques.arithmetic.fp32_halves import halves
 from same import last, same
 
 RUN = ("precision=bf16-master", "lr=1e-2", "max_steps=4")

@@ -1,4 +1,4 @@
-"""Weights that stream are in memory once, however they come and go: from files, into their homes, to a checkpoint and
+"""Weights that stream are in memory once, however they come and go: from files, into host blocks, to a checkpoint and
 back. Measured as what this process, or one of its own, has for itself at most (Linux: RssAnon)."""
 
 import subprocess
@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from host_masters import made
 from host_memory import Highest, linux
 from lowmem.model.loading import _of_type
+from lowmem.offload.host_weight import SplitHostWeight
 from lowmem.saving.checkpoint import AtomicCheckpointIO
-from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.step.fp32_halves import joined
 from lowmem.techniques.loss.cross_entropy import full
-from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.host_masters_callback import MasterWeights
-from lowmem.techniques.precision.host_weight import SplitHostWeight
 from lowmem.techniques.weights.streamed import Streamed
 from lowmem.training.module import CausalLM, Placement, Update
 from new_process import in_a_new_process
@@ -49,10 +48,10 @@ def highest(work):
 def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong, monkeypatch):
     """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
     ours, weights = module()
-    plugin, callback, file = BFloat16Master(), MasterWeights(), tmp_path / "step-00000001.ckpt"
-    plugin.weights, callback.plugin, callback.on_host = ours.weights, plugin, True
+    masters, file = [], tmp_path / "step-00000001.ckpt"
     held = [p.data for p in ours.parameters()] if wrong == "moving" else []
-    rises = {"moving": highest(lambda: plugin.convert_module(ours))}
+    rises = {"moving": highest(lambda: masters.append(made(ours, weights=ours.weights)))}
+    (callback,) = masters
 
     def save():
         checkpoint = {"state_dict": ours.state_dict()}
@@ -77,7 +76,7 @@ def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
-        assert torch.equal(plugin.full_precision(one), two)
+        assert torch.equal(callback.full_precision(one), two)
 
 
 LOADS = """
@@ -85,8 +84,9 @@ import sys, threading, time, torch
 from pathlib import Path
 from lowmem.config import schema
 from lowmem.model import loading
-from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
+from host_masters import made
+from lowmem.techniques.precision.masters import BFloat16Master
+from lowmem.techniques.precision.weights_16bit import BFloat16Stochastic
 from lowmem.techniques.weights.streamed import Streamed
 how = dict(name=sys.argv[1], pretrained=True, trust_remote_code=False, attention="sdpa", architecture=None)
 spec = schema.Model.model_construct(**how)
@@ -94,7 +94,7 @@ kind, dtype = (BFloat16Master, torch.float32) if sys.argv[2] == "halves" else (B
 def anonymous():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l) * 1024
 described = loading.Described(spec, loading.architecture(spec))
-plugin, peak, done = kind(), 0, False
+peak, done = 0, False
 before = anonymous()
 def watch():
     global peak
@@ -103,8 +103,7 @@ def watch():
 thread = threading.Thread(target=watch); thread.start()
 network = loading.load(described, dtype)
 held = [p.data.clone() for p in network.parameters()] if sys.argv[3] == "wrong" else []
-plugin.weights = Streamed(network)
-plugin.convert_module(network)
+made(network, kind(), Streamed(network))
 done = True; thread.join()
 print(max(peak, anonymous()) - before)
 """

@@ -1,9 +1,9 @@
 """A lane whose memory is closed to the program while a copy is under way, so that whoever is too early dies there.
 
-Slots, homes and staging memory are mapped twice. A copy runs over the second mapping, as late as it may: when its mark
-is waited for. From its start until then the program's own mapping of what it writes is closed, and of what it reads is
-read-only (`mprotect`). An access that comes too early is a segmentation fault, and `faulthandler` names its line. So
-each case is a process of its own.
+Slots, host blocks and staging memory are mapped twice. A copy runs over the second mapping, as late as it may: when its
+mark is waited for. From its start until then the program's own mapping of what it writes is closed, and of what it
+reads is read-only (`mprotect`). An access that comes too early is a segmentation fault, and `faulthandler` names its
+line. So each case is a process of its own.
 """
 
 import ctypes
@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
-from lowmem.system.copy_lanes import AtOnceLane
+from lowmem.offload.copy_lanes import AtOnceLane
 
 CLOSED, READ, OPEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-FEW = 4  # buffers that a run has at least: slots, homes and staging
+FEW = 4  # buffers that a run has at least: slots, host blocks and staging
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -110,7 +110,7 @@ class ClosedLane(AtOnceLane):
 
 
 class Torch:
-    """torch, whose bytes are two mappings of one memory: homes and slots are made of them."""
+    """torch, whose bytes are two mappings of one memory: host blocks and slots are made of them."""
 
     def __getattr__(self, name):
         return self.empty if name == "empty" else getattr(torch, name)
@@ -126,11 +126,11 @@ def live(log, wrong, registers, model, arguments, weights):
     import pytest
 
     import races
-    from lowmem.techniques.weights import resident, streamed
+    from lowmem.offload import host_block, streamed
 
     with open(log, "w") as stacks, pytest.MonkeyPatch.context() as patch:
         faulthandler.enable(stacks)
-        for module in (resident, streamed):
+        for module in (host_block, streamed):
             patch.setattr(module, "torch", Torch())
         if wrong is not None:
             getattr(races, wrong)(patch)

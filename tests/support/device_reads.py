@@ -34,9 +34,9 @@ from lowmem.data.loader import MicroBatch, WindowLoader
 from lowmem.memory.ledger import Owner, Side
 from lowmem.memory.meter import MemoryMeter
 from lowmem.memory.tracker import StorageTracker, host_side
-from lowmem.system.copy_lanes import AtOnceLane
+from lowmem.offload.copy_lanes import AtOnceLane
+from lowmem.offload.link import StagedLink
 from lowmem.system.torch_private import modes_of_this_thread, storage_key, tree_leaves
-from lowmem.techniques.weights.link import StagedLink
 
 aten = torch.ops.aten
 READS = {

@@ -34,9 +34,9 @@ def _in_place(self, content: dict, path, storage_options=None) -> None:
 
 
 def _arrange(where: str, passes: int) -> None:
+    from lowmem.offload import host_optimizer
     from lowmem.saving import checkpoint
     from lowmem.system import atomic_files
-    from lowmem.techniques.precision import host_masters
     from lowmem.training.module import CausalLM
 
     left = [passes]
@@ -45,7 +45,7 @@ def _arrange(where: str, passes: int) -> None:
         left[0] -= 1
         return left[0] < 0
 
-    save, replace, sync, step = torch.save, os.replace, atomic_files._sync, host_masters.HostMasters._step
+    save, replace, sync, step = torch.save, os.replace, atomic_files._sync, host_optimizer.HostOptimizer._step
     evaluate = CausalLM.validation_step
 
     def half_a_file(content, to):
@@ -89,7 +89,7 @@ def _arrange(where: str, passes: int) -> None:
     elif where == "after the rename":
         atomic_files._sync = after_the_rename
     elif where == "in a step":
-        host_masters.HostMasters._step = in_a_step
+        host_optimizer.HostOptimizer._step = in_a_step
     elif where == "in the last evaluation":
         CausalLM.validation_step = in_the_last_evaluation
     else:

@@ -225,7 +225,7 @@ def trained(case: Case) -> dict:
 def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    callbacks = [*map(instantiate, cfg.callbacks.values()), Verified(with_positions(cfg.data.arguments)), seen]
+    callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)
@@ -257,19 +257,22 @@ class Seen(Callback):
         self.answer = {"gradients": [], "losses": [], "stepped": [], "collectives": []}
 
     def setup(self, trainer, module, stage):
-        clip, precision = module.on_before_optimizer_step, trainer.precision_plugin
+        if self.case.overflow:
+            _overflowing(module, *self.case.overflow)
 
-        def clipped(optimizer):
-            clip(optimizer)
-            scale, counted = precision.gradient_scale, dict(self.counts.now) if self.counts else None
+    def on_fit_start(self, trainer, module):
+        optimizer = module.optimizer
+        clip = optimizer.clip
+
+        def clipped(*how):
+            clip(*how)
+            scale, counted = optimizer.scale, dict(self.counts.now) if self.counts else None
             self.answer["gradients"].append(_whole(module, lambda p: _of(p.grad, p) / scale))
             if self.counts:  # what was asked for here is not the run's
                 self.counts.now = counted
             self.answer["bytes"] = _bytes(module, optimizer)
 
-        module.on_before_optimizer_step = clipped
-        if self.case.overflow:
-            _overflowing(module, *self.case.overflow)
+        optimizer.clip = clipped
 
     def on_train_batch_start(self, trainer, module, *_):
         if self.counts:
@@ -375,7 +378,7 @@ def _mean_of_means(stack):
 
 
 def _local_norm(stack):
-    from lowmem.techniques.arithmetic.gradients import norm_of_all
+    from lowmem.step.gradients import norm_of_all
     from lowmem.techniques.strategy.several import Divided
 
     stack.enter_context(patch.object(Divided, "norm", lambda self, parameters: norm_of_all(parameters)))

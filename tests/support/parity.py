@@ -19,6 +19,7 @@ from lowmem.config.settle import run_of
 from lowmem.data.loader import MicroBatch, Rows, Share, WindowLoader
 from lowmem.model import loading as model
 from lowmem.techniques.strategy.contract import ONE_DEVICE
+from lowmem.training import build
 from lowmem.training.build import causal_lm, optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
@@ -201,7 +202,7 @@ def run(cfg, wide=False, callbacks=()):
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
     windows = WindowLoader(rows_for(pairs_loss(cfg)), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    training = trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), *callbacks])
+    training = trainer(cfg, plugins, [*build.callbacks(cfg), *callbacks])
     training.fit(module, windows)
     assert training.global_step == cfg.max_steps and module.skipped_steps == 0
     after = {name: p.detach().cpu() for name, p in module.model.named_parameters()}

@@ -7,13 +7,12 @@ from unittest.mock import patch
 from closed_lane import ClosedLane
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import composed
-from lowmem.system.copy_lanes import AtOnce, CardLane
+from lowmem.offload import link, master_weights, streamed
+from lowmem.offload.copy_lanes import AtOnce, CardLane
+from lowmem.offload.link import StagedLink
+from lowmem.offload.streamed import StreamedWeights
 from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import OnHost
-from lowmem.techniques.precision import host_masters
-from lowmem.techniques.weights import link, streamed
-from lowmem.techniques.weights.link import StagedLink
-from lowmem.techniques.weights.streamed import Streamed
 from streams import trained
 from traced_lane import Event, TracedLane
 
@@ -35,7 +34,7 @@ def all_over(lane):
         patches.enter_context(patch.object(boundary, "_lane", lambda device: lane))
         patches.enter_context(patch.object(streamed, "lane_of", lambda device: lane))
         make_link = partial(StagedLink, lane, slot_bytes=4096, slots=2)
-        patches.enter_context(patch.object(host_masters, "link_to", lambda device: make_link()))
+        patches.enter_context(patch.object(master_weights, "link_to", lambda device: make_link()))
         yield
 
 
@@ -49,14 +48,14 @@ def without_hold(patch):
 
 def slot_given_back_too_early(patch):
     """The next copy into the slot waits for the one before, not for the computation that reads it."""
-    free = Streamed._free
+    free = StreamedWeights._free
 
     def too_early(self, slot):
         landed = slot.landed
         free(self, slot)
         slot.free = landed
 
-    patch.setattr(Streamed, "_free", too_early)
+    patch.setattr(StreamedWeights, "_free", too_early)
 
 
 def staging_recycled_under_its_copy(patch):
@@ -128,15 +127,17 @@ def boundary_fetched_before_it_has_left(patch):
 
 def slot_taken_from_a_block_that_backward_reads(patch):
     """If no slot is free, the copy goes into the one that computes."""
-    fetch = Streamed._fetch
+    fetch = StreamedWeights._fetch
 
     def taking(self, number):
         if fetch(self, number):
             return True
-        slot, home = self._slots[0], self.homes[number]
-        home.wait_for_updates()
-        slot.home, slot.steps = home, home.steps
-        slot.landed = home.last_copy = self._up.copy(slot.memory[: home.flat.numel()], home.flat, slot.landed)
+        slot, host_block = self._slots[0], self.host_blocks[number]
+        host_block.wait_for_updates()
+        slot.host_block, slot.steps = host_block, host_block.steps
+        slot.landed = host_block.last_copy = self._up.copy(
+            slot.memory[: host_block.flat.numel()], host_block.flat, slot.landed
+        )
         return True
 
-    patch.setattr(Streamed, "_fetch", taking)
+    patch.setattr(StreamedWeights, "_fetch", taking)

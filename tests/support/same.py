@@ -4,7 +4,7 @@ import torch
 
 from lowmem.memory.ledger import plain_tensors
 from lowmem.saving.checkpoint import complete
-from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.step.fp32_halves import joined
 
 
 def last(run):

@@ -1,5 +1,6 @@
 """One short training twice, with weights that stay and weights that stream: everything that both must agree on."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,10 @@ from transformers import AutoConfig
 import parity
 from lowmem.config.instantiate import instantiate
 from lowmem.model.loading import Described
-from lowmem.techniques.weights.link import StagedLink
-from lowmem.training.build import causal_lm
+from lowmem.training.build import callbacks, causal_lm
 from lowmem.training.module import CausalLM
 from same import same
-from two_models import configured, windows
+from two_models import configured, linked_by, windows
 
 SMALL = {"vocab_size": parity.VOCABULARY, "tie_word_embeddings": True}
 GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # its dropouts are 0.1
@@ -54,11 +54,10 @@ class Sees(Callback):
         self.losses.seen.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer, module):
-        plugin = trainer.precision_plugin
-        plugin.arrived()
+        module.arrived()
         network = list(module.model.parameters())
-        self.masters = [plugin.full_precision(p).clone() for p in network]
-        self.weights = [plugin.stored(p).clone() for p in network]
+        self.masters = [module.full_precision(p).clone() for p in network]
+        self.weights = [module.stored(p).clone() for p in network]
 
 
 def lines(model, *more, precision="bf16-master", policy="every_layer", optim="adamw8bit", clip="norm"):
@@ -79,13 +78,13 @@ def trained(config, weights, model, arguments, lane=None, changed=(), prepare=la
     module = built(cfg, model, **dict(changed))
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     if lane is not None:
-        plugins[0].link.close()
-        plugins[0].link, module.weights.lane = StagedLink(lane, slot_bytes=4096, slots=2), lane
+        module.weights.lane = lane
     prepare(module)
     seen = Sees()
-    trainer = parity.trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), seen])
+    trainer = parity.trainer(cfg, plugins, [*callbacks(cfg), seen])
     torch.manual_seed(1)  # dropout
-    trainer.fit(module, windows(cfg))
+    with nullcontext() if lane is None else linked_by(lane):
+        trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps
     return Trained(
         seen.losses.seen,

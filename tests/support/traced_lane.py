@@ -6,9 +6,9 @@ stream after itself; the other way round takes an event that somebody waits for,
 at once, so nothing depends on time: two accesses of which nothing orders one after the other are an error, whenever
 they ran.
 
-Watched are the tensors that go through a lane: staging slots, slots of weights, homes, gradients and weights. Operators
-of the training loop's thread, and of micro-batches that have one of their own, run on the device's stream, unless they
-touch host memory; those of other threads run on the host.
+Watched are the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and weights.
+Operators of the training loop's thread, and of micro-batches that have one of their own, run on the device's stream,
+unless they touch host memory; those of other threads run on the host.
 """
 
 import threading
@@ -25,10 +25,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem.system.copy_lanes import CardLane
+from lowmem.offload import by_layer, link, registered
+from lowmem.offload.copy_lanes import CardLane
+from lowmem.offload.link import StagedLink
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
-from lowmem.techniques.weights import by_layer, link, registered
-from lowmem.techniques.weights.link import StagedLink
 
 # Importing the sanitizer switches it on for a card: every test after that would record the stack of every allocation.
 with patch.object(torch._C, "_activate_gpu_trace", lambda: None):

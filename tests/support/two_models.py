@@ -1,5 +1,8 @@
 """The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import numpy as np
 import torch
 
@@ -7,9 +10,10 @@ import parity
 from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.model import loading
+from lowmem.offload import master_weights
+from lowmem.offload.link import StagedLink
 from lowmem.techniques.precision.cpu_products import widened
-from lowmem.techniques.weights.link import StagedLink
-from lowmem.training.build import causal_lm, optimizer
+from lowmem.training.build import callbacks, causal_lm, optimizer
 
 PRECISIONS = ("16-master", "bf16-master")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
@@ -29,6 +33,11 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
     return config(
         *lines, f"scheduler={scheduler}", "scheduler.warmup_steps=2", *CLIPS[clip], "max_steps=6", *more, base=()
     )
+
+
+def linked_by(lane):
+    """Makes masters use a staged link over a lane."""
+    return patch.object(master_weights, "link_to", lambda device: StagedLink(lane, slot_bytes=4096, slots=2))
 
 
 def build(cfg):
@@ -96,15 +105,13 @@ def ours(cfg, lane=None):
     """The same of the real module under the real trainer."""
     module = build(cfg)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    if lane is not None:
-        plugins[0].link.close()
-        plugins[0].link = StagedLink(lane, slot_bytes=4096, slots=2)
-    trainer = parity.trainer(cfg, plugins, list(map(instantiate, cfg.callbacks.values())))
-    trainer.fit(module, windows(cfg))
+    trainer = parity.trainer(cfg, plugins, callbacks(cfg))
+    with nullcontext() if lane is None else linked_by(lane):
+        trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps
     parameters = list(module.model.parameters())
     return (
-        [plugins[0].full_precision(p).detach().cpu() for p in parameters],
+        [module.full_precision(p).detach().cpu() for p in parameters],
         [p.detach().cpu() for p in parameters],
         module.skipped_steps,
     )

@@ -17,7 +17,7 @@ from lowmem.data.loader import Groups, MicroBatch, Share, ValidationLoader, Wind
 from lowmem.model.loading import describe
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
-from lowmem.training.build import causal_lm
+from lowmem.training.build import callbacks, causal_lm
 from lowmem.training.module import CausalLM
 from networks import fp64_loss
 from tolerances import FP64, SGD_FP32
@@ -34,19 +34,19 @@ def trained(config, monkeypatch):
         if dtype == "float64":
             monkeypatch.setattr(losses, "full", fp64_loss)
         gradients = []
-        step = CausalLM._step
+        usable = CausalLM._usable
 
         def recording(self, *done):
             gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
-            return step(self, *done)
+            return usable(self, *done)
 
-        monkeypatch.setattr(CausalLM, "_step", recording)
+        monkeypatch.setattr(CausalLM, "_usable", recording)
         lines = [f"batch_size={batch_size}", "accumulation=fixed", f"accumulation.batches={batches}"]
         lines += [f"weights_dtype={dtype}", f"optim={optim}", f"max_steps={STEPS}", "optim.weight_decay=0.1"]
         lines += ["lr=1e-3"] if optim == "adamw" else ["lr=1e-1"]
         cfg = config(*parity.overrides(), *lines, base=())
         _, weights = parity.run(cfg, wide=dtype == "float64")
-        monkeypatch.setattr(CausalLM, "_step", step)
+        monkeypatch.setattr(CausalLM, "_usable", usable)
         return gradients, torch.cat([p.flatten() for p in weights.values()])
 
     return run
@@ -269,8 +269,8 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
             weights = [p.detach().to(torch.float32, copy=True) for p in module.model.parameters()]
             read.append((outputs["stepped"], float(outputs["loss"]), window.learned_tokens, weights))
 
-    callbacks = [*map(instantiate, cfg.callbacks.values()), Watch()]
-    training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks)
+    watching = [*callbacks(cfg), Watch()]
+    training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), watching)
     training.fit(module, WindowLoader(Silent(), Share(1), fixed(1), seed=0))
     assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
     assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)

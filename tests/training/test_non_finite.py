@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowmem.saving.checkpoint import complete
+from lowmem.step.gradients import finite
 from lowmem.system.errors import Refused
-from lowmem.techniques.arithmetic.gradients import finite
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.training.module import CausalLM
 from lowmem.training.non_finite import NonFiniteSteps
@@ -100,20 +100,15 @@ def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypat
     assert all(float(row["train_loss"]) < 100 for row in rows)
     if precision == "16":  # the scale was halved, and so other bits were rounded
         return
-    step = CausalLM._step
+    usable = CausalLM._usable
 
-    def without_the_second(self, loss, window):
+    def without_the_second(self, *how):
         seen.append(1)
-        if len(seen) != 2:
-            return step(self, loss, window)
-        self.trainer.precision_plugin.unscale(self.optimizers().optimizer)
-        self.trainer.precision_plugin.forget()
-        self.trainer.precision_plugin.drop_gradients(self.optimizers().optimizer)
-        return False
+        return usable(self, *how) if len(seen) != 2 else False
 
     seen = []
     monkeypatch.undo()
-    monkeypatch.setattr(CausalLM, "_step", without_the_second)
+    monkeypatch.setattr(CausalLM, "_usable", without_the_second)
     _, other = fit(*lines, folder="other")
     assert same(last(run)["state_dict"], last(other)["state_dict"])
 
@@ -123,8 +118,8 @@ def test_not_to_look_is_caught(fit, broken, monkeypatch):
     """The deliberately wrong variant: it goes on with weights that are not finite."""
     broken(GRADIENT, {2})
     monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
-    may = CausalLM._may_step
-    monkeypatch.setattr(CausalLM, "_may_step", lambda self, *how: may(self, *how) or True)
+    usable = CausalLM._usable
+    monkeypatch.setattr(CausalLM, "_usable", lambda self, *how: usable(self, *how) or True)
     with pytest.raises(Refused, match="A weight is inf or nan at step 2, so no checkpoint was saved"):
         fit("save_every=2")
 

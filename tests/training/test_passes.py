@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowmem.training.passes import MicroBatchPass, present, states_of
+from lowmem.offload.micro_batches import Generators, present
 
 CPU = torch.device("cpu")
 
@@ -12,12 +12,12 @@ def drawn(count, order=None) -> list[Tensor]:
     """Draws twice for each micro-batch, whose turns come in an order; then once after the window. Args: order: of
     numbers of micro-batches, each twice; None: one after the other."""
     numbers = [[] for _ in range(count)]
-    passes = [MicroBatchPass(None, lambda: None, CPU, states) for states in states_of(count, CPU)]
+    generators = Generators.of_window(CPU, count)
     for number in order or [number for number in range(count) for _ in range(2)]:
-        passes[number].resume()
+        generators.resume(number)
         numbers[number].append(torch.rand(3))
-        passes[number].pause()
-    passes[0].restore()
+        generators.pause(number)
+    generators.resume(0)
     return [torch.cat(each) for each in numbers] + [torch.rand(3)]
 
 
@@ -45,11 +45,11 @@ def test_the_next_window_has_other_numbers():
 
 
 def test_a_window_in_which_nothing_is_drawn_leaves_the_generator_alone():
-    before = present(CPU)
-    for each in (passes := [MicroBatchPass(None, lambda: None, CPU, states) for states in states_of(3, CPU)]):
-        each.resume()
-        each.pause()
-    passes[0].restore()
+    before, generators = present(CPU), Generators.of_window(CPU, 3)
+    for number in range(3):
+        generators.resume(number)
+        generators.pause(number)
+    generators.resume(0)
     assert torch.equal(present(CPU)[0], before[0])
 
 

@@ -20,7 +20,6 @@ from lowmem.report.sample import prompts
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.adapter.lora import base_dtype, load
-from lowmem.training.passes import run_forward_passes
 from lowmem.training.task import is_model, with_model
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def _continued(
     weights.start()
     try:
         writes = [partial(write, number) for number in range(len(each))]
-        run_forward_passes(weights, writes, run.sized().batch_size, device, run.seed)
+        weights.run_forward_passes(writes, run.sized().batch_size, device, run.seed)
     finally:
         weights.stop()
     return [texts[number] for number in range(len(each))]

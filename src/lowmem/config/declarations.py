@@ -7,7 +7,7 @@ yaml is `@package _global_`.
 Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Methods
 that a class leaves out have a default there, so that nobody asks with `hasattr`:
 
-    an optimizer       torch's; `OnePass` or `InPieces` of `techniques/optim/contract.py` if it steps 16 bits itself
+    an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it steps 16 bits itself
     a precision        `BasePrecision` of `techniques/precision/contract.py`, `SixteenBitWeights` beside it
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
     a strategy         `OneDevice` of `techniques/strategy/contract.py`

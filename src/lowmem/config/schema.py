@@ -353,7 +353,6 @@ ARGUMENTS: dict[str, Any] = {
     "early_step": Switch,
     "resident_blocks": Whole,
     "drive": _words("a folder on a drive, or null", Annotated[Place, AfterValidator(_folder)] | None),
-    "steps_in": _words("leave it out, since weights= sets this key", Literal["weights_16bit", "bf16_on_host"]),
     "save_dir": _words("a folder, or null", Place | None),
     **dict.fromkeys(("name", "group", "run_id"), _words("a string, or null", Text | None)),
     "tags": _words("a list such as [a,b], or null", list[str] | None),

@@ -207,7 +207,8 @@ class Run(schema.Keys):
     @property
     def masters(self) -> bool:
         """Returns whether the optimizer steps on the host."""
-        return self._precision_class.optimizer_side == "host"
+        where = self._precision_class.steps_on_host
+        return where == "always" or (where == "if streamed" and self.streams)
 
     @cached_property
     def streams(self) -> bool:

@@ -91,12 +91,14 @@ class MemoryMeter(Callback):
         if not module.ranks.divides:  # a sharded model may show gathered weights after an evaluation
             self._parameters = ledger.parameters(module)
         self._cuda = module.device if module.device.type == "cuda" else None
-        plugin = trainer.precision_plugin
-        self.ledger.own("optimizer", lambda: ledger.paged_state(trainer.optimizers[0]), "host")
-        side = plugin.optimizer_side if module.ranks.side == "device" else module.ranks.side
-        self.ledger.own("optimizer", lambda: ledger.optimizer_state(trainer.optimizers[0]), side)
-        self.ledger.own("optimizer", plugin.device_tensors)
-        self.ledger.own("other", plugin.host_tensors, "host")
+        optimizer = module.optimizer
+        self.ledger.own("optimizer", lambda: ledger.paged_state(optimizer), "host")
+        side = "device" if module.masters is None else "host"
+        side = side if module.ranks.side == "device" else module.ranks.side
+        self.ledger.own("optimizer", lambda: ledger.optimizer_state(optimizer), side)
+        self.ledger.own("optimizer", trainer.precision_plugin.device_tensors)
+        self.ledger.own("other", optimizer.host_tensors, "host")
+        self.ledger.own("other", module.weights.host_tensors, "host")
         if self.compiled:
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None

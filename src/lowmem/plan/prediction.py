@@ -16,6 +16,8 @@ from lowmem.memory.tracker import Point
 from lowmem.model.blocks import stack_of
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.model.trainable import packed, parameters, trainable
+from lowmem.offload.drive import Sizes
+from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
 from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
@@ -28,8 +30,6 @@ from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.units import CATEGORIES, GIB, MIB
 from lowmem.techniques.optim.build import PAGED_FROM
-from lowmem.techniques.weights.drive import Sizes
-from lowmem.techniques.weights.link import SLOT_BYTES, SLOTS
 from lowmem.training import build
 
 BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host

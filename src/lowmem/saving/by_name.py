@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lowmem.model.trainable import checkpoint_state
 from lowmem.saving import checkpoint_folder
+from lowmem.step.fp32_halves import joined
 from lowmem.system.errors import Refused
-from lowmem.techniques.arithmetic.fp32_halves import joined
 from lowmem.techniques.optim.build import parameter_groups
 from lowmem.techniques.strategy.contract import OneDevice
 

@@ -26,12 +26,12 @@ from lowmem.config.typed_lines import in_shell
 from lowmem.data.loader import Position, WindowLoader
 from lowmem.model.trainable import checkpoint_state
 from lowmem.saving import by_name, checkpoint_folder
+from lowmem.step.gradients import finite
 from lowmem.system.atomic_files import atomic_write, delete, draft_of, put_back
 from lowmem.system.errors import NotFinite, Refused
 from lowmem.system.fail_together import fail_together
 from lowmem.system.process import page_out
 from lowmem.system.units import steps_or_seconds
-from lowmem.techniques.arithmetic.gradients import finite
 from lowmem.techniques.strategy.contract import OneDevice
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Checkpoints(Callback):
         """
         if self.ended_by:
             return
-        trainer.precision_plugin.arrived()
+        trainer.lightning_module.arrived()
         ranks = trainer.lightning_module.ranks
         if ranks.any(not _all_finite(trainer)):
             raise NotFinite(f"A weight is inf or nan at step {trainer.global_step}, so no checkpoint was saved.")
@@ -193,8 +193,8 @@ class Checkpoints(Callback):
 
 def _all_finite(trainer: Trainer) -> bool:
     """Returns whether all numbers of this process's weights are finite."""
-    stored, local = trainer.precision_plugin.stored, trainer.lightning_module.ranks.local
-    weights = (stored(local(p)) for p in trainer.lightning_module.parameters())
+    module = trainer.lightning_module
+    weights = (module.stored(module.ranks.local(p)) for p in module.parameters())
     return all(finite(weight) for weight in weights if not weight.is_meta)
 
 

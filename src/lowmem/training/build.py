@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from lowmem.model.generation import prompt_ids
 from lowmem.model.loading import Described
 from lowmem.model.magnitude import WIDER, check_holds
 from lowmem.model.trainable import digest, digest_of_base
+from lowmem.offload.master_weights import MasterWeights
 from lowmem.report import sample
 from lowmem.saving import checkpoint
 from lowmem.system.errors import Refused
@@ -265,6 +267,11 @@ def causal_lm(
     update = Update(optimizer(run), instantiate(run.scheduler), **bounds, skips_faults=skips, early=run.early)
     at_once = run.windows.largest if run.by_layer and run.windows is not None else 1
     return CausalLM(network, loss, update, Placement(weights, tiles, ranks, at_once))
+
+
+def callbacks(run: Run) -> list[Callback]:
+    """Returns the callbacks of techniques."""
+    return [*([MasterWeights()] if run.masters else []), *map(instantiate, run.callbacks.values())]
 
 
 def _loss(run: Run) -> Loss:

@@ -1,12 +1,9 @@
 """The LightningModule: one window of micro-batches in, one optimizer step out. It knows no technique by name.
 
 Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
-saves checkpoints inside a window. So the step is written out here: one Lightning batch is one whole window, which makes
-every checkpoint stand between windows by construction.
-
-`training_step` reads downwards: forward and backward of each micro-batch, gradients gathered, checked, clipped, stepped
-and cleared. The module calls its strategy (`ranks`) and the precision plugin, and two calls come back: `ranks.forward`
-is an engine around `forward`, and `optimizer.step` clips in `on_before_optimizer_step`, as Lightning has it.
+saves checkpoints inside a window. So the step is written out here, in `training_step`: one Lightning batch is one whole
+window, which makes every checkpoint stand between windows by construction. docs/one-step.md draws where the work of a
+step runs.
 """
 
 import logging
@@ -26,16 +23,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowmem.data.loader import MicroBatch, Position, Window
 from lowmem.model.auxiliary_loss import AuxiliaryLoss
 from lowmem.model.trainable import checkpoint_state, trains_everything
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.offload.micro_batches import Generators
+from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.saving import by_name, random_states
 from lowmem.saving.checkpoint_folder import Stored
-from lowmem.techniques.arithmetic.fp32_halves import joined
+from lowmem.step.fp32_halves import joined
+from lowmem.step.gradients import Gradients
+from lowmem.step.optimizer import WindowOptimizer
+from lowmem.system.lightning_private import call_before_optimizer_step
 from lowmem.techniques.gradient_checkpointing.slices import Tiles
 from lowmem.techniques.loss.cross_entropy import as_loss
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
-from lowmem.techniques.weights.resident import Resident
 from lowmem.training.non_finite import NonFiniteSteps
-from lowmem.training.passes import MicroBatchPass, run_forward_passes, states_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Update(NamedTuple):
 class Placement:
     """Says where a model computes: by default on one device."""
 
-    weights: Resident = field(default_factory=Resident)  # where weights are while no block needs them
+    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # where weights are while no block needs them
     tiles: Tiles | None = None  # the modules that are computed in slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
     at_once: int = 1  # forward passes of an evaluation that go through a block in one turn of it
@@ -90,6 +91,8 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
+        self.masters: MasterWeights | None = None  # set by that callback: the host steps
+        self.optimizer: WindowOptimizer | None = None  # the one that Lightning knows
         self.at_once = placement.at_once
         # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
         self.strict_loading = trains_everything(model)
@@ -102,17 +105,9 @@ class CausalLM(LightningModule):
         # of the last window, before clipping; None: unknown, since the host stepped each gradient as it arrived
         self.gradient_norm: Tensor | None = None
         self.identity: dict[str, str] = {}  # the tokenizer's digest and the like, in every checkpoint
-        self.last_micro_batch = False  # whether the current micro-batch is its window's last
         self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
-        # the lower halves of weights that are loaded next, see `techniques/arithmetic/fp32_halves.py`
+        # the lower halves of weights that are loaded next, see `step/fp32_halves.py`
         self._rests: dict[str, Tensor] = {}
-        # gives a precision with masters those of weights in 16 bits; None: there is none, as in an export
-        self._load_rests: Callable[[Mapping[str, Tensor]], None] | None = None
-
-    def setup(self, stage: str) -> None:
-        precision = self.trainer.precision_plugin
-        precision.global_norm = self.ranks.norm
-        self._load_rests = precision.load_rests if precision.optimizer_side == "host" else None
 
     @property
     def local_parameters(self) -> nn.Module:
@@ -133,19 +128,30 @@ class CausalLM(LightningModule):
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
-        if not window.weight:
-            return self._nothing_to_learn(torch.zeros((), device=self.device), window)
+        """Makes one optimizer step, or none if a number is not finite. Returns: what callbacks read of the step."""
+        if not window.weight:  # no label counts: a step would apply weight decay and old momentum
+            return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
+        optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
         self._look_ahead([window.micro_batches])
-        loss_sum, auxiliary_sum = (self.ranks.run_window or self.run_window)(window)
-        self.ranks.gather_gradients()
-        mean = loss_sum / window.weight
-        stepped = self._step(mean, window)
-        self.position = window.end
-        self.tokens += window.input_tokens
-        self.learned_tokens += window.learned_tokens
-        auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / window.weight
-        counted = {"tokens": window.input_tokens, "learned_tokens": window.learned_tokens, "weight": window.weight}
-        return {"loss": mean, "auxiliary_loss": auxiliary_loss, **counted, "stepped": stepped}
+
+        # Forward and backward of each micro-batch: one after the other, layer by layer, or in stages. Masters with
+        # clip=null and optim.in_backward=true change weights in here, each as soon as its last gradient exists.
+        loss_sum, auxiliary_sum = (ranks.run_window or self.run_window)(window)
+        ranks.gather_gradients()
+
+        loss = loss_sum / window.weight
+        gradients = optimizer.finish(loss, precision.gradient_scale)  # reads the device, once
+        precision.update_scale(gradients.finite)
+        self.gradient_norm = gradients.norm if gradients.finite else None
+        stepped = self._usable(gradients, loss, window)
+        if stepped:
+            call_before_optimizer_step(self.trainer, optimizer)  # callbacks see gradients before they are clipped
+            optimizer.clip(gradients.norm, self.update.clip_value, self.update.clip)
+            self.optimizers().step()  # changes the weights; Lightning counts the step
+            self.lr_schedulers().step()
+        optimizer.drop_gradients(stepped)
+        ranks.clear_gradients()
+        return self._report(window, loss, auxiliary_sum, stepped)
 
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Computes forward and backward of all micro-batches.
@@ -153,15 +159,89 @@ class CausalLM(LightningModule):
         Returns: the sum of their losses, and of their auxiliary losses or None, over all ranks.
         """
         sums = LossSums(torch.zeros((), device=self.device))
-        passes, last = [], len(window.micro_batches) - 1
-        for number, states in enumerate(states_of(last + 1, self.device)):
-            run = partial(self._run_micro_batch, window.micro_batches[number], window.weight, sums)
-            begins = partial(setattr, self, "last_micro_batch", number == last)
-            passes.append(MicroBatchPass(run, begins, self.device, states))
-        self.weights.run_micro_batches(passes)
-        passes[0].restore()
+        runs = [partial(self._run_micro_batch, each, window.weight, sums) for each in window.micro_batches]
+        generators = Generators.of_window(self.device, len(runs))
+        self.weights.run_micro_batches(runs, generators)
+        generators.resume(0)
         all_sum = self.ranks.all_sum
         return all_sum(sums.loss), None if sums.auxiliary is None else all_sum(sums.auxiliary)
+
+    def _run_micro_batch(self, micro_batch: MicroBatch, weight: int, sums: LossSums) -> None:
+        ranks = self.ranks
+        with ranks.micro_batch_context(self.last_micro_batch):
+            with self.trainer.precision_plugin.forward_context():
+                loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
+            sums.loss += loss.detach()
+            if (auxiliary := self.auxiliary_loss.take()) is not None:
+                auxiliary = auxiliary * micro_batch.weight
+                sums.auxiliary = auxiliary.detach() + (0.0 if sums.auxiliary is None else sums.auxiliary)
+                loss = loss + auxiliary
+            self.manual_backward(loss * ranks.factor / weight)
+
+    def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
+        """Returns whether the window's gradients may be stepped with. Raises: NotFinite: a number is not finite, and
+        such steps are not skipped."""
+        usable = gradients.usable
+        if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
+            usable = not self.ranks.any(not usable)
+        if usable:
+            self.faults.none()
+        elif not (gradients.loss_is_finite and self.trainer.precision_plugin.lowered_scale):
+            # an overflow that a smaller loss scale may end is no fault
+            self.faults.meet(self, loss, window)
+        return usable
+
+    def _report(self, window: Window, loss: Tensor, auxiliary_sum: Tensor | None, stepped: bool) -> dict:
+        self.position = window.end
+        self.skipped_steps += not stepped
+        counted = {"tokens": window.input_tokens, "learned_tokens": window.learned_tokens, "weight": window.weight}
+        if not window.weight:
+            counted |= {"tokens": 0, "learned_tokens": 0}
+        self.tokens += counted["tokens"]
+        self.learned_tokens += counted["learned_tokens"]
+        auxiliary_loss = None if auxiliary_sum is None else auxiliary_sum / window.weight
+        return {"loss": loss, "auxiliary_loss": auxiliary_loss, **counted, "stepped": stepped}
+
+    @property
+    def last_micro_batch(self) -> bool:
+        """Returns whether the micro-batch that computes is its window's last."""
+        return self.weights.last
+
+    @property
+    def phase_after_backward(self) -> str:
+        """Returns the phase that begins when a micro-batch's backward pass has ended. Where micro-batches overlap the
+        next one is in backward, too. The step begins with the norm of the gradients."""
+        if self.last_micro_batch:
+            return "step"
+        return "backward" if self.weights.overlaps else "forward"
+
+    def configure_optimizers(self) -> dict:
+        if self.masters is not None:
+            self.optimizer = self.masters.optimizer(self.update.optimizer, self.model)
+        else:
+            inner = self.update.optimizer(self.model, self.ranks.local)
+            precision = self.trainer.precision_plugin
+            self.optimizer = precision.optimizer(inner, self.ranks.local_parameters(self), self.ranks.norm)
+        schedule = {"scheduler": self.update.scheduler(self.optimizer), "interval": "step"}
+        return {"optimizer": self.optimizer, "lr_scheduler": schedule}
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Returns when each weight is that of the last step. It is called before weights are read outside of a forward
+        pass."""
+        if self.masters is not None:
+            self.masters.arrived()
+
+    def stored(self, p: nn.Parameter) -> Tensor:
+        """Returns a weight as it was last stepped, wherever it is; it is called after `arrived`. The parameter of a
+        weight that streams holds no values while its block does not compute."""
+        return (self.masters or self.weights).stored(p)
+
+    def full_precision(self, p: nn.Parameter) -> Tensor:
+        """Returns a weight at its full precision; if the host stores it in another form, a copy. It is called after
+        `arrived`."""
+        return self.weights.stored(p) if self.masters is None else self.masters.full_precision(p)
 
     def _look_ahead(self, groups: Iterable[Sequence[MicroBatch]]) -> None:
         """Tells a loss that depends on all micro-batches at once about them. Args: groups: evaluated at once, each."""
@@ -188,78 +268,6 @@ class CausalLM(LightningModule):
             self.run_at_once([partial(compute, number) for number in range(len(micro_batches))])
         self.model.train(training)
         return found
-
-    @property
-    def phase_after_backward(self) -> str:
-        """Returns the phase that begins when a micro-batch's backward pass has ended. Where micro-batches overlap the
-        next one is in backward, too. The step begins with the norm of the gradients."""
-        if self.last_micro_batch:
-            return "step"
-        return "backward" if self.weights.overlaps else "forward"
-
-    def _run_micro_batch(self, micro_batch: MicroBatch, weight: int, sums: LossSums) -> None:
-        ranks = self.ranks
-        with ranks.micro_batch_context(self.last_micro_batch):
-            with self.trainer.precision_plugin.forward_context():
-                loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
-            sums.loss += loss.detach()
-            if (auxiliary := self.auxiliary_loss.take()) is not None:
-                auxiliary = auxiliary * micro_batch.weight
-                sums.auxiliary = auxiliary.detach() + (0.0 if sums.auxiliary is None else sums.auxiliary)
-                loss = loss + auxiliary
-            self.manual_backward(loss * ranks.factor / weight)
-
-    def _nothing_to_learn(self, nothing: Tensor, window: Window) -> dict:
-        """Skips a window without a label that counts: a step would apply weight decay and old momentum."""
-        self.skipped_steps += 1
-        self.position = window.end
-        counted = {"tokens": 0, "learned_tokens": 0, "weight": 0}
-        return {"loss": nothing, "auxiliary_loss": None, **counted, "stepped": False}
-
-    def _step(self, loss: Tensor, window: Window) -> bool:
-        """Makes one optimizer step, or none if scaled gradients overflowed or a number is not finite."""
-        optimizer = self.optimizers()
-        stepped = self._may_step(optimizer.optimizer, loss, window)
-        if stepped:
-            optimizer.step()  # calls `on_before_optimizer_step` of the callbacks, then ours
-            self.lr_schedulers().step()
-        else:
-            self.skipped_steps += 1
-        self.trainer.precision_plugin.drop_gradients(optimizer.optimizer)
-        self.ranks.clear_gradients()
-        return stepped
-
-    def _may_step(self, optimizer: Optimizer, loss: Tensor, window: Window) -> bool:
-        precision = self.trainer.precision_plugin
-        usable = precision.unscale(optimizer)
-        self.gradient_norm = precision.norm(self.local_parameters) if usable else None
-        # The only number that each window reads from the device. Where masters step early, `MasterWeights` has read the
-        # loss before the first step.
-        watched = loss if self.gradient_norm is None else loss + self.gradient_norm
-        finite = self.update.early or bool(watched.isfinite())
-        if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
-            finite = not self.ranks.any(not finite)
-        if finite and usable:
-            self.faults.none()
-        elif not (finite and precision.lowered_scale):  # an overflow that a smaller loss scale may end is no fault
-            self.faults.meet(self, loss, window)
-            precision.forget()
-        return finite and usable
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Clips, after every callback has seen the gradients. A stored gradient is the true one times the precision's
-        `gradient_scale`, which is 1 except in 16-true; masters have none at the parameters. `gradient_norm` is true."""
-        precision = self.trainer.precision_plugin
-        precision.clip(self.local_parameters, self.update.clip_value, self.update.clip, self.gradient_norm)
-
-    def configure_optimizers(self) -> dict:
-        precision = self.trainer.precision_plugin
-        made = self.update.optimizer(self.model, lambda p: precision.master(self.ranks.local(p)), precision.restored)
-        optimizer = precision.prepare_optimizer(made)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.update.scheduler(optimizer), "interval": "step"},
-        }
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -298,7 +306,7 @@ class CausalLM(LightningModule):
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
         """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
         the random numbers of each; None: they draw none."""
-        run_forward_passes(self.weights, computations, self.at_once, self.device, seed)
+        self.weights.run_forward_passes(computations, self.at_once, self.device, seed)
 
     def on_validation_epoch_end(self) -> None:
         if self._val_batches == sum(self.trainer.num_val_batches):
@@ -378,7 +386,7 @@ class CausalLM(LightningModule):
             self._rests = {}
             return None
         held = dict(self.named_parameters())  # tied parameters once
-        takes = self._load_rests is not None
+        takes = self.masters is not None
         narrow = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
             if name in state_dict and name not in narrow:  # a master of more bits than the model was read in
@@ -388,7 +396,7 @@ class CausalLM(LightningModule):
             if name not in narrow:
                 held[name].data.copy_(joined(state_dict[name], rest))
         if takes:
-            self._load_rests({name: self._rests[name] for name in narrow})
+            self.masters.rests = {name: self._rests[name] for name in narrow}
         self._rests = {}
         return loaded
 

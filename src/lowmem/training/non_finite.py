@@ -42,9 +42,7 @@ class NonFiniteSteps:
 def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Returns a sentence: which step, which numbers are not finite, on which sequences."""
     trainer = module.trainer
-    names = module.ranks.all_gather(
-        trainer.precision_plugin.first_not_finite(module.ranks.local_parameters(module))
-    )  # each rank knows its own shard
+    names = module.ranks.all_gather(module.optimizer.first_not_finite())  # each rank knows its own shard
     name = next(filter(None, names), None)
     faults = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
     faults += [f"the gradient of {name} (the first such parameter) is not finite"] if name else []

@@ -182,7 +182,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
         strategy=ranks.lightning(),
         inference_mode=not ranks.several,
         plugins=list(map(instantiate, run.trainer.plugins.every())),
-        callbacks=[*map(instantiate, run.callbacks.values()), collector],
+        callbacks=[*build.callbacks(run), collector],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     try:

@@ -12,8 +12,9 @@ from lowmem.model.trainable import parameters, trainable
 from lowmem.report import drive_figures, ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.saving.export_adapter import is_adapted
+from lowmem.step.one_weight import RunsAs
+from lowmem.step.optimizer import WindowOptimizer
 from lowmem.system.terminal import folded
-from lowmem.techniques.optim.contract import RunsAs
 from lowmem.training.training import Training
 
 
@@ -51,7 +52,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "drive": drive_figures.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": run.batch_size,
-        "optimizer": _stepped_by(next(iter(training.trainer.optimizers), None)),
+        "optimizer": _stepped_by(module.optimizer),
         "parameters": parameters(module.model),
         "trained_parameters": sum(p.numel() for _, p in trainable(module.model)),
         "interrupted": stop.interrupted,
@@ -65,10 +66,11 @@ def _numbers(training: Training, run: Run) -> dict:
     }
 
 
-def _stepped_by(optimizer: object | None) -> str | None:
+def _stepped_by(optimizer: WindowOptimizer | None) -> str | None:
     """Names the optimizer's class, and the way in which it steps where it has several. None: nothing stepped."""
     if optimizer is None:
         return None
+    optimizer = optimizer.inner
     how = f" ({optimizer.runs_as()})" if isinstance(optimizer, RunsAs) else ""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{how}"
 

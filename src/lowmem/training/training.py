@@ -73,7 +73,7 @@ class Training:
 
     def shard(self, p: nn.Parameter) -> Tensor:
         """Returns this process's shard of a weight at full precision."""
-        return self.trainer.precision_plugin.full_precision(self.module.ranks.local(p))
+        return self.module.full_precision(self.module.ranks.local(p))
 
     def close(self) -> None:
         self.watchers.meter.close()
@@ -291,7 +291,7 @@ def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
 def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
     """Lists them in the order in which Lightning calls them. Raises: Refused: early stopping watches what the loss does
     not show."""
-    callbacks = [watchers.stop, watchers.meter, watchers.metrics, *map(instantiate, run.callbacks.values())]
+    callbacks = [watchers.stop, watchers.meter, watchers.metrics, *build.callbacks(run)]
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:
         watch = run.early_stop.watch

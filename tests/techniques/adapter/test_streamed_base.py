@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from host_memory import linux
 from lowmem.model.blocks import blocks
 from lowmem.model.trainable import stored_weights
+from lowmem.offload.registered import Registered
 from lowmem.system.errors import NotFinite
 from lowmem.system.scratch_file import PAGE
-from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import LateLane
 from pairwise import pairwise
@@ -78,9 +78,9 @@ def test_what_travels_is_the_packed_base_and_nothing_of_it_comes_back(config, tm
     weights.finish()
     assert weights.drive.written_bytes >= moved_in[0] > 0
     files = weights._on_drive._weights._every  # whose first page stays free
-    assert weights.drive.written_bytes == sum(shelf.size - PAGE for shelf in files)
+    assert weights.drive.written_bytes == sum(swap_file.size - PAGE for swap_file in files)
     assert weights.drive.read_bytes > 2 * weights.drive.written_bytes
-    streaming = {tensor for home in weights.homes for tensor in home.places}
+    streaming = {tensor for host_block in weights.host_blocks for tensor in host_block.spans}
     for block in blocks(model):
         for tensor in stored_weights(block):
             assert (tensor in streaming) == (not tensor.requires_grad)
@@ -89,8 +89,8 @@ def test_what_travels_is_the_packed_base_and_nothing_of_it_comes_back(config, tm
 def test_a_block_of_trained_weights_streams_them_all(config):
     """A few frozen ones change nothing: only a block that is mostly frozen leaves what is trained on the device."""
     weights = trained(config, STREAMS, "llama", lines("llama", "max_steps=1", "freeze=['*.up_proj.*']")).module.weights
-    for home, block in zip(weights.homes, weights.blocks, strict=True):
-        assert {*home.places} == {*block.parameters()}
+    for host_block, block in zip(weights.host_blocks, weights.blocks, strict=True):
+        assert {*host_block.spans} == {*block.parameters()}
 
 
 PACKING = """

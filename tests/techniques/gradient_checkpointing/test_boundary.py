@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from devices import each_device
-from lowmem.system.copy_lanes import CardLane
+from lowmem.offload.copy_lanes import CardLane
 from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import Chain, OnHost
 from same import last, same

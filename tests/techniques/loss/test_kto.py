@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lowmem.techniques.precision.host_masters import BFloat16Master
 from test_preference import COLOURS, FP32, apart, gradients, preferences
 
 import pair_oracle
@@ -16,12 +17,12 @@ from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.fit import fit as fit_run
 from lowmem.model import loading
+from lowmem.offload.host_weight import HostWeight
+from lowmem.offload.master_weights import MasterWeights
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.preference import KTO
-from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.host_weight import HostWeight
 from lowmem.training import training
-from lowmem.training.build import causal_lm
+from lowmem.training.build import callbacks, causal_lm
 from lowmem.training.module import CausalLM
 from networks import network
 from parity import deviations, overrides, trainer
@@ -174,7 +175,7 @@ def last_micro_batch_counts_less(monkeypatch):
 def products_in_fp32(monkeypatch):
     """Stores the weights of bf16-master in fp32. They stream, and their gradients are added, as in 16 bits."""
     monkeypatch.setattr(BFloat16Master, "dtype", torch.float32)
-    monkeypatch.setattr(BFloat16Master, "new_host_weight", lambda self, *args: HostWeight(*args, self.dtype))
+    monkeypatch.setattr(MasterWeights, "_new", lambda self, *args: HostWeight(*args, self.precision.dtype))
 
 
 def window_of(config, size, lines):
@@ -187,7 +188,7 @@ def window_of(config, size, lines):
     drawn = pair_oracle.RaggedAnswers(ANSWERS, LENGTH, 300)
     windows = WindowLoader(drawn, Share(size), lambda *_: ANSWERS // size, seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), seen]).fit(module, windows)
+    trainer(cfg, plugins, [*callbacks(cfg), seen]).fit(module, windows)
     return seen.losses.seen[0], torch.cat([(a - b).flatten() for a, b in zip(start, seen.masters, strict=True)])
 
 

@@ -10,9 +10,9 @@ from transformers import GPT2LMHeadModel
 from lowmem.data.loader import MicroBatch
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
+from lowmem.model import head_tiles
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
-from lowmem.techniques.loss import head_tiles
 from lowmem.techniques.loss import tiled as tiled_loss
 from lowmem.techniques.loss.cross_entropy import counted
 from lowmem.techniques.loss.head import enter

@@ -31,7 +31,7 @@ from lowmem.data.pairs import PairBatch
 from lowmem.data.rated import RatedBatch
 from lowmem.model import loading
 from lowmem.techniques.loss.preference import KTO
-from lowmem.training.build import causal_lm
+from lowmem.training.build import callbacks, causal_lm
 from parity import MODEL, trainer
 
 pytest.importorskip("trl", reason="needs pip install -e '.[trl]'")
@@ -226,7 +226,7 @@ def ours(written, *overrides):
     watch = Watch(per_token="loss=ipo" in overrides)
     windows = WindowLoader(rows, Share(BATCH), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    trainer(cfg, plugins, [*map(instantiate, cfg.callbacks.values()), watch]).fit(module, windows)
+    trainer(cfg, plugins, [*callbacks(cfg), watch]).fit(module, windows)
     return Course(np.array(watch.losses), np.array(watch.rewards))
 
 

@@ -10,11 +10,11 @@ from transformers import optimization
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from lowmem.plan.tracing.shapes import OPERATORS, ShapeMode
+from lowmem.step.gradients import AS_STORED, Reading
+from lowmem.step.one_weight import Step
 from lowmem.system import process
-from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
 from lowmem.techniques.optim import adafactor
 from lowmem.techniques.optim.adafactor import Adafactor
-from lowmem.techniques.optim.contract import Step
 from new_process import in_a_new_process
 
 pytestmark = pytest.mark.kernels

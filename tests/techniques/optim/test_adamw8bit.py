@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from host_memory import linux
-from lowmem.techniques.arithmetic import fp32_halves
-from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
+from lowmem.step import fp32_halves
+from lowmem.step.gradients import AS_STORED, Reading
+from lowmem.step.one_weight import Step
 from lowmem.techniques.optim import adamw8bit, compiled
 from lowmem.techniques.optim.adamw8bit import BLOCK, HostAdamW8bit
-from lowmem.techniques.optim.contract import Step
 
 pytestmark = pytest.mark.kernels
 KINDS = ("gaussian", "heavy tails", "scales", "sparse", "sparse rows", "constant", "constant in time")

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from lowmem.config.declarations import techniques
+from lowmem.offload.host_weight import HostWeight
+from lowmem.step.gradients import norm_of_all
+from lowmem.step.one_weight import Step
+from lowmem.step.optimizer import WindowOptimizer
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, build
-from lowmem.techniques.optim.contract import Step
-from lowmem.techniques.precision.host_weight import HostWeight
 from lowmem.techniques.precision.weights_16bit import BFloat16Stochastic
 from lowmem.training.build import optimizer
 
@@ -118,12 +120,12 @@ def in_fp32(model, make):
 
 def in_bf16_sr(model, make):
     """The precision widens one weight at a time for the step, and rounds the new one at random."""
-    p, precision = model.weight, BFloat16Stochastic()
-    made = make(model)
+    p = model.weight
+    narrow = BFloat16Stochastic().optimizer(make(model), model, norm_of_all)
     p.data = p.data.bfloat16()
     for g in gradients():
         p.grad = g.bfloat16()
-        precision.update(made, made.param_groups[0], p)
+        narrow.step()
     return p.detach().float()
 
 
@@ -136,7 +138,7 @@ def in_bf16_master(model, make):
         made = HostWeight("weight", p, torch.bfloat16)
         return made.wide
 
-    stepped = make(model, master)
+    stepped = WindowOptimizer(make(model, master))
     for g in gradients():
         made.step(stepped, Step(g.bfloat16(), stepped.param_groups[0], made.wide, narrow=made.narrow))
     return made.wide.detach()

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+import host_masters
 import parity
 from lowmem.config.declarations import techniques
 from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import MicroBatch
 from lowmem.memory.ledger import optimizer_state, plain_tensors
+from lowmem.step.gradients import norm_of_all
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.optim.build import parameter_groups
 from lowmem.training.build import optimizer
@@ -213,11 +215,14 @@ def test_kernels_that_decay_after_the_update_change_no_bit(config, monkeypatch, 
         torch.manual_seed(0)
         cfg = config(f"optim={optim}", f"precision={precision}", "lr=1e-2", "optim.weight_decay=2")
         model, plugin = nn.Linear(64, 128, bias=False), instantiate(cfg.trainer.plugins.precision, device="cpu")
-        plugin.convert_module(model)
-        made = plugin.prepare_optimizer(optimizer(cfg)(model, plugin.master))
+        if cfg.masters:
+            made = host_masters.made(model, plugin).optimizer(optimizer(cfg), model)
+        else:
+            made = plugin.optimizer(optimizer(cfg)(model), model, norm_of_all)
         for _ in range(3):
             model.weight.grad = torch.randn(128, 64, dtype=model.weight.dtype)
-            plugin.collect(model.weight)
+            if cfg.masters:
+                made.collect(model.weight)
             made.step()
         return model.weight.detach().clone(), made
 
@@ -270,10 +275,10 @@ def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, m
         monkeypatch.setattr(build, "_restore_in_saved_dtypes", lambda optimizer, restored: None)
     model = nn.Linear(64, 128).bfloat16()
     made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
-    for group in made.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn_like(p)
-            BFloat16Weights().update(made, group, p)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    made = BFloat16Weights().optimizer(made, model, norm_of_all)
+    made.step()
     other.load_state_dict(made.state_dict())
     same = [
         one.dtype == two.dtype and torch.equal(one, two)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from conftest import ROOT
-from lowmem.techniques.precision import fp32_weights, host_masters, weights_16bit
+from lowmem.techniques.precision import fp32_weights, masters, weights_16bit
 from lowmem.techniques.precision.contract import BasePrecision
 from lowmem.techniques.precision.loss_scale import ScaledLoss
 
 SOURCE = ROOT / "src" / "lowmem"
 EVERY = [
     value
-    for module in (fp32_weights, weights_16bit, host_masters)
+    for module in (fp32_weights, weights_16bit, masters)
     for value in vars(module).values()
     if inspect.isclass(value) and issubclass(value, BasePrecision) and value.__module__ == module.__name__
 ]

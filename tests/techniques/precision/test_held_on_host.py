@@ -1,18 +1,24 @@
 """Tests how the host stores one weight between two steps: its random numbers, its memory, what a checkpoint
 gets of it."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import parity
+from host_masters import made
 from lowmem.config.instantiate import instantiate
+from lowmem.offload import host_weight
+from lowmem.offload.host_weight import HostWeight, SplitHostWeight, StochasticHostWeight
+from lowmem.offload.master_weights import MasterWeights
 from lowmem.saving.checkpoint import complete
 from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
-from lowmem.techniques.precision import host_weight
-from lowmem.techniques.precision.bf16_on_host import BFloat16Stochastic
-from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.host_weight import HostWeight, SplitHostWeight, StochasticHostWeight
+from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.precision.weights_16bit import BFloat16Stochastic
+from lowmem.training.build import callbacks
 from streams import built, lines
 from two_models import configured, windows
 
@@ -22,17 +28,16 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
 def stepped_at_random(seed, steps):
     """Weights of two parameters that begin alike, after so many steps alike, each of a quarter of bf16's spacing."""
     torch.manual_seed(seed)
-    two, plugin = nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2)), BFloat16Stochastic()
-    plugin.convert_module(two)
-    optimizer = plugin.prepare_optimizer(torch.optim.SGD([plugin.master(p) for p in two], lr=1.0))
+    two = nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    masters = made(two, BFloat16Stochastic())
+    optimizer = masters.optimizer(MakeOptimizer(partial(torch.optim.SGD, lr=1.0)), two)
     for _ in range(steps):
         for p in two:
             p.data.fill_(1.0)
-            plugin.masters[id(p)].own.fill_(1.0)
+            masters.masters[p].own.fill_(1.0)
             p.grad = torch.full_like(p, -(2**-9))
-            plugin.collect(p)
+            optimizer.collect(p)
         optimizer.step()
-    plugin.teardown()
     return [p.data for p in two]
 
 
@@ -72,24 +77,21 @@ def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, w
     module = built(cfg, "llama")
     for _ in range(2):
         before = [p.detach().clone() for p in module.model.parameters()]
-        trainer = parity.trainer(
-            cfg, list(map(instantiate, cfg.trainer.plugins.every())), list(map(instantiate, cfg.callbacks.values()))
-        )
+        trainer = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks(cfg))
         trainer.fit(module, windows(cfg))
         assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16}
         assert not any(torch.equal(p, old) for p, old in zip(module.model.parameters(), before, strict=True))
 
 
 def test_a_weight_that_is_not_contiguous_is_stepped():
-    layer, plugin = nn.Linear(128, 64, bias=False), BFloat16Master()
+    layer = nn.Linear(128, 64, bias=False)
     layer.weight.data = torch.randn(128, 64).t()
-    plugin.convert_module(layer)
-    before, master = layer.weight.detach().clone(), plugin.master(layer.weight)
-    optimizer = plugin.prepare_optimizer(HostAdamW8bit([master], lr=1.0))
+    masters = made(layer)
+    before = layer.weight.detach().clone()
+    optimizer = masters.optimizer(MakeOptimizer(partial(HostAdamW8bit, lr=1.0)), layer)
     layer.weight.grad = torch.ones_like(layer.weight)
-    plugin.collect(layer.weight)
+    optimizer.collect(layer.weight)
     optimizer.step()
-    plugin.teardown()
     assert layer.weight.lt(before).all()
     halves = SplitHostWeight("w", nn.Parameter(torch.randn(128, 64).t()), torch.bfloat16)
     assert halves.narrow.is_contiguous() and halves.rest.is_contiguous()
@@ -100,12 +102,11 @@ def test_a_weight_that_is_not_contiguous_is_stepped():
 
 def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
     module = built(configured(config, *lines("llama", *STREAMED)), "llama")
-    plugin, frozen = BFloat16Master(), module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    plugin.weights, expected = module.weights, frozen.detach().bfloat16()
-    plugin.convert_module(module.model)
-    assert frozen.isnan().all() and torch.equal(plugin.full_precision(frozen), expected)
+    frozen = module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    expected = frozen.detach().bfloat16()
+    masters = made(module.model, weights=module.weights)
+    assert frozen.isnan().all() and torch.equal(masters.full_precision(frozen), expected)
     module.weights.stop()
-    plugin.teardown()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -161,10 +162,18 @@ def test_a_buffer_that_the_host_drops_while_memory_is_counted_is_no_tensor_less(
     assert all(torch.is_tensor(one) for one in Dropping("w", nn.Parameter(torch.zeros(4)), torch.float16).tensors())
 
 
-def test_a_run_goes_on_that_never_stepped_at_random_on_the_host():
-    layer, plugin = nn.Linear(2, 2).bfloat16(), BFloat16Stochastic()
-    plugin.convert_module(layer)
-    plugin.masters[id(layer.weight)].steps = 3
-    plugin.load_state_dict({"held": {}})  # of a precision that steps on the device, under the same name
-    assert plugin.state_dict()["steps"] == {"weight": 0, "bias": 0}
-    plugin.teardown()
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ({"random_roundings": {"weight": 3, "bias": 2}}, 3),
+        ({"BFloat16Stochastic": {"steps": {"weight": 3}}}, 3),  # of an earlier version
+        ({"BFloat16Stochastic": {"held": {}}}, 0),  # of a run that stepped on the device
+        ({}, 0),
+    ],
+)
+def test_a_run_goes_on_with_the_random_numbers_of_its_checkpoint(checkpoint, expected):
+    callback, precision = MasterWeights(), BFloat16Stochastic()
+    callback.on_load_checkpoint(SimpleNamespace(precision_plugin=precision), None, checkpoint)
+    callback.precision = precision
+    host_weight = callback._new("weight", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
+    assert host_weight.steps == expected

@@ -1,13 +1,18 @@
 """16-bit weights on the device, fp32 masters on the host: the bits of the naive loop with two whole models."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from conftest import ROOT
-from lowmem.techniques.arithmetic import fp32_halves
-from lowmem.techniques.precision import host_weight
-from lowmem.techniques.precision.host_masters import BFloat16Master, Float16Master, HostMasters
+from host_masters import made
+from lowmem.offload import host_weight
+from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.step import fp32_halves
+from lowmem.techniques.optim.build import MakeOptimizer
 from pairwise import pairwise
 from two_models import CLIPS, OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 
@@ -110,17 +115,16 @@ def test_tied_weights_stay_tied(config):
 
 def tied():
     """(start, stepped): weights in bf16 whose masters lie halfway to the next; of six steps none would."""
-    layer, plugin = nn.Linear(1, 1, bias=False), BFloat16Master()
+    layer = nn.Linear(1, 1, bias=False)
     layer.weight.data.fill_(1 + 2**-8)
-    plugin.convert_module(layer)
+    masters = made(layer)
     start = layer.weight.item()
-    optimizer = plugin.prepare_optimizer(torch.optim.SGD([plugin.master(layer.weight)], lr=1.0))
+    optimizer = masters.optimizer(MakeOptimizer(partial(torch.optim.SGD, lr=1.0)), layer)
     layer.weight.grad = torch.full_like(layer.weight, -(2**-6))
-    plugin.collect(layer.weight)
+    optimizer.collect(layer.weight)
     optimizer.step()
-    plugin.arrived()
-    plugin.teardown()
-    assert plugin.master(layer.weight).item() == 1 + 2**-6 + 2**-8
+    masters.arrived()
+    assert masters.full_precision(layer.weight).item() == 1 + 2**-6 + 2**-8
     return start, layer.weight.item()
 
 
@@ -134,25 +138,24 @@ def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(m
 
 
 def masters_from_rounded_weights(monkeypatch):
-    right = HostMasters.convert_module
+    right = MasterWeights.make
 
     def wrong(self, module):
         for p in module.parameters():
-            p.data = p.data.to(self.dtype).float()
-        return right(self, module)
+            p.data = p.data.to(self.precision.dtype).float()
+        right(self, module)
 
-    monkeypatch.setattr(HostMasters, "convert_module", wrong)
+    monkeypatch.setattr(MasterWeights, "make", wrong)
 
 
 def clipped_before_unscaling(monkeypatch):
-    right = Float16Master.unscale
+    right = HostOptimizer.finish
 
-    def wrong(self, optimizer):
-        finite = right(self, optimizer)
-        self._norms = [norm * self.gradient_scale for norm in self._norms]
-        return finite
+    def wrong(self, loss, scale):
+        gradients = right(self, loss, scale)
+        return gradients._replace(norm=gradients.norm * scale)
 
-    monkeypatch.setattr(Float16Master, "unscale", wrong)
+    monkeypatch.setattr(HostOptimizer, "finish", wrong)
 
 
 def one_gradient_dropped(monkeypatch):

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lowmem.memory.ledger import optimizer_state
+from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.saving.checkpoint import complete
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.host_masters import HostMasters
 from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.training.module import CausalLM
 
@@ -50,7 +50,7 @@ def test_the_device_holds_two_bytes_per_parameter_and_never_all_gradients(fit, p
 @pytest.mark.parametrize("wrong", [False, True])
 def test_gradients_never_stand_together(fit, monkeypatch, wrong):
     """Wrong: they are held until the window ends, as without hooks."""
-    fetch, live, most, held = HostMasters._fetch, [0], [0], []
+    fetch, live, most, held = HostOptimizer._fetch, [0], [0], []
 
     def watched(self, p, take):
         size = p.grad.nbytes
@@ -61,7 +61,7 @@ def test_gradients_never_stand_together(fit, monkeypatch, wrong):
             held.append(p.grad)
         fetch(self, p, take)
 
-    monkeypatch.setattr(HostMasters, "_fetch", watched)
+    monkeypatch.setattr(HostOptimizer, "_fetch", watched)
     summary, _ = fit("precision=bf16-master", "max_steps=1", *WIDE)
     largest = 2 * 300 * 64
     assert (most[0] == largest) != wrong and (most[0] >= 2 * summary["parameters"]) == wrong
@@ -131,8 +131,7 @@ def test_a_checkpoint_goes_on_in_another_precision_from_the_same_weights(fit, mo
     restored, start = {}, CausalLM.on_train_start
 
     def look(self):
-        plugin = self.trainer.precision_plugin
-        restored.update({name: plugin.master(p).detach().clone() for name, p in self.named_parameters()})
+        restored.update({name: self.full_precision(p).detach().clone() for name, p in self.named_parameters()})
         start(self)
 
     monkeypatch.setattr(CausalLM, "on_train_start", look)
@@ -182,10 +181,10 @@ def broken(monkeypatch):
     """(name of a parameter, windows) -> its gradient is infinite in these windows."""
 
     def arrange(name, which):
-        fetch = HostMasters._fetch
+        fetch = HostOptimizer._fetch
 
         def wrong(self, p, take):
-            if self.masters[id(p)].name.endswith(name) and counted[0] in which:
+            if self.masters[p].name.endswith(name) and counted[0] in which:
                 p.grad.fill_(float("inf"))
             fetch(self, p, take)
 
@@ -197,7 +196,7 @@ def broken(monkeypatch):
             finally:
                 counted[0] += 1
 
-        monkeypatch.setattr(HostMasters, "_fetch", wrong)
+        monkeypatch.setattr(HostOptimizer, "_fetch", wrong)
         monkeypatch.setattr(CausalLM, "training_step", counting)
 
     return arrange
@@ -228,7 +227,7 @@ def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch
     stepped = []
     right = CausalLM.manual_backward
     monkeypatch.setattr(CausalLM, "manual_backward", lambda self, loss: right(self, loss * float("nan")))
-    monkeypatch.setattr(HostMasters, "_update", lambda *_, **__: stepped.append(True))
+    monkeypatch.setattr(HostOptimizer, "_submit", lambda *_, **__: stepped.append(True))
     with pytest.raises(Refused, match="The loss is nan in step 1"):
         fit("precision=bf16-master", "clip=null")
     assert not stepped

@@ -10,10 +10,11 @@ from lowmem.config.instantiate import instantiate
 from lowmem.data.loader import Share, WindowLoader
 from lowmem.data.packing import Joined
 from lowmem.model import loading
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.step.optimizer import DeviceOptimizer
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss import cross_entropy as losses
 from lowmem.techniques.precision.fp32_weights import Float16Autocast
-from lowmem.techniques.precision.host_masters_callback import MasterWeights
 from lowmem.training.build import optimizer
 from lowmem.training.module import CausalLM, Update
 from tolerances import ADAMW_REORDERED, FP16
@@ -102,12 +103,12 @@ def test_clipping_before_unscaling_is_caught(trained, monkeypatch):
     right = Norms()
     trained("precision=16", "clip=0.5", callbacks=[right])
 
-    def clip_first(self, optimizer):
-        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
-        return unscale(self, optimizer)
+    def clip_first(self, *how):
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.5)
+        return finish(self, *how)
 
-    unscale = Float16Autocast.unscale
-    monkeypatch.setattr(Float16Autocast, "unscale", clip_first)
+    finish = DeviceOptimizer.finish
+    monkeypatch.setattr(DeviceOptimizer, "finish", clip_first)
     wrong = Norms()
     trained("precision=16", "clip=0.5", callbacks=[wrong])
     assert wrong.seen[0] < 0.01 * right.seen[0]
@@ -120,7 +121,7 @@ class Gradients(Callback):
         grads = [p.grad.float() for p in module.parameters() if p.grad is not None]
         self.true = float(module.gradient_norm)
         self.stored = float(torch.nn.utils.get_total_norm(grads)) if grads else None
-        self.scale = trainer.precision_plugin.gradient_scale
+        self.scale = optimizer.scale if grads else 1.0
 
 
 @pytest.mark.parametrize(
@@ -156,11 +157,8 @@ def test_both_clips_apply_value_first_then_norm(trained, monkeypatch):
     step = torch.optim.AdamW.step
 
     def spy(self, closure=None):
-        def then():
-            closure()
-            after["grads"] = [p.grad.clone() for g in self.param_groups for p in g["params"]]
-
-        return step(self, then)
+        after["grads"] = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+        return step(self, closure)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     trained("clip=0.05", "clip_value=0.01", callbacks=[before], steps=1)

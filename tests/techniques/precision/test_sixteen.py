@@ -10,15 +10,16 @@ import parity
 from lowmem.memory.ledger import Ledger
 from lowmem.memory.tracker import StorageTracker
 from lowmem.model import loading as models
-from lowmem.techniques.arithmetic.gradients import norm
-from lowmem.techniques.precision import fp32_weights, weights_16bit
+from lowmem.step import stochastic
+from lowmem.step.gradients import norm, norm_of_all
+from lowmem.step.stochastic import stochastically
+from lowmem.techniques.precision import fp32_weights
 from lowmem.techniques.precision.loss_scale import SMALLEST, LossScale
 from lowmem.techniques.precision.weights_16bit import (
     BFloat16Stochastic,
     BFloat16Weights,
     Float16Weights,
-    SixteenBitWeights,
-    stochastically,
+    NarrowOptimizer,
 )
 from lowmem.training import build
 from lowmem.training.module import CausalLM
@@ -43,14 +44,14 @@ def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_t
 @pytest.mark.parametrize("precision", DTYPES)
 def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, monkeypatch):
     seen = set()
-    update = SixteenBitWeights.update
+    step_one = NarrowOptimizer.step_one
 
-    def spying(self, optimizer, group, p):
+    def spying(self, group, p):
         seen.add(("gradient", p.grad.dtype))
-        update(self, optimizer, group, p)
-        seen.update(("state", value.dtype) for value in optimizer.state[p].values())
+        step_one(self, group, p)
+        seen.update(("state", value.dtype) for value in self.state[p].values())
 
-    monkeypatch.setattr(SixteenBitWeights, "update", spying)
+    monkeypatch.setattr(NarrowOptimizer, "step_one", spying)
     parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
     assert seen == {("gradient", DTYPES[precision]), ("state", torch.float32)}
 
@@ -59,14 +60,14 @@ def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, m
 def test_weights_and_gradients_have_half_of_the_bytes(config, precision, monkeypatch):
     """Counted on the live objects, after backward."""
     held = []
-    step = CausalLM._step
+    usable = CausalLM._usable
 
     def counting(self, *done):
         parameters = list(self.model.parameters())
         held.append((sum(p.nbytes for p in parameters), sum(p.grad.nbytes for p in parameters)))
-        return step(self, *done)
+        return usable(self, *done)
 
-    monkeypatch.setattr(CausalLM, "_step", counting)
+    monkeypatch.setattr(CausalLM, "_usable", counting)
     _, weights = parity.run(config(*parity.overrides(f"precision={precision}"), base=()))
     each = 4 if precision == "32" else 2
     assert held[0] == (each * sum(p.numel() for p in weights.values()),) * 2
@@ -77,6 +78,14 @@ def one_weight(value, dtype):
     return p, torch.optim.AdamW([p], lr=1e-5, eps=1e-8, weight_decay=0.0)
 
 
+def step_narrow(precision, optimizer, scale=1.0, lr=1e-5):
+    """Steps the optimizer's 16-bit weights once, as a run does."""
+    narrow = precision.optimizer(optimizer, nn.Module(), norm_of_all)
+    narrow.scale, narrow.param_groups[0]["lr"] = scale, lr
+    narrow.step()
+    optimizer.param_groups = narrow.param_groups
+
+
 def test_a_zero_gradient_is_no_nan_in_fp16():
     """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
     for plain in (True, False):
@@ -85,7 +94,7 @@ def test_a_zero_gradient_is_no_nan_in_fp16():
         if plain:
             optimizer.step()
         else:
-            Float16Weights().update(optimizer, optimizer.param_groups[0], p)
+            step_narrow(Float16Weights(), optimizer)
         assert bool(p.isnan().any()) == plain
 
 
@@ -93,14 +102,10 @@ def test_gradients_too_small_for_fp16_still_step():
     """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
     for unscaled_first in (False, True):
         p, optimizer = one_weight(0.01, torch.float16)
-        precision = Float16Weights()
-        precision.gradient_scale = 2.0**16
         p.grad = torch.full_like(p, 1e-8 * 2**16)
         if unscaled_first:  # the deliberately wrong variant
             p.grad.div_(2**16)
-            precision.gradient_scale = 1.0
-        group = optimizer.param_groups[0] | {"lr": 1e-3}
-        precision.update(optimizer, group, p)
+        step_narrow(Float16Weights(), optimizer, 1.0 if unscaled_first else 2.0**16, lr=1e-3)
         moved = 0.01 - p.detach().float().mean().item()
         assert (abs(moved) < 1e-5) if unscaled_first else moved == pytest.approx(1e-3 / 2, rel=0.1)  # g / (g + eps)
 
@@ -113,7 +118,7 @@ def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(p
     start = p.detach().float().mean().item()
     for _ in range(20):
         p.grad = torch.ones_like(p)
-        precision().update(optimizer, optimizer.param_groups[0], p)
+        step_narrow(precision(), optimizer)
     moved = start - p.detach().float().mean().item()
     # the mean of 4096 sums of 20 roundings, each off by at most 6e-5: standard error 20**0.5 * 3e-5 / 64 = 2e-6
     assert (moved == pytest.approx(2e-4, abs=1e-5)) if moves else moved == 0.0
@@ -152,7 +157,7 @@ def test_stochastic_rounding_keeps_finite_what_is_finite(on_host, monkeypatch):
     narrow = torch.empty(1000, dtype=torch.bfloat16)
     stochastically(wide, narrow, on_host=on_host)
     assert torch.equal(narrow.float(), wide.clamp(-largest, largest))
-    monkeypatch.setattr(weights_16bit, "LARGEST", float("inf"))  # wrong: the carry makes nearly all of them inf
+    monkeypatch.setattr(stochastic, "LARGEST", float("inf"))  # wrong: the carry makes nearly all of them inf
     stochastically(wide, narrow, on_host=on_host)
     assert narrow.isinf().sum() > 900
 
@@ -168,7 +173,7 @@ def at_once(wide):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, on_host, monkeypatch):
-    monkeypatch.setattr(weights_16bit, "CHUNK", 128)
+    monkeypatch.setattr(stochastic, "CHUNK", 128)
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
     torch.manual_seed(1)
@@ -191,7 +196,7 @@ def test_rounding_at_random_takes_scratch_of_a_piece(monkeypatch):
     ledger.own("weights", lambda: [wide, narrow])
     taken = {}
     for some in (1024, 256 * 128):
-        monkeypatch.setattr(weights_16bit, "CHUNK", some)
+        monkeypatch.setattr(stochastic, "CHUNK", some)
         with StorageTracker(ledger.storages()) as tracker:
             stochastically(wide, narrow)
         taken[some] = max(point.total for point in tracker.timeline()) - wide.nbytes - narrow.nbytes

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lowmem.plan.tracing.shapes import ShapeMode
-from lowmem.techniques.arithmetic import fp32_halves
+from lowmem.step import fp32_halves
 
 AT_ONCE = 1 << 20
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from lowmem.data.loader import MicroBatch
+from lowmem.offload.host_block import HostBlock
+from lowmem.offload.host_weight import SplitHostWeight
+from lowmem.offload.link import StagedLink
+from lowmem.step.fp32_halves import joined
 from lowmem.system.errors import NotFinite, Refused
 from lowmem.system.torch_private import in_backward
-from lowmem.techniques.arithmetic.fp32_halves import joined
 from lowmem.techniques.gradient_checkpointing.policies import every_layer
 from lowmem.techniques.loss import cross_entropy as losses
-from lowmem.techniques.precision.host_weight import SplitHostWeight
-from lowmem.techniques.weights.link import StagedLink
-from lowmem.techniques.weights.resident import Home
 from lowmem.techniques.weights.streamed import Streamed
 from made_up import ClockLane, LateLane, SlowLane
 from networks import VOCABULARY, network
@@ -276,8 +276,8 @@ def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, m
 def test_no_slot_is_taken_from_a_block_that_backward_reads(begun, monkeypatch):
     _, weights = begun()
     weights._bind(0)
-    weights.homes[0].steps += 1
-    monkeypatch.setattr("lowmem.techniques.weights.streamed.in_backward", lambda: True)
+    weights.host_blocks[0].steps += 1
+    monkeypatch.setattr("lowmem.offload.streamed.in_backward", lambda: True)
     with pytest.raises(AssertionError, match="backward still reads"):
         weights._bind(0)
 
@@ -309,7 +309,7 @@ def not_brought_for_backward(monkeypatch):
 
 def as_it_was_before_the_step(monkeypatch):
     def wrong(self, number):
-        return next((slot for slot in self._slots if slot.home is self.homes[number]), None)
+        return next((slot for slot in self._slots if slot.host_block is self.host_blocks[number]), None)
 
     monkeypatch.setattr(Streamed, "_slot_of", wrong)
 
@@ -322,7 +322,7 @@ def brought_before_the_step_is_done(monkeypatch):
         step(self, *how)
 
     monkeypatch.setattr(SplitHostWeight, "step", slowly)
-    monkeypatch.setattr(Home, "wait_for_updates", lambda self: None)
+    monkeypatch.setattr(HostBlock, "wait_for_updates", lambda self: None)
 
 
 def without_checkpointing(monkeypatch):
@@ -357,11 +357,15 @@ def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
     """A backward pass has used what it steps, so that only whoever brings a weight early and does not use it sees it.
     The wrong variant: the copy is not told of."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
-    copied, link, home = torch.empty(4000, dtype=torch.uint8), StagedLink(lane, slot_bytes=64, slots=2), Home([p])
+    copied, link, host_block = (
+        torch.empty(4000, dtype=torch.uint8),
+        StagedLink(lane, slot_bytes=64, slots=2),
+        HostBlock([p]),
+    )
     lane.copies.submit(time.sleep, 0.05)
-    landed = lane.copy(copied, home.flat, lane.mark())
-    home.last_copy = landed if waits else None
-    link.at_home(home, lambda: home.tensor(p).zero_())
+    landed = lane.copy(copied, host_block.flat, lane.mark())
+    host_block.last_copy = landed if waits else None
+    link.update_block(host_block, lambda: host_block.tensor(p).zero_())
     link.finish()
     landed.synchronize()
     link.close()
@@ -376,7 +380,7 @@ def test_outside_its_turn_a_weight_is_not_a_number_and_after_the_run_it_is_itsel
     right = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = Streamed(model)
     weights.move_in(torch.device("cpu"))
-    streaming = {name for name, p in model.named_parameters() if weights.home(p)}
+    streaming = {name for name, p in model.named_parameters() if weights.host_block(p)}
     assert streaming == {name for name in right if ".layers." in name or "embed_tokens" in name}
     assert all(
         p.isnan().all() == (name in streaming) and p.shape == right[name].shape for name, p in model.named_parameters()
@@ -401,7 +405,9 @@ def test_what_blocks_share_stays_and_a_block_may_be_called_twice():
         if streams:
             weights = Streamed(model)
             weights.move_in(torch.device("cpu"))
-            assert weights.home(layers[1].mlp.up_proj.weight) is None and weights.home(layers[0].mlp.up_proj.weight)
+            assert weights.host_block(layers[1].mlp.up_proj.weight) is None and weights.host_block(
+                layers[0].mlp.up_proj.weight
+            )
             weights.start()
         losses.full(model, batch).backward()
         return [p.grad for p in model.parameters() if p.grad is not None]

@@ -1,6 +1,6 @@
 """Measures a drive's rates in a second, and stores them for a week, by file system.
 
-If masters and optimizer state are on a drive (`techniques/weights/drive.py`), a step reads and writes all of them while
+If masters and optimizer state are on a drive (`offload/drive.py`), a step reads and writes all of them while
 the host updates block after block. So an update takes at least as long as the drive. Rates of a drive that is not here,
 or cannot be written to, are assumed, and the plan says so.
 """

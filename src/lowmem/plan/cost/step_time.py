@@ -2,7 +2,7 @@
 
 The same things overlap as in a run. Offloaded boundaries leave during a forward pass and come back during a backward
 pass (`techniques/gradient_checkpointing/boundary.py`). Gradients of masters leave during backward, which waits for a
-slot if the link, or the host that sums them, is slower (`techniques/weights/link.py`). With an early step the host
+slot if the link, or the host that sums them, is slower (`offload/link.py`). With an early step the host
 updates during the last backward pass; else it waits for all gradients and their norm, and updates during the next
 window's first forward pass. Weights that wait on the host (`techniques/weights/streamed.py`) come for every pass while
 other data leaves: a link has two directions, which on many machines slow each other down (`_both_ways`). They are

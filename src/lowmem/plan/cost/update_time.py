@@ -15,9 +15,12 @@ from torch import nn
 
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.plan.cost.machine import Machine, fastest, others_compute
 from lowmem.plan.tracing.shapes import ShapeMode
 from lowmem.plan.tracing.stand_in import stand_in
+from lowmem.step.gradients import norm_of_all
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.training import build
 
@@ -66,22 +69,24 @@ def counted(machine: Machine, run: Run) -> float:
 @contextmanager
 def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
     """Yields a function that updates one matrix in host memory, as the precision does once per window."""
-    plugin = instantiate(run.trainer.plugins.precision, device="cpu")
+    precision = instantiate(run.trainer.plugins.precision, device="cpu")
     probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, run.weights_dtype))
-    try:
-        plugin.convert_module(probe)
-        optimizer = plugin.prepare_optimizer(make(probe, plugin.master))
-        gradient = torch.full_like(probe.weight, 1e-3)
+    if run.masters:
+        masters = MasterWeights()
+        masters.connect(precision, WeightsOnDevice())
+        masters.make(probe)
+        optimizer = masters.optimizer(make, probe)
+    else:
+        optimizer = precision.optimizer(make(probe), probe, norm_of_all)
+    gradient = torch.full_like(probe.weight, 1e-3)
 
-        def update() -> None:
-            probe.weight.grad = gradient
-            if run.masters:
-                plugin.collect(probe.weight)
-            optimizer.step()
+    def update() -> None:
+        probe.weight.grad = gradient
+        if run.masters:
+            optimizer.collect(probe.weight)
+        optimizer.step()
 
-        yield update
-    finally:
-        plugin.teardown()
+    yield update
 
 
 def _kind(run: Run) -> str:
@@ -89,7 +94,7 @@ def _kind(run: Run) -> str:
     steps masters, or fp32 weights, or 16-bit weights that are widened and rounded."""
     stepped = "masters" if run.masters else "float32"
     if run.weights_dtype != "float32":
-        stepped = run.trainer.plugins.precision.target
+        stepped = f"{run.trainer.plugins.precision.target}{' on the host' * run.masters}"
     arguments = {key: value for key, value in run.optim.plain().items() if key not in ANY}
     digest = sha256(json.dumps(arguments, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{run.optim.target} ({digest}) of {stepped}"

@@ -20,6 +20,7 @@ from math import isqrt
 from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
+from lowmem.offload.drive import Sizes
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.cost.step_time import PASSES, STEP, TRAVEL, seconds, window
 from lowmem.plan.target import Target
@@ -28,7 +29,6 @@ from lowmem.plan.tracing.recorder import Place
 from lowmem.plan.tracing.trace import Trace, trace
 from lowmem.plan.tracing.traffic import EARLIER
 from lowmem.system.units import CATEGORIES
-from lowmem.techniques.weights.drive import Sizes
 
 FEWEST = 3  # blocks: the fewest that have one between the first and the last
 THIRD = 7  # blocks: the least third depth, see `third`

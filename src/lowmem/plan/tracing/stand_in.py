@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lowmem.memory.ledger import Ledger, optimizer_state
 from lowmem.memory.tracker import StorageTracker
+from lowmem.step.one_weight import OnePass, Step
 from lowmem.system import process
 from lowmem.techniques.optim.build import PAGED_FROM, MakeOptimizer, pageable
-from lowmem.techniques.optim.contract import OnePass, Step
 
 SIDE = 256  # of a probe: a multiple of the blocks of every optimizer with state in blocks
 WIDE = 2048  # of a probe so large that malloc must ask the system for its scratch

@@ -29,7 +29,6 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 import lowmem
@@ -44,6 +43,10 @@ from lowmem.model import document_attention
 from lowmem.model import loading as model
 from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import packed, parameters, trainable
+from lowmem.offload.copy_lanes import AtOnceLane
+from lowmem.offload.drive import Sizes
+from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.micro_batches import Generators
 from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
@@ -52,15 +55,12 @@ from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, pla
 from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traffic import EARLIER, Sent
-from lowmem.system.copy_lanes import AtOnceLane
+from lowmem.step.optimizer import WindowOptimizer
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.techniques.optim.build import MakeOptimizer
-from lowmem.techniques.precision.contract import BasePrecision, step_one
 from lowmem.techniques.strategy.contract import OneDevice
-from lowmem.techniques.weights.drive import Sizes
 from lowmem.training import build
 from lowmem.training.module import CausalLM
-from lowmem.training.passes import MicroBatchPass
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
@@ -184,7 +184,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         recorder.mark_blocks(module.model)
         plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(mode, run, before)
-        trainer = _trainer(plugins, [recorder, *map(instantiate, run.callbacks.values()), steady], ranks, before + 1)
+        trainer = _trainer(plugins, [recorder, *build.callbacks(run), steady], ranks, before + 1)
         example = source_class(run.data.target).example
         several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
@@ -202,17 +202,15 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         **of_shard,
         weights=recorder.weights,
         waits_on_host=run.any("offloads"),
-        steps_on_host=trainer.precision_plugin.optimizer_side == "host",
+        steps_on_host=module.masters is not None,
         unseen=round(scratch * of_shard["largest_trained"]),
         generated=run.technique("optim").generates_code,
-        paged=optimizer.paged if isinstance(optimizer := trainer.optimizers[0], StandIn) else 0,
+        paged=optimizer.paged if isinstance(optimizer := module.optimizer.inner, StandIn) else 0,
         host_bytes=recorder.host_bytes,
-        streamed=sum(home.flat.nbytes for home in module.weights.homes),
+        streamed=sum(host_block.flat.nbytes for host_block in module.weights.host_blocks),
         outside=sum(edge.weight.nbytes for edge in module.weights.edges),
         head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
-        drive=module.weights.on_drive(trainer.precision_plugin.stored_beside(trainer.optimizers[0]))
-        if run.streams
-        else Sizes(),
+        drive=module.weights.on_drive(module.optimizer.stored_beside()) if run.streams else Sizes(),
         leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
         phases=_phases(recorder, on_card),
         events=events,
@@ -221,7 +219,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         sent=mode.sent,
         pinned=window.pinned,
         places=places(window.points, recorder.marks),
-        ahead=trainer.precision_plugin.link.ahead if trainer.precision_plugin.optimizer_side == "host" else 0,
+        ahead=0 if module.masters is None else module.masters.link.ahead,
         advice=attention and attention.advice,
         estimate=EVENLY if mode.spread else None,
         neediest=ranks.neediest,
@@ -374,51 +372,53 @@ class Steady(Callback):
         self.counts = False  # whether this window's work counts
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        plugin = trainer.precision_plugin
-        self._count(plugin)
+        self._count(module.optimizer)
         if self.before:
             return
-        self._step_all(trainer.optimizers[0], plugin, module)
-        if self.accumulates or plugin.keeps_buffers:
+        self._step_all(module)
+        if self.accumulates or module.masters is not None:
             self._make_gradients(module)
-        if self.overlaps or not self.accumulates:
-            plugin.mark_used(self.early)  # by the step of the previous window
+        if module.masters is not None and (self.overlaps or not self.accumulates):
+            module.optimizer.mark_used(self.early)  # by the step of the previous window
 
-    def _count(self, plugin: BasePrecision) -> None:
+    def _count(self, optimizer: WindowOptimizer) -> None:
         """Counts clip, step and update in phases of their own, even if they run inside backward."""
-        counting, clip = self.mode.counting, plugin.clip
+        counting, clip = self.mode.counting, optimizer.clip
 
         def clipped(*args) -> None:
             clip(*args)
             self.mode.phase = self.mode.phase and "update"  # the update follows at once
 
-        plugin.clip = clipped
-        plugin.use_up, plugin.update = counting("step", plugin.use_up), counting("update", plugin.update)
-        if plugin.optimizer_side == "host":
-            plugin.link.fetch = counting("sum", plugin.link.fetch)
-            plugin.link.update = counting("update", plugin.link.update)
-            plugin.link.at_home = counting("update", plugin.link.at_home)
+        optimizer.clip = clipped
+        if isinstance(optimizer, HostOptimizer):
+            link = optimizer.link
+            link.fetch, link.update = counting("sum", link.fetch), counting("update", link.update)
+            link.update_block = counting("update", link.update_block)
+        else:
+            optimizer.use_up = counting("step", optimizer.use_up)
+            optimizer.step_one = counting("update", optimizer.step_one)
 
-    def _step_all(self, optimizer: Optimizer, plugin: BasePrecision, module: LightningModule) -> None:
+    def _step_all(self, module: LightningModule) -> None:
         """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
         stepped, and the others of the kind get a state like theirs."""
+        optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}
         for p in module.parameters():
-            stepped = plugin.master(p)
+            stepped = masters[p].wide if p in masters else p
             if id(stepped) not in groups:
                 continue
             group = groups[id(stepped)]
             kind = kinds.setdefault((id(group), stepped.shape, stepped.stride(), stepped.dtype), [])
             kind.append(stepped)
-            if len(kind) > 2 and not any(True for _ in plugin.device_tensors()):
+            if len(kind) > 2 and not any(True for _ in module.trainer.precision_plugin.device_tensors()):
                 optimizer.state[stepped] = another(*(optimizer.state[p] for p in kind[:2]))
                 continue
             data = stepped.data
             if stepped is not p:  # a master may have no data between two steps
                 stepped.data = torch.empty_like(data)
             stepped.grad = torch.empty_like(stepped)
-            (plugin.update if stepped is p else step_one)(optimizer, group, stepped)
+            optimizer.step_one(group, stepped)
             stepped.grad = None
             if stepped is not p:
                 stepped.data = data
@@ -428,8 +428,8 @@ class Steady(Callback):
             for _, p in trainable(module):
                 p.backward(torch.empty(p.shape, dtype=p.dtype))  # on a leaf: sets its gradient and calls its hooks
 
-        one = MicroBatchPass(run, lambda: None, module.device, states=None)
-        module.weights.run_micro_batches([one] * (2 if self.accumulates else 1))  # the second widens the masters' sums
+        count = 2 if self.accumulates else 1  # the second widens the masters' sums
+        module.weights.run_micro_batches([run] * count, Generators.alike(module.device, count, seed=None))
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
         self.counts = trainer.global_step == self.before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem.memory.tracker import belongs
-from lowmem.system.copy_lanes import Lane, lane_of
+from lowmem.offload.copy_lanes import Lane, lane_of
 
 
 class Boundary(Protocol):

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader, WindowLoader
 from lowmem.model import lengths, packed_attention
+from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
-from lowmem.techniques.loss.head_tiles import matrix_of
 
 VERIFIED = 16  # tokens per sequence
 SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowmem.data.loader import MicroBatch
+from lowmem.model.head_tiles import tiles_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import Loss, counted
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
-from lowmem.techniques.loss.head_tiles import tiles_of
 
 
 class Tiled(Loss):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import optimization
 
-from lowmem.techniques.optim.contract import InPieces, Step
+from lowmem.step.one_weight import InPieces, Step
 
 CHUNK = 1 << 22  # elements of a piece, or one row: 16 MiB in fp32
 

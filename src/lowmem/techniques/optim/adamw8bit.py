@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowmem.techniques.arithmetic.fp32_halves import joined, narrow, split_into
-from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
+from lowmem.step.fp32_halves import joined, narrow, split_into
+from lowmem.step.gradients import AS_STORED, Reading
+from lowmem.step.one_weight import OnePass, Step
 from lowmem.techniques.optim.compiled import DTYPES, address, library
-from lowmem.techniques.optim.contract import OnePass, Step
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256

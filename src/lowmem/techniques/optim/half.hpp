@@ -37,7 +37,7 @@ struct BFloat16 {
     }
 };
 
-// A number in bf16, rounded half up: what an fp32 number has beside it fits 16 bits (techniques/arithmetic/fp32_halves.py).
+// A number in bf16, rounded half up: what an fp32 number has beside it fits 16 bits (step/fp32_halves.py).
 struct Upper {
     uint16_t upper;
     explicit Upper(float x) : upper(uint16_t((bits(x) + 0x8000u) >> 16)) {}

@@ -20,15 +20,16 @@ class StepInBackward(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.enabled:
             return
-        optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
+        optimizer = module.optimizer
         names = {p: name for name, p in module.named_parameters()}
 
         def consume(group_index: int, p: nn.Parameter) -> None:
-            plugin.use_up(names[p], p.grad)
+            optimizer.use_up(names[p], p.grad)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_([p], self.clip_value)
             # looked up at each step: the schedule changes the group, and a resume replaces it
-            plugin.update(optimizer, optimizer.param_groups[group_index], p)
+            optimizer.step_one(optimizer.param_groups[group_index], p)
+            p.grad = None
 
         for index, group in enumerate(optimizer.param_groups):
             for p in group["params"]:

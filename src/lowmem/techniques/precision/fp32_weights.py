@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from lowmem.techniques.precision.contract import BasePrecision, with_gradient
+from lowmem.techniques.precision.contract import BasePrecision
 from lowmem.techniques.precision.loss_scale import ScaledLoss
 
 log = logging.getLogger(__name__)
@@ -59,12 +58,3 @@ class Float16Autocast(ScaledLoss, Autocast):
     """Autocast to fp16, with a loss scale. Args: those of `ScaledLoss`."""
 
     dtype = torch.float16
-
-    def unscale(self, optimizer: Optimizer) -> bool:
-        stepped = [p for _, p in with_gradient(optimizer)]
-        finite = self.loss_scale.update(bool(self.global_norm(stepped).isfinite()))
-        if finite:
-            for p in stepped:
-                p.grad.mul_(1.0 / self.gradient_scale)
-        self.gradient_scale = 1.0
-        return finite

@@ -23,16 +23,14 @@ class LossScale:
         self.steps = 0  # without overflow, since the last change
         self.halved = False  # True if the last window overflowed, and a smaller scale may help
 
-    def update(self, finite: bool) -> bool:
-        """Sets the scale for the next window and returns `finite`. Args: finite: all gradients of this window were
-        finite."""
+    def update(self, finite: bool) -> None:
+        """Sets the scale for the next window. Args: finite: all gradients of this window were finite."""
         self.halved = not finite and self.value > SMALLEST
         self.steps = self.steps + 1 if finite else 0
         if self.halved:
             self.value /= 2
         elif self.steps == self.growth_interval:
             self.value, self.steps = self.value * 2, 0
-        return finite
 
     def state_dict(self) -> dict:
         return {"value": self.value, "steps": self.steps}
@@ -42,8 +40,8 @@ class LossScale:
 
 
 class ScaledLoss(BasePrecision):
-    """A mixin for every fp16 precision: scales the loss so that small gradients do not vanish. The class itself
-    implements `unscale`, since it knows where the gradients are.
+    """A mixin for every fp16 precision: scales the loss so that small gradients do not vanish. The optimizer unscales
+    (`step/optimizer.py`), since it knows where the gradients are.
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
@@ -63,6 +61,9 @@ class ScaledLoss(BasePrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self.gradient_scale = self.loss_scale.value  # stays this window's after `update` sets the next one's
         return super().pre_backward(tensor * self.gradient_scale, module)
+
+    def update_scale(self, finite: bool) -> None:
+        self.loss_scale.update(finite)
 
     def state_dict(self) -> dict:
         return super().state_dict() | self.loss_scale.state_dict()

@@ -11,21 +11,19 @@ probability that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.0
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem.step.optimizer import DeviceOptimizer, GlobalNorm
+from lowmem.step.stochastic import stochastically
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.contract import BasePrecision, step_one, with_gradient, with_step
+from lowmem.techniques.precision.contract import BasePrecision
 from lowmem.techniques.precision.loss_scale import ScaledLoss
 from lowmem.techniques.strategy.contract import OneDevice
 
 ExtraState = dict[str, Tensor]
-
-CHUNK = 1 << 22  # elements that are rounded at random at once
-LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class SixteenBitWeights(BasePrecision):
@@ -71,8 +69,8 @@ class SixteenBitWeights(BasePrecision):
         self._named = dict(named)
         return super().convert_module(module)
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return with_step(optimizer, self._step_all)
+    def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
+        return NarrowOptimizer(self, inner, model, global_norm)
 
     def device_tensors(self) -> Iterator[Tensor]:
         return (tensor for extra_state in self._extra_state.values() for tensor in extra_state.values())
@@ -87,28 +85,44 @@ class SixteenBitWeights(BasePrecision):
             p = self._named[name]
             self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in extra_state.items()}
 
-    def _step_all(self, optimizer: Optimizer) -> None:
-        for group, p in with_gradient(optimizer):
-            self.update(optimizer, group, p)
 
-    def update(self, optimizer: Optimizer, group: dict, p: nn.Parameter) -> None:
+class NarrowOptimizer(DeviceOptimizer):
+    """Steps 16-bit weights one at a time: each is widened to fp32 for its update alone. Gradients stay scaled until
+    then: unscaled in fp16, those below 6e-8 would vanish."""
+
+    def __init__(
+        self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
+    ) -> None:
+        super().__init__(inner, model, global_norm)
+        self.precision = precision
+
+    def _unscale(self) -> None:
+        """Does nothing: `step_one` unscales."""
+
+    def step(self, closure: None = None) -> None:
+        for group, p in self.with_gradient():
+            self.step_one(group, p)
+
+    def step_one(self, group: dict, p: nn.Parameter) -> None:
+        """Steps a parameter and frees its gradient."""
         if p.dtype == torch.float32:  # a module that an adapter keeps in fp32: nothing is rounded
-            p.grad.div_(self.gradient_scale)
-            super().update(optimizer, group, p)
+            p.grad.div_(self.scale)
+            super().step_one(group, p)
+            p.grad = None
             return
-        narrow, wide, gradient = p.data, self.widen(p), p.grad
+        narrow, wide, gradient = p.data, self.precision.widen(p), p.grad
         # A parameter cannot have a gradient of another dtype, so both are exchanged.
         p.grad = None
         p.data = wide
-        p.grad = gradient.float().div_(self.gradient_scale)
+        p.grad = gradient.float().div_(self.scale)
         del gradient
         try:
-            step_one(optimizer, group, p)
+            super().step_one(group, p)
             wide = p.data  # an optimizer may have set another tensor
         finally:
             p.grad = None
             p.data = narrow
-        self.round(wide, p)
+        self.precision.round(wide, p)
 
 
 class BFloat16Weights(SixteenBitWeights):
@@ -118,62 +132,18 @@ class BFloat16Weights(SixteenBitWeights):
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """bf16 weights that are rounded up or down at random, so that the mean is right."""
+    """bf16 weights that are rounded up or down at random, so that the mean is right. Where weights stream, the host
+    steps and rounds them (`offload/host_weight.py`)."""
 
     dtype = torch.bfloat16
     draws = True
+    steps_on_host = "if streamed"
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
         stochastically(wide, p.data)
 
 
 class Float16Weights(ScaledLoss, SixteenBitWeights):
-    """fp16 weights, with a loss scale. Gradients stay scaled until each is widened for its update: unscaled in fp16,
-    those below 6e-8 would vanish.
-
-    Args: those of `ScaledLoss`.
-    """
+    """fp16 weights, with a loss scale. Args: those of `ScaledLoss`."""
 
     dtype = torch.float16
-
-    def unscale(self, optimizer: Optimizer) -> bool:
-        norm = self.global_norm([p for _, p in with_gradient(optimizer)])
-        return self.loss_scale.update(bool(norm.isfinite()))
-
-
-def stochastically(
-    wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None, on_host: bool = False
-) -> None:
-    """Rounds wide (fp32) into narrow (bf16), up or down with the probability that makes the mean right.
-
-    bf16 is the upper half of fp32: a random number that is added to the lower half carries over with just that
-    probability. Above the largest finite bf16 the only neighbour is inf, so finite numbers become the largest finite
-    bf16. A few rows are rounded at a time, since it takes 15 bytes per element.
-
-    Args:
-        generator: of the random numbers, on wide's device; None: torch's own.
-        on_host: values are inspected first, for which a card would have to wait. The bits are the same, in less than
-            half of the time and memory.
-    """
-    draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
-    wide, narrow = torch.atleast_1d(wide, narrow)
-    rows = max(1, CHUNK * len(wide) // max(1, wide.numel()))
-    pieces = wide.split(rows)
-    # a CPU draws the same numbers in pieces as at once; a card would not
-    noises = draw(wide.shape).split(rows) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
-    for piece, noise, rounded in zip(pieces, noises, narrow.split(rows), strict=True):
-        if on_host and piece.numel() and _has_neighbours(piece):
-            rounded.view(torch.int16).copy_(noise.add_(piece.view(torch.int32)).bitwise_right_shift_(16))
-        else:
-            _add_and_cut(piece, noise, rounded)
-
-
-def _has_neighbours(wide: Tensor) -> bool:
-    """Returns True if every number lies between two finite bf16 numbers; nan does not."""
-    low, high = torch.aminmax(wide)
-    return bool(low >= -LARGEST) and bool(high <= LARGEST)
-
-
-def _add_and_cut(wide: Tensor, noise: Tensor, narrow: Tensor) -> None:
-    rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)  # exact in bf16
-    narrow.copy_(torch.where(wide.isfinite(), rounded.clamp_(-LARGEST, LARGEST), wide))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowmem.data.loader import MicroBatch, Window
 from lowmem.memory.ledger import Side
-from lowmem.techniques.arithmetic.gradients import norm_of_all
+from lowmem.step.gradients import norm_of_all
 from lowmem.techniques.strategy.in_place import InPlace
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.techniques.loss.head_tiles import ResidentHead
+from lowmem.model.head_tiles import ResidentHead
 
 
 class Layout(NamedTuple):

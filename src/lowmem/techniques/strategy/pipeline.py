@@ -139,7 +139,7 @@ class Pipeline(Divided):
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.last_micro_batch = True  # its backward pass ends now
+        self.module.weights.last = True  # its backward pass ends now
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
@@ -249,7 +249,7 @@ class WindowOfStage(nn.Module):
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
         self._backward = False  # True if a backward pass was the last thing done
-        ranks.module.last_micro_batch = False
+        ranks.module.weights.last = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
         """Runs one micro-batch. Args: arrived: (rows, H), except on the first stage; number: (1), the micro-batch's

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lowmem.step.gradients import norm_of
 from lowmem.system import rank_environment
 from lowmem.system.torch_private import set_timeout
-from lowmem.techniques.arithmetic.gradients import norm_of
 from lowmem.techniques.strategy.contract import OneDevice
 from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers

@@ -11,10 +11,10 @@ from torch import nn
 
 import closed_lane
 import races
+from lowmem.offload.host_block import HostBlock
+from lowmem.offload.link import StagedLink
+from lowmem.offload.registered import Registered
 from lowmem.system.errors import NotFinite
-from lowmem.techniques.weights import resident
-from lowmem.techniques.weights.link import StagedLink
-from lowmem.techniques.weights.registered import Registered
 from lowmem.techniques.weights.streamed import Streamed
 from pairwise import pairwise
 from streams import POLICIES, lines
@@ -148,7 +148,7 @@ WRONG = {
     races.boundary_read_before_it_is_back: OFFLOAD,
     races.boundary_fetched_before_it_has_left: OFFLOAD,
 }
-# What a closed memory shows: accesses of the program to slots, homes and staging, not the order of the device's own.
+# What a closed memory shows: accesses of the program to slots, host blocks and staging, not the device's own order.
 SHOWN = (
     races.without_hold,
     races.slot_taken_from_a_block_that_backward_reads,
@@ -179,16 +179,16 @@ def test_a_wait_that_is_left_out_reads_closed_memory_and_dies(processes, tmp_pat
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_home_is_updated_after_its_last_read(waits):
-    """In a training the gradient that updates a home was computed from what was read there, which orders the two as
-    well. A copy that nobody computes with is waited for by `at_home` alone."""
+def test_a_host_block_is_updated_after_its_last_read(waits):
+    """In a training the gradient that updates a host block was computed from what was read there, which orders the two
+    as well. A copy that nobody computes with is waited for by `update_block` alone."""
     with watched() as found:
-        lane, home = TracedLane(found), resident.Home([nn.Parameter(torch.ones(64))])
-        staged, up = StagedLink(lane, 4096, 2), Registered(lane, [home.flat])
-        slot = torch.empty_like(home.flat)
-        read = up.copy(slot, home.flat, up.mark())
-        home.last_copy = read if waits else None
-        staged.at_home(home, lambda: home.flat.fill_(2))
+        lane, host_block = TracedLane(found), HostBlock([nn.Parameter(torch.ones(64))])
+        staged, up = StagedLink(lane, 4096, 2), Registered(lane, [host_block.flat])
+        slot = torch.empty_like(host_block.flat)
+        read = up.copy(slot, host_block.flat, up.mark())
+        host_block.last_copy = read if waits else None
+        staged.update_block(host_block, lambda: host_block.flat.fill_(2))
         staged.finish()
         staged.close()
         up.close()

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs, host_side
-from lowmem.system.copy_lanes import Lane
+from lowmem.model.head_tiles import HeadSource
+from lowmem.offload.copy_lanes import Lane
+from lowmem.offload.host_block import HostBlock
+from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
-from lowmem.techniques.loss.head_tiles import HeadSource
-from lowmem.techniques.weights.link import Link
-from lowmem.techniques.weights.resident import Home
 
 COLUMNS = 4096  # tokens of the vocabulary per tile, if no loss sets it
 
@@ -65,10 +65,10 @@ class Edge(HeadSource):
         self._rows: dict[int, ref[nn.Parameter]] = {}
 
     def start(
-        self, home: Home, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
+        self, host_block: HostBlock, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
     ) -> None:
         """Begins to stand in for the weight. Args: under_way: returns the number of the micro-batch that computes."""
-        self.home, self.lane, self.sink, self.under_way = home, lane, sink, under_way
+        self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
             # These are stored now: the host reads them while the next lookup changes the embedding.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
@@ -107,9 +107,9 @@ class Edge(HeadSource):
     def _gathered(self, at: Tensor) -> Tensor:
         """Copies rows of the weight, as it was last stepped, to the device. Args: at: (N,), row numbers in host
         memory."""
-        self.home.wait_for_updates()
+        self.host_block.wait_for_updates()
         self._sent.synchronize()  # the previous rows have left the staging memory
-        weight = self.home.tensor(self.weight)
+        weight = self.host_block.tensor(self.weight)
         size = len(at) * weight[0].nbytes
         if self._room.numel() < size:
             with host_side():
@@ -161,8 +161,8 @@ class Edge(HeadSource):
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
         """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is read."""
-        self.home.wait_for_updates()
-        pieces = self.home.tensor(self.weight).split(columns)
+        self.host_block.wait_for_updates()
+        pieces = self.host_block.tensor(self.weight).split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
         for slot in slots:
             belongs(slot, "weights")
@@ -170,7 +170,7 @@ class Edge(HeadSource):
 
         def fetch(number: int) -> None:
             which, piece = number % len(slots), pieces[number]
-            self.home.last_copy = landed[which] = self.lane.copy(slots[which][: len(piece)], piece, free[which])
+            self.host_block.last_copy = landed[which] = self.lane.copy(slots[which][: len(piece)], piece, free[which])
 
         landed = [*free]
         fetch(0)

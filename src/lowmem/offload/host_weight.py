@@ -1,4 +1,4 @@
-"""Stores one weight on the host between two steps; `host_masters.py` steps objects of these classes.
+"""Stores one weight on the host between two steps; `host_optimizer.py` steps objects of these classes.
 
     HostWeight              fp32, and its 16 bits on the device, or in host memory where weights stream
     SplitHostWeight         fp32 as two halves: the upper is the bf16 weight that streams, the lower is stored with it
@@ -12,14 +12,13 @@ from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lowmem.memory.tracker import host_side
-from lowmem.techniques.arithmetic import fp32_halves
-from lowmem.techniques.optim.contract import InPieces, OnePass, Step
-from lowmem.techniques.precision.contract import step_one
-from lowmem.techniques.precision.weights_16bit import stochastically
-from lowmem.techniques.weights.resident import Home, nowhere
+from lowmem.offload.host_block import HostBlock, nowhere
+from lowmem.step import fp32_halves
+from lowmem.step.one_weight import InPieces, OnePass, Step
+from lowmem.step.optimizer import WindowOptimizer
+from lowmem.step.stochastic import stochastically
 
 
 class HostWeight:
@@ -30,7 +29,7 @@ class HostWeight:
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
-        self.home: Home | None = None  # where its 16 bits are, if they stream
+        self.host_block: HostBlock | None = None  # where its 16 bits are, if they stream
         self.sum: Tensor | None = None  # flat; the sum of the window's gradients, still scaled
         self.complete = False  # True if `sum` holds at least one full gradient of this window
         self.alone = False  # True if `sum` holds one gradient alone
@@ -42,14 +41,14 @@ class HostWeight:
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = narrowed(self.wide.data, dtype)
 
-    def moved(self, home: Home | None) -> None:
-        """Is called when the 16-bit weight has a new place. Args: home: where it is now; None: on the device."""
-        self.home = home
+    def moved(self, host_block: HostBlock | None) -> None:
+        """Is called when the 16-bit weight has a new place. Args: host_block: where it is now; None: on the device."""
+        self.host_block = host_block
 
     @property
     def narrow(self) -> Tensor:
         """Returns the 16-bit weight of the last step, in host memory if it streams."""
-        return self.weight.data if self.home is None else self.home.tensor(self.weight)
+        return self.weight.data if self.host_block is None else self.host_block.tensor(self.weight)
 
     @property
     def full_precision(self) -> Tensor:
@@ -66,7 +65,7 @@ class HostWeight:
         return {"master": self.wide}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors in host memory, except those in `home`."""
+        """Yields the tensors in host memory, except those in its `HostBlock`."""
         yield self.wide
         if (buffer := self.sum) is not None:  # read once: the host's thread may drop it
             yield buffer
@@ -125,10 +124,10 @@ class HostWeight:
 
     # --- its step -------------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, step: Step) -> None:
+    def step(self, optimizer: WindowOptimizer, step: Step) -> None:
         """Steps the weight. Args: step: of `wide`; its `narrow` receives the new weight."""
-        if isinstance(optimizer, OnePass):
-            optimizer.step_from(step, self.rest)
+        if isinstance(optimizer.inner, OnePass):
+            optimizer.inner.step_from(step, self.rest)
         else:
             self._widen(step.narrow)
             self._stepped(optimizer, step)
@@ -146,9 +145,9 @@ class HostWeight:
         the parameter's device."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
-    def _stepped(self, optimizer: Optimizer, step: Step) -> None:
+    def _stepped(self, optimizer: WindowOptimizer, step: Step) -> None:
         self.wide.grad = step.reading(step.gradient)
-        step_one(optimizer, step.group, self.wide)
+        optimizer.step_one(step.group, self.wide)
         self.wide.grad = None
 
 
@@ -190,16 +189,21 @@ class StochasticHostWeight(HostWeight):
     """The bf16 weight alone: a step is rounded up or down at random, so that the mean is right.
 
     The random numbers depend on the parameter and the step alone, not on when it is done or on what else draws.
+
+    Args: seed: the run's; steps: how often the weight was rounded before.
     """
+
+    def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype, seed: int = 0, steps: int = 0) -> None:
+        super().__init__(name, weight, dtype)
+        self.seed, self.steps = seed, steps
 
     def _narrow(self, dtype: torch.dtype) -> None:
         self._forget()
-        self.steps, self.seed = 0, 0  # seed: the run's
         self.own: Tensor | None = None  # its 16 bits in host memory, if the weight itself is on the device
 
-    def moved(self, home: Home | None) -> None:
-        super().moved(home)
-        if home is None:
+    def moved(self, host_block: HostBlock | None) -> None:
+        super().moved(host_block)
+        if host_block is None:
             with host_side():
                 self.own = self.weight.data.clone(memory_format=torch.contiguous_format)
 
@@ -223,12 +227,12 @@ class StochasticHostWeight(HostWeight):
         if self.own is not None:
             yield self.own
 
-    def step(self, optimizer: Optimizer, step: Step) -> None:
+    def step(self, optimizer: WindowOptimizer, step: Step) -> None:
         stored = self.narrow
         random = drawing(self.seed, self.name, self.steps)
         self.steps += 1
-        if isinstance(optimizer, InPieces):
-            optimizer.step_narrow(
+        if isinstance(optimizer.inner, InPieces):
+            optimizer.inner.step_narrow(
                 step._replace(narrow=stored), lambda wide, target: stochastically(wide, target, random, on_host=True)
             )
         else:

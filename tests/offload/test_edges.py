@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,19 +10,19 @@ from torch import nn
 
 import parity
 from lowmem.config.instantiate import instantiate
-from lowmem.system.copy_lanes import AtOnceLane
+from lowmem.offload import edges
+from lowmem.offload.copy_lanes import AtOnceLane
+from lowmem.offload.edges import Edge, GradientSink
+from lowmem.offload.host_block import HostBlock
+from lowmem.offload.host_weight import SplitHostWeight
+from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
-from lowmem.techniques.precision.host_weight import SplitHostWeight
-from lowmem.techniques.weights import edges
-from lowmem.techniques.weights.edges import Edge, GradientSink
-from lowmem.techniques.weights.link import Link, StagedLink
-from lowmem.techniques.weights.resident import Home
-from lowmem.training.build import optimizer
+from lowmem.training.build import callbacks, optimizer
 from lowmem.training.module import CausalLM, Placement, Update
 from made_up import SlowLane
 from networks import VOCABULARY, WIDTH, network
 from tolerances import FP32_REORDERED
-from two_models import configured, windows
+from two_models import configured, linked_by, windows
 
 pytestmark = pytest.mark.kernels
 SHAPES = {
@@ -47,15 +48,15 @@ def weights_after(cfg, kind, lane=None):
     module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
     (plugin,) = map(instantiate, cfg.trainer.plugins.every())
     if lane is not None:
-        plugin.link.close()
-        plugin.link, held.lane = StagedLink(lane(), slot_bytes=4096, slots=2), lane()
-    trainer = parity.trainer(cfg, [plugin], list(map(instantiate, cfg.callbacks.values())))
-    trainer.fit(module, windows(cfg))
+        held.lane = lane()
+    trainer = parity.trainer(cfg, [plugin], callbacks(cfg))
+    with nullcontext() if lane is None else linked_by(lane()):
+        trainer.fit(module, windows(cfg))
     assert trainer.global_step == cfg.max_steps and (module.skipped_steps > 0) == plugin.scales_loss
     if held.streams:
         readers = [(edge.embedding is not None, edge.head is not None) for edge in held.edges]
         assert readers == ([(True, True)] if kind in TIED else [(True, False), (False, True)])
-    return {name: plugin.full_precision(p).detach() for name, p in module.model.named_parameters()}
+    return {name: module.full_precision(p).detach() for name, p in module.model.named_parameters()}
 
 
 def same(config, kind, clip, accumulation, lane, **precision):
@@ -96,9 +97,9 @@ def looked_up_before_the_update(monkeypatch):
     start, gathered, step = Edge.start, Edge._gathered, SplitHostWeight.step
     lookups, steps, changed = [], Counter(), threading.Condition()
 
-    class Hasty(Home):
-        def __init__(self, home):
-            self.__dict__ = home.__dict__
+    class Hasty(HostBlock):
+        def __init__(self, host_block):
+            self.__dict__ = host_block.__dict__
 
         def wait_for_updates(self):
             pass
@@ -117,7 +118,7 @@ def looked_up_before_the_update(monkeypatch):
             assert changed.wait_for(lambda: not lookups or len(lookups) >= lookup_of_next, timeout=60)
         step(master, *of)
 
-    monkeypatch.setattr(Edge, "start", lambda self, home, *of: start(self, Hasty(home), *of))
+    monkeypatch.setattr(Edge, "start", lambda self, host_block, *of: start(self, Hasty(host_block), *of))
     monkeypatch.setattr(Edge, "_gathered", looked_up)
     monkeypatch.setattr(SplitHostWeight, "step", late)
 
@@ -173,9 +174,9 @@ def started():
     def make(kind, **changes):
         whole, apart = (network(kind, **SHAPES[kind] | changes).eval() for _ in range(2))
         for edge in edges.edges(apart, head_in_tiles=True):
-            home = Home([edge.weight])
+            host_block = HostBlock([edge.weight])
             edge.weight.data = torch.full((1,), torch.nan).expand(edge.weight.shape)
-            edge.start(home, AtOnceLane(), None)
+            edge.start(host_block, AtOnceLane(), None)
         return whole, apart
 
     return make
@@ -204,8 +205,8 @@ def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(sta
     """The host takes rows while the embedding has others in place of its weight, which have no padding."""
     whole, apart = started("llama")
     (edge,) = edges.edges(apart, head_in_tiles=False)
-    home, embedding, taken = Home([whole.model.embed_tokens.weight]), edge.embedding, []
-    (home.places[edge.weight],) = home.places.values()
+    host_block, embedding, taken = HostBlock([whole.model.embed_tokens.weight]), edge.embedding, []
+    (host_block.spans[edge.weight],) = host_block.spans.values()
 
     class Meanwhile(Link):
         def fetch(self, gradient, take):
@@ -217,7 +218,7 @@ def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(sta
             taken.append(rows.new_zeros(edge.weight.shape).index_add_(0, at, rows))
 
     embedding.__dict__.pop("forward")
-    edge.start(home, AtOnceLane(), GradientSink(Meanwhile(), lambda p: Held(), lambda p: None))
+    edge.start(host_block, AtOnceLane(), GradientSink(Meanwhile(), lambda p: Held(), lambda p: None))
     ids = torch.tensor([[7, 3, 7, 5, 3]])
     for model in (whole, apart):
         model.model.embed_tokens(ids).sum().backward()

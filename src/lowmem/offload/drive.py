@@ -1,9 +1,9 @@
 """Stores on a drive what the host keeps of each block beside its 16-bit weights: masters and the optimizer's state.
 
-The host needs them once per step, weight by weight, in an order that repeats. So a few neighbours in a block have a
-file in common and are in memory for their turn alone: from the step of the first to that of the last. The next ones are
-read meanwhile, and those before are written. Outside its turn a tensor is a view of its file: whoever reads it, as a
-checkpoint does, reads the drive, and nobody can write to it.
+The host needs them once per step, weight by weight, in an order that repeats. So neighbouring weights of a block share
+a swap file, which is pinned (in memory) from the step of its first weight to that of its last. Meanwhile the next files
+are read and the previous ones are written. A tensor whose file is not pinned is a read-only view of the file: a
+checkpoint that reads it reads the drive.
 
 With 8-bit state and bf16 masters it saves the host 4.03 of 6.03 bytes per parameter. It reads and writes so many per
 step, which costs no time where the drive is faster than the host's step, and wears the drive: docs/drive.md says by how
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from lowmem.memory.tracker import host_side
+from lowmem.offload.host_block import Span
 from lowmem.system.errors import DriveFailed
 from lowmem.system.process import OPEN_FILES, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
-from lowmem.techniques.weights.resident import Place
 
 BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
 PARTS = 4  # of a block, about: with fewer more of it is in memory, and each part takes two file descriptors
-SMALL = 32  # a weight with so many times fewer elements than its block's largest stays in memory: its turn costs more
+SMALL = 32  # weights this many times smaller than the block's largest stay in memory: swapping them costs more
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
@@ -65,22 +65,22 @@ class Stored(NamedTuple):
             self.file.read(self.start + start, memoryview(into.numpy())).result()
 
 
-class Shelf:
+class SwapFile:
     """The tensors of a part of a block, or of a large weight outside the blocks, and their file. A tensor keeps its
     identity; its data is in memory or a view of the file."""
 
     def __init__(self, drive: Drive, buffers: int, alone: bool, stepped: bool) -> None:
-        self.buffers = buffers  # so many of its size may be in memory while it has its turn
-        self.alone = alone  # True: it has one weight, so its turn ends with its step
+        self.buffers = buffers  # swap files of its size that may be in memory while it is pinned
+        self.alone = alone  # True: it has one weight, so it is unpinned after that weight's step
         self.stepped = stepped
-        # bytes, in full pages; the first one stays free, since storages are told apart by their address
+        # File size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the map's own address.
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = None  # (bytes,), during its turn, and while it is read or written
+        self.memory: Tensor | None = None  # (bytes,), while it is pinned, read or written
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
-        self._places: dict[Key, Place] = {}
+        self._places: dict[Key, Span] = {}
         self._mapped: dict[Key, Tensor] = {}
-        self.early = False  # True: it was read, or is being read, before its turn
+        self.early = False  # True: it was read ahead, or is being read ahead
         self._moving: Moving | None = None
         self._bound = False  # True: the tensors' data is in `memory`
 
@@ -107,7 +107,7 @@ class Shelf:
             self._file = self.drive.file()
         new = {key: tensor for key, tensor in self._tensors.items() if key not in self._places}
         for key, tensor in new.items():
-            self._places[key] = Place(self.size, tensor.shape, tensor.dtype)
+            self._places[key] = Span(self.size, tensor.shape, tensor.dtype)
             self.size += pages(tensor.nbytes)
         self._file.grow(self.size)
         self._map()
@@ -176,139 +176,139 @@ class Shelf:
             self._file.check()
 
 
-class Shelves:
-    """Shelves of a drive, which take turns in memory: while one is stepped, one is written, and some are read ahead.
+class SwapFiles:
+    """Swap files of a drive, one of which is pinned: meanwhile the previous one is written, and the next are read.
 
-    Args: drive: where they are; None: only `sizes` is read; ahead: how many are read before their turns.
+    Args: drive: where they are; None: only `sizes` is read; ahead: how many are read ahead.
     """
 
     def __init__(self, drive: Drive | None, ahead: int = 1) -> None:
         self.drive, self.ahead = drive, ahead
-        self._lock = RLock()  # the thread that steps takes turns, and the training loop asks where weights are
-        self._every: list[Shelf] = []
-        self._now: Shelf | None = None  # whose turn it is
-        self._last: Shelf | None = None  # whose turn it was last, or is
-        self._inside: list[Shelf] = []  # those in memory, the oldest first
-        self._spare: list[Tensor] = []  # free memory of shelves, (bytes,) each
-        self._follows: dict[Shelf, Shelf] = {}  # which was next last time
+        self._lock = RLock()  # the host thread pins, and the training loop asks where weights are
+        self._every: list[SwapFile] = []
+        self._now: SwapFile | None = None  # the pinned one
+        self._last: SwapFile | None = None  # the one that was pinned last, or is
+        self._inside: list[SwapFile] = []  # those in memory, the oldest first
+        self._spare: list[Tensor] = []  # free memory of swap_files, (bytes,) each
+        self._follows: dict[SwapFile, SwapFile] = {}  # which was next last time
 
-    def new(self, alone: bool = False, stepped: bool = True) -> Shelf:
-        """Returns a new shelf. Args: alone: of one large weight; in its turn there need be no room for others; stepped:
-        each step changes it."""
-        self._every.append(shelf := Shelf(self.drive, 1 if alone else self.ahead + 2, alone, stepped))
-        return shelf
+    def new(self, alone: bool = False, stepped: bool = True) -> SwapFile:
+        """Returns a new swap file. Args: alone: of one large weight; while it is pinned there need be no room for
+        others; stepped: each step changes it."""
+        self._every.append(swap_file := SwapFile(self.drive, 1 if alone else self.ahead + 2, alone, stepped))
+        return swap_file
 
-    def turn(self, shelf: Shelf) -> None:
-        """Brings a shelf into memory, for as long as no other has its turn. Raises: DriveFailed."""
+    def pin(self, swap_file: SwapFile) -> None:
+        """Reads a swap file into memory, until another one is pinned. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
-            if shelf is self._now:
+            if swap_file is self._now:
                 return
-            self._end_turn()
+            self._unpin()
             if self._last is not None:
-                self._follows[self._last] = shelf
-            self._now = self._last = shelf
-            if shelf.alone:
+                self._follows[self._last] = swap_file
+            self._now = self._last = swap_file
+            if swap_file.alone:
                 trim()  # else the heap keeps what blocks have computed with, just when most memory is needed
-            self._bring(shelf, waits=True)
-            shelf.wait()
-            shelf.bind()
-            following: Shelf | None = shelf
+            self._bring(swap_file, waits=True)
+            swap_file.wait()
+            swap_file.bind()
+            following: SwapFile | None = swap_file
             for _ in range(self.ahead):
                 following = self._follows.get(following)
-                if following in (None, shelf) or not self._bring(following, waits=False):
+                if following in (None, swap_file) or not self._bring(following, waits=False):
                     break
 
-    def put(self, shelf: Shelf, weight: str, tensors: Mapping[str, object]) -> None:
-        """Takes in tensors of a weight, in the turn of its shelf. Raises: DriveFailed."""
+    def put(self, swap_file: SwapFile, weight: str, tensors: Mapping[str, object]) -> None:
+        """Takes in tensors of a weight whose swap file is pinned. Raises: DriveFailed."""
         with self._lock, host_side(), torch.no_grad():
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
-                    shelf.put((weight, name), tensor)
-            if shelf.alone and shelf is self._now:
+                    swap_file.put((weight, name), tensor)
+            if swap_file.alone and swap_file is self._now:
                 with failures_told(self.drive):
-                    self._end_turn()
+                    self._unpin()
 
-    def stored(self, shelf: Shelf, weight: str, name: str) -> Stored:
+    def stored(self, swap_file: SwapFile, weight: str, name: str) -> Stored:
         """Returns where a tensor is on the drive, once it is there as it was last stepped. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
-            if shelf is self._now:
-                self._end_turn()
-            return shelf.stored((weight, name))
+            if swap_file is self._now:
+                self._unpin()
+            return swap_file.stored((weight, name))
 
     def finish(self) -> None:
         """Returns when all of it is on the drive. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
-            self._end_turn()
-            for shelf in self._inside:
-                shelf.wait()
+            self._unpin()
+            for swap_file in self._inside:
+                swap_file.wait()
 
     def check(self) -> None:
         """Reads all files once, before they are read as memory. Raises: DriveFailed: one cannot be read."""
         with self._lock, failures_told(self.drive):
-            for shelf in self._every:
-                shelf.check()
+            for swap_file in self._every:
+                swap_file.check()
 
     def drop_cached(self) -> None:
-        """Frees memory in which the system keeps what was read outside of turns."""
-        for shelf in self._every:
-            page_out(shelf.mapped())
+        """Frees memory in which the system keeps what was read from files that were not pinned."""
+        for swap_file in self._every:
+            page_out(swap_file.mapped())
 
     def memory(self) -> Iterator[Tensor]:
-        """Yields the memory of shelves that are inside, and spare memory, (bytes,) each."""
-        inside = (shelf.memory for shelf in [*self._inside])
+        """Yields the memory of swap_files that are inside, and spare memory, (bytes,) each."""
+        inside = (swap_file.memory for swap_file in [*self._inside])
         return (memory for memory in [*inside, *self._spare] if memory is not None)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all that is stored on the drive, also while it is in memory."""
-        return (tensor for shelf in self._every for tensor in shelf.tensors())
+        return (tensor for swap_file in self._every for tensor in swap_file.tensors())
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the sizes of all that was put here, as if each had had its turn."""
-        sizes = {shelf: shelf.grown for shelf in self._every if shelf.tensors()}
+        """Returns the sizes of all that was put here, as if each file had been pinned once."""
+        sizes = {swap_file: swap_file.grown for swap_file in self._every if swap_file.tensors()}
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
             sum(sizes.values()),
-            max((shelf.buffers * size for shelf, size in sizes.items()), default=0),
-            sum(size for shelf, size in sizes.items() if shelf.stepped),
+            max((swap_file.buffers * size for swap_file, size in sizes.items()), default=0),
+            sum(size for swap_file, size in sizes.items() if swap_file.stepped),
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _end_turn(self) -> None:
-        """Starts to write the shelf whose turn ends."""
-        shelf, self._now = self._now, None
-        if shelf is None:
+    def _unpin(self) -> None:
+        """Starts to write the pinned swap file."""
+        swap_file, self._now = self._now, None
+        if swap_file is None:
             return
-        if shelf.memory is not None:
-            shelf.start_writing()
-        if shelf.grown > shelf.size:
-            if shelf.memory is not None:  # it has no room for what is new
-                self._release(shelf)
+        if swap_file.memory is not None:
+            swap_file.start_writing()
+        if swap_file.grown > swap_file.size:
+            if swap_file.memory is not None:  # it has no room for what is new
+                self._release(swap_file)
                 self._spare.clear()
             with torch.no_grad():
-                shelf.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
+                swap_file.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
             trim()  # else the heap keeps what was freed: as much as all state in the first step
 
-    def _bring(self, shelf: Shelf, waits: bool) -> bool:
-        """Starts to read a shelf that is not in memory. Args: waits: until another one has left; else it is read ahead,
-        if there is room. Returns: False if there is none."""
-        if shelf.size == PAGE:
+    def _bring(self, swap_file: SwapFile, waits: bool) -> bool:
+        """Starts to read a swap file that is not in memory. Args: waits: until another one has left; else it is read
+        ahead, if there is room. Returns: False if there is none."""
+        if swap_file.size == PAGE:
             return True
-        if shelf not in self._inside:
-            memory = self._memory(shelf, waits)
+        if swap_file not in self._inside:
+            memory = self._memory(swap_file, waits)
             if memory is None:
                 return False
-            shelf.start_reading(memory)
-            self._inside.append(shelf)
-        shelf.early = not waits
+            swap_file.start_reading(memory)
+            self._inside.append(swap_file)
+        swap_file.early = not waits
         return True
 
-    def _memory(self, shelf: Shelf, waits: bool) -> Tensor | None:
-        """Returns free memory for a shelf. Others that have been written leave for it, the oldest first."""
-        size = shelf.size
+    def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
+        """Returns free memory for a swap file. Others that have been written leave for it, the oldest first."""
+        size = swap_file.size
         # No others beside a large weight: in its first step its state, which is not counted yet, is made beside it.
-        room = size if shelf.alone else max(size, *(other.buffers * other.size for other in self._every))
+        room = size if swap_file.alone else max(size, *(other.buffers * other.size for other in self._every))
         while self._taken() + size > room:
             leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.early)))
             if self._spare and self._spare[-1].nbytes == size:
@@ -328,11 +328,11 @@ class Shelves:
     def _taken(self) -> int:
         return sum(memory.nbytes for memory in self.memory())
 
-    def _release(self, shelf: Shelf) -> None:
-        shelf.wait()
-        self._spare.append(shelf.leave())
-        self._inside.remove(shelf)
-        shelf.early = False
+    def _release(self, swap_file: SwapFile) -> None:
+        swap_file.wait()
+        self._spare.append(swap_file.leave())
+        self._inside.remove(swap_file)
+        swap_file.early = False
 
 
 class OnDrive:
@@ -346,10 +346,10 @@ class OnDrive:
         self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
     ) -> None:
         self.drive = drive
-        # a block's parts have their turns soon after one another, so all of the next block's are read ahead
-        self._masters, self._weights = Shelves(drive, ahead=PARTS), Shelves(drive)
+        # a block's parts are pinned soon after one another, so all of the next block's are read ahead
+        self._masters, self._weights = SwapFiles(drive, ahead=PARTS), SwapFiles(drive)
         self._masters_of = {edge: self._masters.new(alone=True) for edge in edges}
-        self._weights_of: dict[Tensor, Shelf] = {}
+        self._weights_of: dict[Tensor, SwapFile] = {}
         for block in blocks:
             for part in parts(block):
                 self._masters_of |= dict.fromkeys(part, self._masters.new())
@@ -357,12 +357,12 @@ class OnDrive:
                 trained = any(p.requires_grad for p in block)
                 self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
 
-    def turn(self, p: Tensor) -> None:
+    def pin(self, p: Tensor) -> None:
         """Brings into memory what the host steps of a weight. Raises: DriveFailed."""
         if p in self._weights_of:
-            self._weights.turn(self._weights_of[p])
+            self._weights.pin(self._weights_of[p])
         if p in self._masters_of:
-            self._masters.turn(self._masters_of[p])
+            self._masters.pin(self._masters_of[p])
 
     def put(self, p: Tensor, name: str, tensors: Mapping[str, object]) -> None:
         if p in self._masters_of:
@@ -371,7 +371,7 @@ class OnDrive:
     def put_weights(self, p: Tensor, flat: Tensor) -> None:
         """Takes in the 16-bit weights of a block. Args: p: one of them. Raises: DriveFailed."""
         if self.drive is not None:
-            self._weights.turn(self._weights_of[p])
+            self._weights.pin(self._weights_of[p])
         self._weights.put(self._weights_of[p], BLOCK, {WEIGHTS: flat})
 
     def weights(self, p: Tensor) -> Stored:
@@ -436,7 +436,7 @@ def failures_told(drive: Drive) -> Iterator[None]:
         ) from error
 
 
-def _view(memory: object, place: Place) -> Tensor:
+def _view(memory: object, place: Span) -> Tensor:
     """Returns a tensor in memory, with a storage of its own: a checkpoint writes full storages. Args: memory: an
     object with a buffer."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)

@@ -50,7 +50,7 @@ class ResidentHead(HeadSource):
 
 def tiles_of(linear: nn.Linear) -> HeadSource:
     """Returns the source of a layer's tiles: its own weight, unless that is elsewhere
-    (`techniques/weights/edges.py`)."""
+    (`offload/edges.py`)."""
     return getattr(linear, "source", None) or ResidentHead(linear)  # theirs
 
 

@@ -1,6 +1,6 @@
 """Defines what an optimizer may offer besides `step`: to step one parameter whose gradient or weight has 16 bits.
 
-Any torch optimizer works without it: `techniques/precision/host_weight.py` widens the gradient and the weight to fp32,
+Any torch optimizer works without it: `offload/host_weight.py` widens the gradient and the weight to fp32,
 and rounds the result. An optimizer that derives from `OnePass` or `InPieces` needs less memory.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from lowmem.techniques.arithmetic.gradients import AS_STORED, Reading
+from lowmem.step.gradients import AS_STORED, Reading
 
 
 class Step(NamedTuple):
@@ -34,12 +34,12 @@ class OnePass:
     """An optimizer that reads and writes 16 bits in its own pass over memory."""
 
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Steps a parameter on the host; `techniques/precision/host_weight.py` calls it in place of `step`.
+        """Steps a parameter on the host; `offload/host_weight.py` calls it in place of `step`.
 
         Args:
             step: `narrow` is rounded half up in bf16, and to nearest even in fp16; None: only p is stepped.
             rest: int16, of p's shape, contiguous, if the weight is not in p but in two halves: `step.narrow` (bf16,
-                contiguous) and this one (`techniques/arithmetic/fp32_halves.py`).
+                contiguous) and this one (`step/fp32_halves.py`).
         """
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class InPieces:
     """An optimizer that steps a 16-bit weight piece by piece, so that no fp32 copy is as large as the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
-        """Steps a weight that has no fp32 master; `techniques/precision/host_weight.py` calls it.
+        """Steps a weight that has no fp32 master; `offload/host_weight.py` calls it.
 
         Args:
             step: `narrow`, contiguous, is the weight, and is replaced by the stepped one; p's data is not read.

@@ -4,15 +4,15 @@ Weights that stream cross the link twice per micro-batch, whatever a window has.
 and each block's gradient leaves once, complete: so with clip=null its masters step at once, and the host needs no
 buffer for sums.
 
-Each micro-batch runs the model's own forward pass and its own `backward()` in a thread of its own, and the threads hand
-on a baton: exactly one runs at any time. A micro-batch stops at the *door* of each block (its forward pre-hook, or the
-hook on the gradient of its output) until all others have got there, then each passes in the order of the window.
+Each micro-batch runs the model's own forward pass and its own `backward()` in a thread of its own. Only one thread runs
+at a time: each waits at a *barrier* before a block (its forward pre-hook, or the hook on the gradient of its output)
+until all micro-batches have reached it, then each computes the block, in the order of the window.
 Nothing of a model is recorded or taken apart, so whatever it computes between its blocks stays its own. What lies
 between the last block and backward is run by one micro-batch after the other: the logits of one exist at a time.
 
 It costs the boundaries of all micro-batches (`gradient_checkpointing=offload` keeps them in host memory), the sum of
 one block's gradients on the device (4 bytes per parameter of it), and for a head that is tied to the embedding one
-gradient per micro-batch. A pass of the baton takes some 20 microseconds. Source: RoundPipe, arXiv 2604.27085;
+gradient per micro-batch. To switch threads takes some 20 microseconds. Source: RoundPipe, arXiv 2604.27085;
 GreedySnake, arXiv 2512.17570.
 """
 
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.memory.tracker import belongs
-from lowmem.system.copy_lanes import CARDS
+from lowmem.offload.copy_lanes import CARDS
+from lowmem.offload.micro_batches import Generators
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import modes_of_this_thread
-from lowmem.techniques.weights.resident import Pass
 
 NAME = "micro-batch"  # of a thread
-Place = tuple[str, int]  # a door: (forward or backward, number of the block)
-END: Place = ("end", 0)
+Barrier = tuple[str, int]  # (forward or backward, number of the block)
+END: Barrier = ("end", 0)
 
 
 class Ended(Exception):
@@ -41,23 +41,25 @@ class Ended(Exception):
 
 
 class ByLayer:
-    """One window, whose micro-batches go through the blocks together. Args: device: the one that computes."""
+    """One window, whose micro-batches go through the blocks together.
 
-    def __init__(self, passes: Sequence[Pass], device: torch.device) -> None:
-        self.passes, self.device = passes, device
-        self.current = 0  # the micro-batch that has the baton
+    Args: runs: each computes one micro-batch; generators: of random numbers; enter: (number of a micro-batch, how many
+    there are) is called when one begins to compute, or goes on.
+    """
+
+    def __init__(
+        self, runs: Sequence[Callable[[], None]], generators: Generators, enter: Callable[[int, int], None]
+    ) -> None:
+        self.runs, self.generators, self.enter = runs, generators, enter
+        self.current = 0  # the micro-batch whose thread runs
         self.sums: dict[nn.Parameter, Tensor] = {}  # of gradients, until the last micro-batch has added its own
-        self._alive: list[int] = []  # micro-batches whose threads run
-        self._batons = [threading.Semaphore(0) for _ in passes]
+        self._alive: list[int] = []  # micro-batches whose threads have not ended
+        self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
-        self._place: Place = END  # where the micro-batches of this round stand that have not ended
-        self._end_alone = not torch.is_grad_enabled()  # texts that are written have lengths of their own
+        self._reached: Barrier = END  # the barrier of this round, for micro-batches that have not ended
+        # When generating, one micro-batch may end while others go on: texts have lengths of their own.
+        self._end_alone = not torch.is_grad_enabled()
         self._error: BaseException | None = None
-
-    @property
-    def last(self) -> bool:
-        """Returns True while the window's last micro-batch has the baton: no other one follows through this block."""
-        return self.current == len(self.passes) - 1
 
     # --- the caller's thread --------------------------------------------------------------------------------------
 
@@ -65,15 +67,15 @@ class ByLayer:
         """Runs all passes. Raises: the first error that one of them met; no thread is left then."""
         threads = []
         try:
-            state = _state_of_this_thread(self.device)
-            for number, _ in enumerate(self.passes):
+            state = _state_of_this_thread(self.generators.device)
+            for number, _ in enumerate(self.runs):
                 threads.append(self._started(number, state))
         except BaseException as error:  # the system has no more threads
             self._error = error
         self._hand_on(-1)
         try:
             self._all_ended.acquire()
-        except BaseException as error:  # that of a signal: micro-batches end at their next doors
+        except BaseException as error:  # that of a signal: micro-batches end at their next barriers
             self._error = self._error or error
         for thread in threads:
             thread.join()
@@ -98,10 +100,10 @@ class ByLayer:
 
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
-    def door(self, place: Place) -> None:
-        """Stops the micro-batch under way until all others are at this place, too."""
+    def barrier(self, barrier: Barrier) -> None:
+        """Makes the micro-batch that computes wait until all others have reached this barrier, too."""
         number = self.current
-        self._arrive(place)
+        self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
@@ -112,7 +114,7 @@ class ByLayer:
         before = self.sums.pop(p, None)
         if before is not None:
             gradient = before.float().add_(gradient)
-        if self.last:
+        if self.current == len(self.runs) - 1:
             return gradient
         self.sums[p] = gradient
         belongs(gradient, "gradients")
@@ -122,7 +124,7 @@ class ByLayer:
         try:
             self._take(number)
             with state():
-                self.passes[number].run()
+                self.runs[number]()
             self._arrive(END)
         except BaseException as error:
             self._error = self._error or error
@@ -131,28 +133,29 @@ class ByLayer:
             self._hand_on(number)
 
     def _take(self, number: int) -> None:
-        self._batons[number].acquire()
+        self._may_run[number].acquire()
         if self._error is not None:
             raise Ended
         self.current = number
-        self.passes[number].resume()
+        self.enter(number, len(self.runs))
+        self.generators.resume(number)
 
-    def _arrive(self, place: Place) -> None:
+    def _arrive(self, barrier: Barrier) -> None:
         if self._error is not None:
             raise Ended
         if self.current == self._alive[0]:
-            self._place = place
-        elif place != self._place and not (END in (place, self._place) and self._end_alone):
+            self._reached = barrier
+        elif barrier != self._reached and not (END in (barrier, self._reached) and self._end_alone):
             raise Refused(
                 "weights.order=by_layer: two micro-batches of an optimizer step ran different blocks (for example "
                 "because of layer dropout), but all must run the same blocks. Type weights.order=by_micro_batch."
             )
-        self.passes[self.current].pause()
+        self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Hands the baton to the next micro-batch, or to the first one again."""
+        """Lets the next micro-batch run, or the first one again."""
         following = [other for other in self._alive if other > number] or self._alive
-        (self._batons[following[0]] if following else self._all_ended).release()
+        (self._may_run[following[0]] if following else self._all_ended).release()
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

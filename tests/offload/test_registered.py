@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from lowmem.system.copy_lanes import AtOnce, CardLane
-from lowmem.techniques.weights import streamed
-from lowmem.techniques.weights.registered import Registered
+from lowmem.offload import streamed
+from lowmem.offload.copy_lanes import AtOnce, CardLane
+from lowmem.offload.registered import Registered
+from lowmem.techniques.weights.streamed import Streamed
 from made_up import Reached, SlowLane
 from networks import VOCABULARY, network
 from tolerances import FP32_REORDERED
@@ -149,7 +150,7 @@ def test_an_evaluation_reads_what_other_threads_copy(monkeypatch, most):
     """In torch's inference mode, which is a thread's own."""
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
-    weights = streamed.Streamed(apart, head_in_tiles=True)
+    weights = Streamed(apart, head_in_tiles=True)
     weights.move_in(torch.device("cpu"))
     weights.lane, ids = Container(most), torch.randint(0, VOCABULARY, (2, 9))
     with torch.inference_mode():
@@ -166,7 +167,7 @@ def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
 
     model = network("llama", tie_word_embeddings=False)
     right = [p.detach().clone() for p in model.parameters()]
-    weights = streamed.Streamed(model)
+    weights = Streamed(model)
     weights.move_in(torch.device("cpu"))
     lane = weights.lane = Container(0)
     weights.start()
@@ -176,7 +177,7 @@ def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
     else:
         step = Future()
         step.set_exception(ZeroDivisionError("in a step"))
-        weights.homes[0].updates.append(step)
+        weights.host_blocks[0].updates.append(step)
     weights.stop()
     assert all(map(torch.equal, right, model.parameters()))
     assert not weights._hooks and not weights._slots

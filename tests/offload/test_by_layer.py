@@ -17,13 +17,14 @@ import races
 from lowmem.config.check import check
 from lowmem.memory.tracker import StorageTracker
 from lowmem.model.auxiliary_loss import AuxiliaryLoss
+from lowmem.offload.by_layer import NAME, ByLayer
+from lowmem.offload.link import Link
+from lowmem.offload.micro_batches import Generators
+from lowmem.offload.streamed import StreamedWeights
 from lowmem.system.errors import Refused
 from lowmem.techniques.gradient_checkpointing.boundary import OnDevice
-from lowmem.techniques.weights.by_layer import NAME, ByLayer
-from lowmem.techniques.weights.link import Link
 from lowmem.techniques.weights.streamed import Streamed
 from lowmem.training.module import CausalLM
-from lowmem.training.passes import MicroBatchPass
 from made_up import ClockLane, LateLane
 from networks import network
 from pairwise import pairwise
@@ -217,7 +218,7 @@ def test_with_early_steps_the_host_needs_no_sums_of_blocks(config, weights, hold
 
         def move_in(device):
             convert(device)
-            masters.extend(module.trainer.precision_plugin.masters.values())
+            masters.extend(module.masters.masters.values())
 
         module.weights.move_in = move_in
 
@@ -260,14 +261,14 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
 
 
 def dropout_drawn_from_one_stream(monkeypatch):
-    monkeypatch.setattr(MicroBatchPass, "restore", lambda self: None)
+    monkeypatch.setattr(Generators, "resume", lambda self, number: None)
 
 
 def gradients_added_in_another_order(monkeypatch):
     def wrong(self, p):
         gradients = [*self.sums.pop(p, []), p.grad]
         p.grad = None
-        if self.last:
+        if self.current == len(self.runs) - 1:
             return sum((one.float() for one in reversed(gradients[:-1])), gradients[-1].float())
         self.sums[p] = gradients
         return None
@@ -359,8 +360,14 @@ def test_a_wrong_variant_has_other_bits(config, monkeypatch, wrong):
 
 def test_a_block_that_the_first_micro_batch_gives_back_travels_more_often(config, monkeypatch):
     right = copies(config, 8)
-    monkeypatch.setattr(ByLayer, "last", property(lambda self: True))
-    monkeypatch.setattr(ByLayer, "gradient", lambda self, p: None)  # which `last` would be wrong for, too
+    enter = StreamedWeights.enter
+
+    def wrong(self, number, count):
+        enter(self, number, count)
+        self.last = True
+
+    monkeypatch.setattr(StreamedWeights, "enter", wrong)
+    monkeypatch.setattr(ByLayer, "gradient", lambda self, p: None)  # which steps early, too
     assert copies(config, 8) > 1.05 * right
 
 
@@ -420,38 +427,46 @@ def test_an_error_ends_all_micro_batches_and_the_next_run_is_as_ever(config, mod
 
 
 class Made:
-    """A pass that stops at doors."""
+    """A micro-batch that waits at barriers."""
 
-    def __init__(self, number, log, places=(("forward", 0), ("forward", 1), ("backward", 1))):
-        self.number, self.log, self.places = number, log, places
+    def __init__(self, number, log, barriers=(("forward", 0), ("forward", 1), ("backward", 1))):
+        self.number, self.log, self.barriers = number, log, barriers
 
-    def run(self):
-        for place in self.places:
-            self.window.door(place)
-            self.log.append((self.number, place))
-
-    def resume(self):
-        self.log.append((self.number, "resumes"))
-
-    def pause(self):
-        self.log.append((self.number, "pauses"))
+    def __call__(self):
+        for barrier in self.barriers:
+            self.window.barrier(barrier)
+            self.log.append((self.number, barrier))
 
 
-def run(passes):
-    window = ByLayer(passes, CPU)
-    for each in passes:
+class Logged(Generators):
+    """Logs when a micro-batch's random states are set and stored."""
+
+    def __init__(self, count, log):
+        super().__init__(CPU, [None] * count)
+        self.log = log
+
+    def resume(self, number):
+        self.log.append((number, "resumes"))
+
+    def pause(self, number):
+        self.log.append((number, "pauses"))
+
+
+def run(runs, log=None):
+    window = ByLayer(runs, Logged(len(runs), [] if log is None else log), lambda number, count: None)
+    for each in runs:
         each.window = window
     window.run()
     return window
 
 
-def test_all_micro_batches_pass_a_door_before_the_next_one_comes():
+def test_all_micro_batches_reach_a_barrier_before_the_next_block():
     log = []
-    run([Made(number, log) for number in range(3)])
-    doors = [entry for entry in log if isinstance(entry[1], tuple)]
-    assert doors == [(n, place) for place in Made(0, log).places for n in range(3)]
-    turns = [entry for entry in log if not isinstance(entry[1], tuple)]
-    assert turns == [turn for _ in range(4) for n in range(3) for turn in ((n, "resumes"), (n, "pauses"))]
+    run([Made(number, log) for number in range(3)], log)
+    reached = [entry for entry in log if isinstance(entry[1], tuple)]
+    assert reached == [(n, barrier) for barrier in Made(0, log).barriers for n in range(3)]
+    switches = [entry for entry in log if not isinstance(entry[1], tuple)]
+    assert switches == [each for _ in range(4) for n in range(3) for each in ((n, "resumes"), (n, "pauses"))]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +482,7 @@ def test_the_modes_and_the_wish_for_gradients_of_the_caller_hold_in_each_thread(
     seen = []
 
     class Looks(Made):
-        def run(self):
+        def __call__(self):
             seen.append((torch.is_grad_enabled(), torch.ones(1).device.type, torch.full((1 << 16,), 1.0)))
 
     with StorageTracker({}) as tracker, torch.no_grad(), torch.device("cpu"):
@@ -486,7 +501,7 @@ def test_backward_has_no_thread_of_its_own_in_them(inference):
     seen = []
 
     class Asks(Made):
-        def run(self):
+        def __call__(self):
             seen.append(torch._C._is_multithreading_enabled())
 
     with torch.inference_mode(inference):
@@ -515,12 +530,12 @@ def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_win
     p = next(iter(weights.blocks[0].parameters()))
 
     class Leaves(Made):
-        def run(self):
+        def __call__(self):
             if self.number < 2:
                 p.grad = torch.full_like(p, self.number + 1.0)
                 assert weights.take_gradient(p) is None
 
-    weights.run_micro_batches([Leaves(number, []) for number in range(3)])
+    weights.run_micro_batches([Leaves(number, []) for number in range(3)], Generators.alike(CPU, 3, seed=None))
     assert len(sent) == 1 and sent[0][0] is p and bool((sent[0][1] == 3.0).all()) and p.grad is None
 
 
@@ -532,7 +547,7 @@ def test_an_order_that_there_is_not_is_refused_before_anything_is_loaded(config)
 
 def test_a_weight_outside_the_blocks_leaves_for_each_micro_batch():
     weights = Streamed(network("llama", num_hidden_layers=3), order="by_layer")
-    weights._window = ByLayer([Made(0, []), Made(1, [])], CPU)
+    weights._window = ByLayer([Made(0, []), Made(1, [])], Generators.alike(CPU, 2, seed=None), weights.enter)
     for p, leaves in ((nn.Parameter(torch.ones(2)), True), (next(weights.blocks[0].parameters()), False)):
         p.grad = torch.ones_like(p)
         assert (weights.take_gradient(p) is not None) == leaves and p.grad is None

@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from lowmem.system.copy_lanes import Lane, Mark
+from lowmem.offload.copy_lanes import Lane, Mark
+from lowmem.offload.link import SLOT_BYTES, Source, Staging
 from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
-from lowmem.techniques.weights.link import SLOT_BYTES, Source, Staging
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # one is filled while the device empties the other

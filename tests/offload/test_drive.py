@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from conftest import ROOT
+from lowmem.offload.drive import SwapFile, SwapFiles
 from lowmem.system import scratch_file
 from lowmem.system.errors import DriveFailed, Refused
 from lowmem.system.scratch_file import PAGE, Disk, Drive
-from lowmem.techniques.weights.drive import Shelf, Shelves
 from lowmem.training import training
 from made_up import LateLane
 from pairwise import pairwise
@@ -162,11 +162,11 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path):
 
 
 def without_waiting_for_a_read(monkeypatch):
-    monkeypatch.setattr(Shelf, "wait", lambda self: None)
+    monkeypatch.setattr(SwapFile, "wait", lambda self: None)
 
 
 def written_when_its_turn_begins(monkeypatch):
-    bind, start = Shelf.bind, Shelf.start_writing
+    bind, start = SwapFile.bind, SwapFile.start_writing
 
     def early(self):
         bind(self)
@@ -174,9 +174,9 @@ def written_when_its_turn_begins(monkeypatch):
             start(self)
             self.wait()
 
-    monkeypatch.setattr(Shelf, "bind", early)
+    monkeypatch.setattr(SwapFile, "bind", early)
     monkeypatch.setattr(
-        Shelf, "start_writing", lambda self: start(self) if not self._file or self.size > self._file.size else None
+        SwapFile, "start_writing", lambda self: start(self) if not self._file or self.size > self._file.size else None
     )
 
 
@@ -191,24 +191,24 @@ def test_a_wrong_variant_has_other_bits(config, in_memory, tmp_path, disk, monke
 # --- turns, room and places -------------------------------------------------------------------------------------------
 
 
-def shelves(folder, count=6, elements=PAGE, ahead=1):
+def swap_files(folder, count=6, elements=PAGE, ahead=1):
     """Blocks of one tensor each, which holds the block's number."""
-    all_of_it = Shelves(Drive(folder), ahead)
+    all_of_it = SwapFiles(Drive(folder), ahead)
     every = [all_of_it.new() for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]
-    for shelf, tensor in zip(every, tensors, strict=True):
-        all_of_it.turn(shelf)
-        all_of_it.put(shelf, "weight", {"tensor": tensor, "small": torch.ones(3), "count": 7})
+    for swap_file, tensor in zip(every, tensors, strict=True):
+        all_of_it.pin(swap_file)
+        all_of_it.put(swap_file, "weight", {"tensor": tensor, "small": torch.ones(3), "count": 7})
     return all_of_it, every, tensors
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_few_are_in_memory_and_every_tensor_can_be_read(tmp_path, ahead):
-    blocks, every, tensors = shelves(tmp_path, ahead=ahead)
+    blocks, every, tensors = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):
-        for number, shelf in enumerate(every):
-            blocks.turn(shelf)
-            assert sum(memory.nbytes for memory in blocks.memory()) <= (ahead + 2) * shelf.size
+        for number, swap_file in enumerate(every):
+            blocks.pin(swap_file)
+            assert sum(memory.nbytes for memory in blocks.memory()) <= (ahead + 2) * swap_file.size
             tensors[number] += 1
     blocks.finish()
     assert [tensor[0].item() for tensor in tensors] == [number + 3 for number in range(6)]
@@ -218,21 +218,21 @@ def test_few_are_in_memory_and_every_tensor_can_be_read(tmp_path, ahead):
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_the_next_ones_are_read_before_their_turns_and_once(tmp_path, ahead):
-    blocks, every, _ = shelves(tmp_path, ahead=ahead)
+    blocks, every, _ = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):  # in the first round nobody knows yet which is next
         before = blocks.drive.read_bytes
-        for number, shelf in enumerate(every):
+        for number, swap_file in enumerate(every):
             while any(other.moving() for other in blocks._inside):
                 time.sleep(0.001)
-            blocks.turn(shelf)
+            blocks.pin(swap_file)
             ahead_of_it = [every[(number + more) % 6].memory is not None for more in range(1, ahead + 1)]
-    assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(shelf.size for shelf in every)
+    assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(swap_file.size for swap_file in every)
 
 
 def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(tmp_path):
-    blocks, every, tensors = shelves(tmp_path)
+    blocks, every, tensors = swap_files(tmp_path)
     assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
-    blocks.turn(every[-1])
+    blocks.pin(every[-1])
     child = os.fork()
     if not child:
         tensors[0].add_(1)  # a view of its file
@@ -241,7 +241,7 @@ def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(
 
 
 def test_a_checkpoint_has_the_tensors_alone_and_not_the_memory_in_which_they_are(tmp_path):
-    *_, tensors = shelves(tmp_path)
+    *_, tensors = swap_files(tmp_path)
     torch.save(tensors, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
 
@@ -295,12 +295,12 @@ def test_a_drive_changes_nothing_on_the_device(fit, tmp_path):
 
 
 def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
-    before, blocks = len(os.listdir("/proc/self/fd")), Shelves(Drive(tmp_path))
+    before, blocks = len(os.listdir("/proc/self/fd")), SwapFiles(Drive(tmp_path))
     every = [blocks.new() for _ in range(6)]
-    for shelf in (*every, *every):
-        blocks.turn(shelf)
+    for swap_file in (*every, *every):
+        blocks.pin(swap_file)
         more = len(blocks._every[0].tensors())
-        blocks.put(shelf, "weight", {str(number + more): torch.ones(PAGE) for number in range(8)})
+        blocks.put(swap_file, "weight", {str(number + more): torch.ones(PAGE) for number in range(8)})
     blocks.finish()
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * len(every)
 

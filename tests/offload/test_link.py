@@ -8,14 +8,12 @@ from lightning.pytorch.strategies import strategy
 
 import races
 from lowmem.model.blocks import blocks
-from lowmem.system.copy_lanes import CardLane
-from lowmem.techniques.precision import host_masters as masters
-from lowmem.techniques.precision import host_weight
-from lowmem.techniques.precision.fp32_weights import FullPrecision
-from lowmem.techniques.precision.host_masters import BFloat16Master
-from lowmem.techniques.precision.host_masters_callback import MasterWeights
+from lowmem.offload.copy_lanes import CardLane
+from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.link import StagedLink
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.techniques.precision.masters import BFloat16Master
 from lowmem.techniques.strategy.in_place import InPlace
-from lowmem.techniques.weights.link import StagedLink
 from made_up import SlowLane
 from streams import lines, trained
 from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
@@ -58,7 +56,7 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
-        step = host_weight.step_one
+        step = HostOptimizer.step_one
 
         def held(optimizer, group, p):
             self.there.set()
@@ -66,7 +64,7 @@ class Gate:
             if p.grad is not None:  # without one an optimizer says nothing and steps nothing
                 step(optimizer, group, p)
 
-        monkeypatch.setattr(host_weight, "step_one", held)
+        monkeypatch.setattr(HostOptimizer, "step_one", held)
         self._around(BFloat16Master, "optimizer_step", before=lambda: (self.there.clear(), self.open.clear()))
 
     def until(self, owner, name, before=lambda: None):
@@ -112,7 +110,7 @@ def test_when_a_run_ends_its_weights_are_those_of_the_last_step(config, monkeypa
     if waited:
         gate.until(MasterWeights, "on_train_end", before=gate.open.set)
     else:
-        monkeypatch.setattr(BFloat16Master, "arrived", lambda self: None)
+        monkeypatch.setattr(MasterWeights, "arrived", lambda self: None)
     assert all(map(torch.equal, found, ours(cfg, SlowLane())[1])) == waited
 
 
@@ -122,8 +120,8 @@ def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, m
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     if disturbed:
-        monkeypatch.setattr(BFloat16Master, "drop_gradients", FullPrecision.drop_gradients)
-    gate.until(BFloat16Master, "drop_gradients", before=lambda: gate.there.wait(60))  # the schedule was stepped before
+        monkeypatch.setattr(HostOptimizer, "drop_gradients", lambda self, stepped: self.zero_grad(set_to_none=True))
+    gate.until(HostOptimizer, "drop_gradients", before=lambda: gate.there.wait(60))  # the schedule was stepped before
     assert equal(ours(cfg, SlowLane()), right) != disturbed
 
 
@@ -140,7 +138,7 @@ def test_an_error_of_the_loop_is_told_although_the_host_still_steps(config, monk
     def walk(*_):
         walked.append([thread.name for thread in threading.enumerate()])
 
-    monkeypatch.setattr(BFloat16Master, "drop_gradients", breaks)
+    monkeypatch.setattr(HostOptimizer, "drop_gradients", breaks)
     monkeypatch.setattr(strategy, "_optimizers_to_device", walk)
     with pytest.raises(ZeroDivisionError, match="in the loop"):
         ours(cfg, SlowLane())
@@ -151,7 +149,7 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("on the host")
 
-    monkeypatch.setattr(masters.HostMasters, "_step", broken)
+    monkeypatch.setattr(HostOptimizer, "_step", broken)
     with pytest.raises(ZeroDivisionError, match="on the host"):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 

@@ -27,6 +27,25 @@ class Reading(NamedTuple):
 AS_STORED = Reading()
 
 
+class Gradients(NamedTuple):
+    """What is known of a window's gradients before its step.
+
+    Args:
+        norm: (), global L2 norm of the true gradients before any limit; None: weights were stepped and their gradients
+            freed before it was read.
+        finite: every gradient is finite.
+        loss_is_finite: the window's loss is finite.
+    """
+
+    norm: Tensor | None
+    finite: bool
+    loss_is_finite: bool
+
+    @property
+    def usable(self) -> bool:
+        return self.finite and self.loss_is_finite
+
+
 def finite(tensor: Tensor) -> bool:
     """Returns True if every element is finite: nan and inf show in the smallest or the largest element. It makes no
     copy, and is 40 times as fast as isfinite().all()."""

@@ -5,7 +5,8 @@ stream of its own. One host thread takes each piece as soon as it has arrived an
 faster than the host waits for a slot, and does not fill the host's memory. If gradients come in bursts (`by_layer.py`),
 some bytes of them may wait on the device instead, for a second thread that sends them. The host thread also steps the
 optimizer and sends the new weights back through other slots; before the device reads a weight, it waits for that weight
-alone. Weights that stream are stepped where they are, in their home, and copied from there when their turn comes.
+alone. Weights that stream are stepped where they are, in their host block, and copied from there before their block
+computes.
 
 On a CPU the device is the host: the same calls do the same work at once and in place, and nothing is copied.
 """
@@ -21,7 +22,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowmem.system.copy_lanes import CARDS, CardLane, Lane, Mark
+from lowmem.offload.copy_lanes import CARDS, CardLane, Lane, Mark
+from lowmem.offload.host_block import HostBlock
 from lowmem.system.scratch_file import PAGE
 from lowmem.system.scratch_file import pages as full_pages
 
@@ -48,11 +50,11 @@ class Link:
         """Computes a new weight on the host, after all work queued before it, and brings it to the device."""
         compute(weight.detach())
 
-    def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
-        """Computes new weights in their home on the host, after all work queued before it. They stay there for now."""
-        home.steps += 1
-        if home.last_copy is not None:
-            home.last_copy.synchronize()
+    def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
+        """Computes new weights in their host block, after all work queued before it. They stay there for now."""
+        host_block.steps += 1
+        if host_block.last_copy is not None:
+            host_block.last_copy.synchronize()
         compute()
 
     def wait(self, weight: Tensor) -> None:
@@ -63,14 +65,6 @@ class Link:
 
     def close(self) -> None:
         """Ends the link: no more work follows."""
-
-
-class Home(Protocol):
-    """Host memory from which weights are copied to the device, and in which the host steps them (`resident.py`)."""
-
-    updates: list[Future[None]]
-    last_copy: "Mark | None"
-    steps: int
 
 
 class Gradient(NamedTuple):
@@ -237,17 +231,17 @@ class StagedLink(Link):
 
         self._ask(job)
 
-    def at_home(self, home: "Home", compute: Callable[[], None]) -> None:
+    def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
         done: Future[None] = Future()
-        home.steps += 1
-        home.updates.append(done)
+        host_block.steps += 1
+        host_block.updates.append(done)
 
         def job() -> None:
             try:
                 if self._failed is not None:
                     raise self._failed
-                if home.last_copy is not None:
-                    home.last_copy.synchronize()
+                if host_block.last_copy is not None:
+                    host_block.last_copy.synchronize()
                 compute()
                 done.set_result(None)
             except BaseException as error:

@@ -1,0 +1,26 @@
+"""Precisions with 16-bit weights on the device and fp32 masters on the host: small updates are exact.
+
+The device holds 2 bytes per parameter. The host holds the masters, the optimizer's state and the gradients of an
+optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning callback, makes the masters and
+steps them; these classes say the dtypes and scale the loss. Source: Micikevicius et al. 2018, arXiv 1710.03740, for
+masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
+"""
+
+import torch
+
+from lowmem.techniques.precision.contract import BasePrecision
+from lowmem.techniques.precision.loss_scale import ScaledLoss
+
+
+class BFloat16Master(BasePrecision):
+    """bf16 weights on the device, without loss scaling: bf16 has fp32's range."""
+
+    dtype = torch.bfloat16
+    steps_on_host = "always"
+
+
+class Float16Master(ScaledLoss, BasePrecision):
+    """fp16 weights on the device, with a loss scale. Args: those of `ScaledLoss`."""
+
+    dtype = torch.float16
+    steps_on_host = "always"

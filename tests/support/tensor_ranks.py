@@ -21,8 +21,8 @@ from lowmem.techniques.gradient_checkpointing.slices import Tiles
 from lowmem.techniques.loss.cross_entropy import Chunked, Function, full
 from lowmem.techniques.loss.tiled import Tiled
 from lowmem.techniques.strategy import tensor_parallel
-from lowmem.techniques.strategy.divided_layers import Share
 from lowmem.techniques.strategy.fsdp_tensor_parallel import FullyShardTensorParallel
+from lowmem.techniques.strategy.parallel_styles import Share
 from lowmem.techniques.strategy.several import Divided
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
@@ -187,8 +187,8 @@ def same(tensor):
 
 
 def without_sums(self, module):
-    layouts = tensor_parallel.divide(module.model, self.group)
-    return {name: layout for name, layout in layouts.items() if not layout.summed}
+    styles = tensor_parallel.divide(module.model, self.group)
+    return {name: style for name, style in styles.items() if style != tensor_parallel.SUMMED}
 
 
 # Deliberately wrong variants: what is exchanged for what.

@@ -16,8 +16,8 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.report.sample import Samples
 from lowmem.system.errors import Refused
 from lowmem.system.stop import Stop
-from lowmem.techniques.strategy.divided_layers import Group
 from lowmem.techniques.strategy.fsdp import FullyShard
+from lowmem.techniques.strategy.parallel_styles import Group
 from lowmem.techniques.strategy.rank_0_turns import Turns
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 from lowmem.training import build

@@ -6,9 +6,7 @@ shards, and of any other parameter one shard per group.
 """
 
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
 
-from lowmem.techniques.strategy.divided_layers import Layout
 from lowmem.techniques.strategy.fsdp import shard
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
@@ -22,17 +20,7 @@ class FullyShardTensorParallel(TensorParallel):
         self.tensor_parallel_size = tensor_parallel_size
         super().__init__(device, devices, timeout)
 
-    def laid_out(self, module: LightningModule) -> dict[str, Layout]:
-        layouts = super().laid_out(module)
+    def laid_out(self, module: LightningModule) -> dict[str, str]:
+        styles = super().laid_out(module)
         shard(module, self.mesh["data"], offload=False, pinned=False)
-        return layouts
-
-    def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        return _piece(super().shard_of(p, full), self.data_rank, self.data_size)
-
-
-def _piece(group_shard: Tensor, rank: int, size: int) -> Tensor:
-    """Returns a rank's piece of its group's shard: fully_shard splits the first dimension, and its last pieces are
-    smaller."""
-    pieces = group_shard.chunk(size)
-    return pieces[rank] if rank < len(pieces) else group_shard[:0]
+        return styles

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lowmem.step.gradients import norm_of
 from lowmem.system import rank_environment
@@ -221,9 +221,7 @@ class Divided(Several):
         return total.sqrt()
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
-        if not isinstance(p, DTensor):
-            return shard.cpu()
-        return self.as_dtensor(p, shard).full_tensor().cpu()
+        return in_full(self.as_dtensor(p, shard)).cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         """Returns a DTensor in the shard's memory, which knows the shard's place in the full tensor."""
@@ -237,9 +235,25 @@ class Divided(Several):
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return full
-        from torch.distributed.tensor import distribute_tensor
+        # from the mesh's last dimension to its first: fully_shard comes last, and divides what a group's rank has
+        where = zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements, strict=True)
+        for size, place, placement in reversed([*where]):
+            if not placement.is_replicate():
+                pieces = full.chunk(size, placement.dim)  # the last ones are smaller, or missing
+                full = pieces[place] if place < len(pieces) else full.narrow(placement.dim, 0, 0)
+        return full.clone(memory_format=torch.contiguous_format)
 
-        return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None).to_local()
+
+def in_full(tensor: Tensor) -> Tensor:
+    """Returns the full tensor, also of a plain one. Gathers over one dimension of the mesh after the other: torch warns
+    if it is asked for all at once."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [*tensor.placements]
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 class AmongSeveral(InPlace):

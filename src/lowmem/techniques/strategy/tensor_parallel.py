@@ -10,8 +10,7 @@ divide the vocabulary (GPT-2's 50257 tokens). All ranks draw the same dropout, e
 et al. 2019, arXiv 1909.08053; the mesh, the sharded parameters and the sums are torch's DTensor.
 
 The plan that comes with transformers' model says how each layer is sharded; GPT-2 comes without one, so its plan stands
-here. Matrix products take plain tensors, made from each rank's shard: code that watches operators (memory, selective
-checkpointing) sees the operators of any other run, and a layer of GPT-2, whose matrix is transposed, stays as it is.
+here. torch's `parallelize_module` applies it, with the styles of `parallel_styles.py`.
 """
 
 import logging
@@ -21,23 +20,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.system.errors import Refused
 from lowmem.techniques.strategy import load_in_parts
-from lowmem.techniques.strategy.divided_layers import (
-    UNDIVIDED,
-    Group,
-    Layout,
-    Layouts,
-    divide_columns,
-    divide_embedding,
-    divide_head,
-    divide_rows,
-)
-from lowmem.techniques.strategy.several import Divided
+from lowmem.techniques.strategy.parallel_styles import Columns, Embedding, Group, Rows, Share, swapped
+from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +52,14 @@ NOISE = 1e-6  # relative to the largest norm: smaller norms consist of rounding 
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # a block's number, for which a plan writes a star
 
 
-def divide(network: PreTrainedModel, group: Group) -> dict[str, Layout]:
+def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
     """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
 
     Args:
         network: complete, the same on every rank, with its adapter, if there is one.
 
     Returns:
-        Name -> layout of each sharded parameter.
+        The result of `styles_of`.
 
     Raises:
         Refused: a model without a plan, with layers that cannot be sharded here, or whose numbers the ranks do not
@@ -76,15 +67,11 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, Layout]:
     """
     styles = styles_of(network)
     _check_numbers(network, styles, group.size)
-    layouts = _divide_ends(network, group)
-    for name, style in styles.items():
-        if style == SUMMED:
-            layouts |= {p: Layout(summed=True) for p in network.get_submodule(name).parameters()}
-            continue
-        layouts |= _divide(network.get_submodule(name), style, group)
-        if style == QKV:
-            network.get_submodule(name.rpartition(".")[0]).split_size //= group.size
-    return {name: layouts[p] for name, p in network.named_parameters() if p in layouts}
+    _divide_ends(network, group)
+    parallelize_module(network, group.mesh, _plan(network, styles, group), src_data_rank=None)
+    for name in (name for name, style in styles.items() if style == QKV):
+        network.get_submodule(name.rpartition(".")[0]).split_size //= group.size
+    return styles
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
@@ -153,22 +140,25 @@ def _refused(network: nn.Module, why: str) -> Refused:
     )
 
 
-def _divide(module: nn.Module, style: str, group: Group) -> Layouts:
-    """Shards a layer, and of an adapter's matrices x A B the one that multiplies the sharded side."""
-    layer, adapters = _base(module), getattr(module, SMALL.get(style, ""), {}).values()
-    if style in ROWS:
-        layouts = divide_rows(layer, group, split=style == "rowwise_split_input")
-        for matrix in adapters:
-            layouts |= divide_rows(matrix, group)
-        return layouts
-    fused = FUSED if style == QKV else 1
-    layouts = divide_columns(layer, group, fused, gathered=style == "colwise_gather_output")
-    for matrix in adapters:
-        layouts |= divide_columns(matrix, group, fused)
-    return layouts
+def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
+    """Returns the plan of all layers, and of an adapter's matrices x A B those that multiply the sharded side."""
+    made = {
+        "colwise": Columns(group),
+        QKV: Columns(group, FUSED),
+        "colwise_gather_output": Columns(group, gathered=True),
+        "rowwise": Rows(group),
+        "rowwise_split_input": Rows(group, split=True),
+    }
+    plan = {}
+    for name, style in ((name, style) for name, style in styles.items() if style != SUMMED):
+        module = network.get_submodule(name)
+        adapters = (f"{name}.{SMALL[style]}.{adapter}" for adapter in getattr(module, SMALL.get(style, ""), {}))
+        layer = f"{name}.base_layer" if hasattr(module, "get_base_layer") else name
+        plan |= dict.fromkeys((layer, *adapters), made[style])
+    return plan
 
 
-def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
+def _divide_ends(network: PreTrainedModel, group: Group) -> None:
     """Shards embedding and head along the vocabulary if the ranks divide it and both are torch's own modules; else they
     stay complete."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -178,12 +168,13 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> Layouts:
             "strategy: embedding and head are not sharded, so each device holds both in full: their vocabulary sizes "
             f"are not multiples of {group.size}, or they are not plain torch modules."
         )
-        return {}
+        return
     tied = embedding.weight is head.weight
-    layouts = divide_embedding(embedding, group) | divide_head(head, group)
+    parallelize_module(embedding, group.mesh, Embedding(group), src_data_rank=None)
+    parallelize_module(head, group.mesh, Columns(group, gathered=True), src_data_rank=None)
+    head.source = Share(head, group)  # a loss in tiles reads each rank's own logits
     if tied:
         embedding.weight = head.weight
-    return layouts
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -204,7 +195,7 @@ class TensorParallel(Divided):
         self.mesh = self.meshed(timeout, data=self.data_size, tensor=self.size // self.data_size)
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
-        self._layouts: dict[nn.Parameter, Layout] = {}
+        self._styles: dict[nn.Parameter, str | None] = {}  # of the layer of each parameter
         self._compared = False  # True once the gradients of parameters that every rank has were compared
 
     @staticmethod
@@ -221,20 +212,30 @@ class TensorParallel(Divided):
         load_in_parts.shard_and_send(module.model, self, lambda: self._lay_out(module), self.place)
 
     def _lay_out(self, module: LightningModule) -> None:
-        layouts = self.laid_out(module)
-        self._layouts = {p: layouts.get(name, UNDIVIDED) for name, p in module.model.named_parameters()}
+        styles = self.laid_out(module)
+        for name, p in module.model.named_parameters():
+            self._styles[p] = next((style for layer, style in styles.items() if name.startswith(f"{layer}.")), None)
         self._names = {p: name for name, p in module.model.named_parameters()}
 
-    def laid_out(self, module: LightningModule) -> dict[str, Layout]:
+    def laid_out(self, module: LightningModule) -> dict[str, str]:
         """Returns the result of `divide`."""
         return divide(module.model, self.group)
+
+    def _dim(self, p: nn.Parameter) -> int | None:
+        """Returns the dimension along which a group shards a parameter; None: each of its ranks has it in full."""
+        ours = isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == self.group.mesh.mesh_dim_names
+        return p.placements[-1].dim if ours else None
+
+    def _fused_dim(self, p: nn.Parameter) -> int | None:
+        """Returns the dimension along which query, key and value are concatenated and each is sharded by itself."""
+        return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
         """Adds gradients that are summands over the group: all of them at once, and once per window."""
         super().gather_gradients()
-        replicated = {p: self.local(p).grad for p, layout in self._layouts.items() if layout.dim is None}
+        replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
-        if gradients := [gradient for p, gradient in replicated.items() if self._layouts[p].summed]:
+        if gradients := [gradient for p, gradient in replicated.items() if self._styles[p] == SUMMED]:
             reduced = self.group.all_reduced(torch.cat([gradient.flatten() for gradient in gradients]))
             for gradient, total in zip(gradients, reduced.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
@@ -261,23 +262,9 @@ class TensorParallel(Divided):
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         """Gathers shards whose order differs from the model's own."""
-        layout, placed = self._layouts[p], super().as_dtensor(p, shard)
-        if layout.fused == 1:
-            return placed
-        return layout.joined([*_in_full(placed).chunk(self.group.size, layout.dim)])
-
-    def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        placed = self.as_dtensor(p, shard)
-        return (_in_full(placed) if isinstance(placed, DTensor) else placed).cpu()
+        placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
+        return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        return self._layouts[p].shard_of(full, self.group.rank, self.group.size)
-
-
-def _in_full(divided: DTensor) -> Tensor:
-    """Gathers over one dimension of the mesh after the other: torch warns if it is asked for all at once."""
-    placements = [*divided.placements]
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        divided = divided.redistribute(placements=placements)
-    return divided.to_local()
+        dim = self._fused_dim(p)
+        return super().shard_of(p, full if dim is None else swapped(full, dim, FUSED, self.group.size))

@@ -1,0 +1,181 @@
+"""The styles in which tensor parallelism shards a layer: each rank of a group computes with its shard.
+
+A matrix that is sharded by columns needs the same input on every rank; the input's gradient is a sum over the ranks. If
+it is sharded by rows, its output is such a sum, and the gradient needs none. An embedding's output is a sum, too, since
+one rank has a token's row. A head gathers its logits, or leaves them sharded for a loss that reads them in tiles.
+
+torch's `parallelize_module` applies the styles; DTensor holds the shards and computes the sums. Matrix products take
+plain tensors, so code that watches operators (memory, selective checkpointing) sees those of any other run. torch's own
+ColwiseParallel and RowwiseParallel multiply DTensors. Measured with them: twice the host time per block, and five
+all-reduces in a block's backward pass instead of two, since query, key and value each sum the gradient of the same
+input; an embedding's gradient is complete on every rank. They know neither GPT-2's Conv1D nor its fused matrices.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from transformers.pytorch_utils import Conv1D
+
+from lowmem.model.head_tiles import ResidentHead
+
+
+class Group:
+    """The ranks along one dimension of a mesh, which compute a layer together."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
+        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Returns x, which is the same on every rank, and adds its gradient over the ranks in backward. Layers that
+        read one tensor, such as query, key and value, add their gradients first: the sum is reduced once."""
+        if id(x) not in self._entered:
+            entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+            self._entered[id(x)] = x, entered
+        return self._entered[id(x)][1]
+
+    def leaving(self) -> None:
+        """Is called when these layers have computed, and forgets their input."""
+        self._entered.clear()
+
+    def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
+        return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
+
+    def placed(self, shard: Tensor, full: Tensor, dim: int) -> DTensor:
+        """Returns a shard as a DTensor. Args: full: a tensor of the full shape; dim: the sharded dimension."""
+        return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
+
+    def shard(self, layer: nn.Module, name: str, dim: int, fused: int = 1) -> None:
+        """Replaces a layer's parameter by this rank's shard of it. Args: fused: the number of matrices that are
+        concatenated along the sharded dimension, each of which is sharded by itself."""
+        p = getattr(layer, name)
+        shard = swapped(p.detach(), dim, fused, self.size).chunk(self.size, dim)[self.rank].clone()
+        setattr(layer, name, nn.Parameter(self.placed(shard, p, dim), p.requires_grad))
+
+    def all_reduced(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Returns the reduced tensor; it is reduced in place if it needs no gradient."""
+        dist.all_reduce(tensor, op, self.mesh.get_group())
+        return tensor
+
+
+def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """Returns the same numbers in another order: one dimension counts `outer` x `inner` pieces, and afterwards
+    `inner` x `outer`. So fused matrices, of which each has a piece per rank, are put in order of rank, and back."""
+    return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+class Columns(ParallelStyle):
+    """Shards a layer along its output: x (..., in), the same on every rank -> (..., out / N), or (..., out) if it is
+    gathered. Args: fused: as of `Group.shard`."""
+
+    def __init__(self, group: Group, fused: int = 1, gathered: bool = False) -> None:
+        self.group, self.fused, self.gathered = group, fused, gathered
+
+    def _apply(self, layer: nn.Linear | Conv1D, device_mesh: DeviceMesh) -> nn.Module:
+        self.group.shard(layer, "weight", 0 if isinstance(layer, nn.Linear) else 1, self.fused)
+        if layer.bias is not None:
+            self.group.shard(layer, "bias", 0, self.fused)
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None if layer.bias is None else layer.bias.to_local()
+            product = F.linear(self.group.entering(x), _local(layer), bias)
+            if not self.gathered:
+                return product
+            self.group.leaving()
+            return self.group.redistributed(product, Shard(product.dim() - 1), Replicate())
+
+        layer.forward = forward
+        return layer
+
+
+class Rows(ParallelStyle):
+    """Shards a layer along its input: x (..., in / N), or (..., in) if it is to be split here -> (..., out). Every rank
+    has the full bias."""
+
+    def __init__(self, group: Group, split: bool = False) -> None:
+        self.group, self.split = group, split
+
+    def _apply(self, layer: nn.Linear | Conv1D, device_mesh: DeviceMesh) -> nn.Module:
+        self.group.shard(layer, "weight", 1 if isinstance(layer, nn.Linear) else 0)
+
+        def forward(x: Tensor) -> Tensor:
+            self.group.leaving()
+            x = self.group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if self.split else x
+            product = self.group.redistributed(F.linear(x, _local(layer)), Partial(), Replicate())
+            return product if layer.bias is None else product + layer.bias.to(product.dtype)  # autocast casts it, too
+
+        layer.forward = forward
+        return layer
+
+
+class Embedding(ParallelStyle):
+    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, and takes zeros for
+    others."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def _apply(self, embedding: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+        own = embedding.num_embeddings // self.group.size
+        first_token = own * self.group.rank
+        padding = embedding.padding_idx
+        padding = padding - first_token if padding is not None and 0 <= padding - first_token < own else None
+        self.group.shard(embedding, "weight", 0)
+
+        def forward(input_ids: Tensor) -> Tensor:
+            place = input_ids - first_token
+            elsewhere = (place < 0) | (place >= own)
+            rows = F.embedding(place.masked_fill(elsewhere, 0), embedding.weight.to_local(), padding)
+            return self.group.redistributed(rows.masked_fill(elsewhere[..., None], 0.0), Partial(), Replicate())
+
+        embedding.forward = forward
+        return embedding
+
+
+class Share(ResidentHead):
+    """This rank's shard of a head's matrix, as a source of tiles."""
+
+    def __init__(self, linear: nn.Linear, group: Group) -> None:
+        self.linear, self.group = linear, group
+
+    @property
+    def weight(self) -> Tensor:
+        """Returns the shard (V / N, H)."""
+        return self.linear.weight.detach().to_local()
+
+    @property
+    def first_token(self) -> int:
+        return self.group.rank * len(self.weight)
+
+    def matrix(self) -> Tensor:
+        return self.linear.weight.full_tensor()
+
+    def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
+        yield from ((self.first_token + start, tile) for start, tile in super().tiles(columns))
+
+    def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
+        super().add_product(first - self.first_token, d_logits, rows)
+
+    def whole_gradient(self) -> DTensor:
+        return self.group.placed(super().whole_gradient(), self.linear.weight, 0)
+
+    def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        highest = self.group.all_reduced(top.clone(), dist.ReduceOp.MAX)
+        total, chosen = self.group.all_reduced(torch.stack([total * (top - highest).exp_(), chosen]))
+        return highest, total, chosen
+
+    def summed(self, d_rows: Tensor) -> Tensor:
+        return self.group.all_reduced(d_rows)
+
+
+def _local(layer: nn.Linear | Conv1D) -> Tensor:
+    """Returns this rank's shard of a matrix, in the layout of nn.Linear."""
+    weight = layer.weight.to_local()
+    return weight if isinstance(layer, nn.Linear) else weight.T

@@ -3,9 +3,13 @@
 All ranks build the same modules: rank 0 with weights, the others on the meta device, where tensors have shapes and no
 memory. Then rank 0 detaches its weights, so that an engine shards a model without memory; each rank allocates its
 shards; and rank 0 sends one full tensor after the other and frees it. Published weights of fewer bits than the run's
-stay pages of their files on rank 0, which the system may drop, and are widened one by one as they are sent. So each
-rank has its shards and one tensor, and rank 0 has the full model only if it was drawn or is read in the run's dtype. It
-costs the time to send the model once.
+stay pages of their files on rank 0, which the system may drop, are sent in those bits, and are widened as each rank
+copies its shard. So each rank has its shards and one tensor, and rank 0 has the full model only if it was drawn or is
+read in the run's dtype. It costs the time to send the model once.
+
+torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor, too, but rank 0 holds the full model
+until the last one is sent, beside its shards. It leaves out buffers that no checkpoint holds, and knows neither the
+blocks of a pipeline's other stages nor fused matrices.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -88,10 +92,10 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
-    """Yields one full tensor after the other, in host memory, on every rank."""
-    sent = [(name, full.shape, ranks.sent_as(full)) for name, full in numbers.items()]
+    """Yields one full tensor after the other, in host memory and in rank 0's dtype, on every rank."""
+    sent = [(name, full.shape, full.dtype) for name, full in numbers.items()]
     for name, shape, dtype in ranks.broadcast(sent):
-        full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).to(dtype).contiguous()
+        full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
         if full.numel():
             dist.broadcast(full.view(-1).view(torch.uint8), 0)
         yield name, full

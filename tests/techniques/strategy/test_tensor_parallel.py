@@ -203,6 +203,7 @@ def test_a_mesh_of_two_dimensions_is_one_process_too(processes, tmp_path):
     kinds |= {
         "tiled": {"kind": "qwen3", "loss": "tiled"},
         "chunked": {"loss": "chunked", "checkpointing": "every_layer"},
+        "uneven": {"changes": {"intermediate_size": 50}},  # groups have 13 and 12 of a rank's 25 rows
     }
     cases = {name: {"groups": 2, **FP32, **case} for name, case in kinds.items()}
     with closing(Figures(processes, tmp_path, 4, cases)) as figures:

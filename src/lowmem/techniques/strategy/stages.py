@@ -7,8 +7,9 @@ front of block 0; the last stage's norms return their input on the others. So th
 embeddings and positions on every stage, from the micro-batch's own tokens and positions, and the last stage is a model
 whose loss is computed as ever.
 
-Modules before and after the blocks are not looked up by name: one pass over two tokens finds them. Source: Huang et al.
-2019, arXiv 1811.06965.
+Modules before and after the blocks are not looked up by name: one pass over two tokens finds them. transformers'
+`pp_plan` names them for 85 of the 189 architectures of transformers 5.23 and not for GPT-2, and does not tell what a
+block returns beside hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence

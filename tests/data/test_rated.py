@@ -58,7 +58,7 @@ def check(batch, units):
         other = answers[OTHERS[unit]]
         assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (prompt + other, other)
         assert batch.desirable[row] == DESIRABLE[unit] and batch.lengths[row] == len(answers[unit])
-        assert batch.ahead.lengths[row] == len(other)
+        assert batch.mismatched.lengths[row] == len(other)
 
 
 def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
@@ -66,9 +66,9 @@ def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
     rows.reference = np.arange(2.0 * len(rows)).reshape(-1, 2)
     units = np.random.default_rng(0).permutation(len(rows))
     batch = rows.micro_batch(units)
-    assert len(rows) == rows.unit_count == batch.weight == batch.ahead.weight == len(UNITS)
+    assert len(rows) == rows.unit_count == batch.weight == batch.mismatched.weight == len(UNITS)
     check(batch, units)
-    assert np.array_equal(torch.cat([batch.reference, batch.ahead.reference], 1), rows.reference[units])
+    assert np.array_equal(torch.cat([batch.reference, batch.mismatched.reference], 1), rows.reference[units])
     assert rows.report["documents"] == len(UNITS) and rows.report["nothing_to_learn"] == 0
 
 
@@ -103,10 +103,10 @@ def test_devices_share_the_answers_and_one_without_a_row_takes_part():
     for number, batches in enumerate(zip(*shares, strict=True)):
         for rank, batch in enumerate(batches):
             unit = 3 * number + rank
-            assert batch.weight == batch.ahead.weight == int(unit < len(rows))
+            assert batch.weight == batch.mismatched.weight == int(unit < len(rows))
             check(batch, [unit] if batch.weight else [])
             found += batch.weight
-    assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].ahead.learned_tokens == 0
+    assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].mismatched.learned_tokens == 0
 
 
 def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():

@@ -226,6 +226,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
     callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
+    callbacks += module.own_loss.callbacks()  # whose collectives `seen` counts
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)
@@ -412,18 +413,18 @@ def _silent(stack):
 
 def _own_z(stack: ExitStack) -> None:
     """A loss that depends on a window is told about this rank's rows alone; without one its z is zero."""
-    from lowmem.training.module import CausalLM
+    from lowmem.techniques.loss.mismatched import MismatchedPass
 
-    look_ahead = CausalLM._look_ahead
+    compute = MismatchedPass.compute
 
     def own(_, numbers):
         return numbers + torch.tensor([0.0, float(numbers[1] == 0)])
 
-    def alone(self, groups):
-        with patch.object(type(self.ranks), "all_sum", own):
-            look_ahead(self, groups)
+    def alone(self, module, groups):
+        with patch.object(type(module.ranks), "all_sum", own):
+            compute(self, module, groups)
 
-    stack.enter_context(patch.object(CausalLM, "_look_ahead", alone))
+    stack.enter_context(patch.object(MismatchedPass, "compute", alone))
 
 
 WRONG = {

@@ -77,7 +77,7 @@ LOSSES = PAIRED | {"kto": kto}
 def mean_loss(name, model, batch, **options):
     """The mean over the pairs, or the rated answers, of a batch."""
     if name == "kto":
-        ratio, mismatched = (log_probabilities(model, rows)[0] - reference_of(rows) for rows in (batch, batch.ahead))
+        ratio, mismatched = (log_probabilities(model, rows)[0] - reference_of(rows) for rows in batch.compared)
         return kto(ratio[:, 0], mismatched.detach(), batch.desirable[:, 0].tolist(), **options).mean()
     reference = None if batch.reference is None else reference_of(batch)
     return LOSSES[name](*log_probabilities(model, batch), reference, **options).mean()

@@ -202,7 +202,7 @@ def run(cfg, wide=False, callbacks=()):
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
     windows = WindowLoader(rows_for(pairs_loss(cfg)), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    training = trainer(cfg, plugins, [*build.callbacks(cfg), *callbacks])
+    training = trainer(cfg, plugins, [*build.callbacks(cfg), *module.own_loss.callbacks(), *callbacks])
     training.fit(module, windows)
     assert training.global_step == cfg.max_steps and module.skipped_steps == 0
     after = {name: p.detach().cpu() for name, p in module.model.named_parameters()}

@@ -50,12 +50,6 @@ class MicroBatch:
         return ()
 
     @property
-    def ahead(self) -> Self | None:
-        """Returns rows that are computed without gradients before the window is trained, since its loss depends on all
-        of them at once; None: there are none."""
-        return None
-
-    @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the arguments of a model, to which `use_cache=False` is added: with a cache, transformers ignores
         where documents begin."""

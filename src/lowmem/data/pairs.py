@@ -43,6 +43,11 @@ class AnswerBatch(MicroBatch):
         return int((self.lengths > 0).sum()) // self.ANSWERS
 
     @property
+    def compared(self) -> tuple[Self, ...]:
+        """Returns the batches that a reference model computes: each gives columns of `AnswerRows.reference`."""
+        return (self,)
+
+    @property
     def nothing(self) -> Self:
         nothing = super().nothing
         return replace(nothing, lengths=torch.zeros_like(nothing.lengths))

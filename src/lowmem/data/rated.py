@@ -51,7 +51,11 @@ class RatedBatch(AnswerBatch):
         return ("desirable" if self.desirable[0] else "undesirable",)
 
     @property
-    def ahead(self) -> Self:
+    def compared(self) -> tuple[Self, ...]:
+        return self, self.mismatched
+
+    @property
+    def mismatched(self) -> Self:
         """Returns the mismatched rows."""
         return RatedBatch(
             self.mismatched_ids,

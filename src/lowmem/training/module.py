@@ -8,10 +8,9 @@ step runs.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -132,7 +131,6 @@ class CausalLM(LightningModule):
         if not window.weight:  # no label counts: a step would apply weight decay and old momentum
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
-        self._look_ahead([window.micro_batches])
 
         # Forward and backward of each micro-batch: one after the other, layer by layer, or in stages. Masters with
         # clip=null and optim.in_backward=true change weights in here, each as soon as its last gradient exists.
@@ -243,32 +241,6 @@ class CausalLM(LightningModule):
         `arrived`."""
         return self.weights.stored(p) if self.masters is None else self.masters.full_precision(p)
 
-    def _look_ahead(self, groups: Iterable[Sequence[MicroBatch]]) -> None:
-        """Tells a loss that depends on all micro-batches at once about them. Args: groups: evaluated at once, each."""
-        found: list[Tensor] = []
-        for group in groups:
-            rows = [micro_batch.ahead for micro_batch in group]
-            if None in rows:
-                return
-            found += self._without_gradients(rows, self.own_loss.ahead)
-        self.own_loss.prepare(self.ranks.all_sum(torch.stack(found).sum(0)))
-
-    def _without_gradients(self, micro_batches: Sequence[MicroBatch], then: Callable[[], Tensor]) -> list[Tensor]:
-        """Computes losses as an evaluation does, and returns what `then` reads of each."""
-        found: list[Tensor | None] = [None] * len(micro_batches)
-
-        def compute(number: int) -> None:
-            with self.trainer.precision_plugin.forward_context():
-                self(micro_batches[number])
-            found[number] = then()
-
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
-            self.run_at_once([partial(compute, number) for number in range(len(micro_batches))])
-        self.model.train(training)
-        return found
-
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_model_zero_grad(self) -> None:
@@ -282,10 +254,7 @@ class CausalLM(LightningModule):
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
         self.val_figures: list[dict[str, float | None]] = []  # one per set: what the loss shows besides itself
 
-    def validation_step(self, micro_batches: Sequence[MicroBatch], index: int, dataloader_idx: int = 0) -> None:
-        if index == 0 and micro_batches[0].ahead is not None:
-            self._look_ahead(self._groups_of(dataloader_idx))
-
+    def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
         def evaluate(micro_batch: MicroBatch) -> None:
             self._val_loss_sums[dataloader_idx] += self(micro_batch)
             self._val_weights[dataloader_idx] += micro_batch.weight
@@ -295,13 +264,6 @@ class CausalLM(LightningModule):
 
         self.run_at_once([partial(evaluate, micro_batch) for micro_batch in micro_batches])
         self._val_batches += 1
-
-    def _groups_of(self, number: int) -> Iterator[Sequence[MicroBatch]]:
-        """Yields what this evaluation reads of a set. Args: number: of the set."""
-        trainer = self.trainer
-        count = (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)[number]
-        for group in islice(trainer.val_dataloaders[number], count):
-            yield [micro_batch.to(self.device) for micro_batch in group]
 
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
         """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
@@ -333,15 +295,18 @@ class CausalLM(LightningModule):
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
         """Returns the log-probabilities of the answers of each micro-batch in host memory: (pairs, 2), or (answers, 2)
-        of rated answers, each in its row and in the one that is read ahead."""
+        of rated answers, each in its row and in its mismatched one."""
+        found: list[list[Tensor]] = [[] for _ in micro_batches]
 
-        def log_probabilities() -> Tensor:
+        def read(batch: MicroBatch, columns: list[Tensor]) -> None:
+            with self.trainer.precision_plugin.forward_context():
+                self(batch)
             answers, real = self.own_loss.take()
-            return answers.logp[real].cpu()
+            columns.append(answers.logp[real].cpu())
 
-        rows = [list(micro_batches), [micro_batch.ahead for micro_batch in micro_batches]]
-        read = [self._without_gradients(each, log_probabilities) for each in rows if None not in each]
-        return [torch.cat(columns, dim=1) for columns in zip(*read, strict=True)]
+        for batches in zip(*(micro_batch.compared for micro_batch in micro_batches), strict=True):
+            self.run_at_once([partial(read, *pair) for pair in zip(batches, found, strict=True)])
+        return [torch.cat(columns, dim=1) for columns in found]
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

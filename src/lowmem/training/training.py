@@ -292,6 +292,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
     """Lists them in the order in which Lightning calls them. Raises: Refused: early stopping watches what the loss does
     not show."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *build.callbacks(run)]
+    callbacks += loss.callbacks()  # after those that begin the window's measurements
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:
         watch = run.early_stop.watch

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lowmem.techniques.precision.host_masters import BFloat16Master
 from test_preference import COLOURS, FP32, apart, gradients, preferences
 
 import pair_oracle
@@ -21,6 +20,7 @@ from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.master_weights import MasterWeights
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.preference import KTO
+from lowmem.techniques.precision.masters import BFloat16Master
 from lowmem.training import training
 from lowmem.training.build import callbacks, causal_lm
 from lowmem.training.module import CausalLM
@@ -39,13 +39,13 @@ def rows(model):
 
 
 def looked_ahead(loss, model, batches):
-    """Gives the loss what the module reads of a window."""
+    """Gives the loss what `MismatchedPass` reads of a window."""
     found = []
     with torch.no_grad():
         for batch in batches:
-            loss(model, batch.ahead)
-            found.append(loss.ahead())
-    loss.prepare(torch.stack(found).sum(0))
+            loss(model, batch.mismatched)
+            found.append(loss.log_ratios())
+    loss.set_kl(torch.stack(found).sum(0))
 
 
 def expected(model, batch, **options):
@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(options, columns):
     assert batch.weight == ANSWERS and found.item() == pytest.approx(loss, rel=FP32)
     assert apart(gradients(model, found), theirs) < FP32
     # wrong variants: without z, with the ratings exchanged, with another beta
-    kto.prepare(torch.tensor([0.0, 1.0]))
+    kto.set_kl(torch.tensor([0.0, 1.0]))
     assert abs((kto(model, batch) / ANSWERS).item() / loss - 1) > 5e-3
     exchanged = batch.each(lambda tensor: ~tensor if tensor.dtype is torch.bool else tensor)
     for other, changed in ((exchanged, options), (batch, options | {"beta": 3.0})):
@@ -156,7 +156,8 @@ def of_each_micro_batch(monkeypatch):
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):
-        self._look_ahead([[micro_batch]])
+        (own,) = self.own_loss.callbacks()
+        own.compute(self, [[micro_batch]])
         right(self, micro_batch, weight, sums)
 
     monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
@@ -188,7 +189,7 @@ def window_of(config, size, lines):
     drawn = pair_oracle.RaggedAnswers(ANSWERS, LENGTH, 300)
     windows = WindowLoader(drawn, Share(size), lambda *_: ANSWERS // size, seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    trainer(cfg, plugins, [*callbacks(cfg), seen]).fit(module, windows)
+    trainer(cfg, plugins, [*callbacks(cfg), *module.own_loss.callbacks(), seen]).fit(module, windows)
     return seen.losses.seen[0], torch.cat([(a - b).flatten() for a, b in zip(start, seen.masters, strict=True)])
 
 
@@ -258,6 +259,21 @@ def test_ratings_are_learnt(fit, tmp_path):
     assert start["loss"] == pytest.approx(0.5, abs=1e-4)
     learnt = trained(fit, ratings(tmp_path))
     assert learnt["accuracy"] > 0.9 and learnt["reward_desirable"] > 0 > learnt["reward_undesirable"]
+
+
+def test_a_run_gives_the_loss_z_before_each_window_and_each_evaluation(fit, tmp_path, monkeypatch):
+    """Desirable answers alone become likelier, and so do mismatched ones: z grows above 0."""
+    given, set_kl = [], KTO.set_kl
+
+    def noted(self, mismatched):
+        set_kl(self, mismatched)
+        given.append((mismatched[1].item(), self._kl.item()))
+
+    monkeypatch.setattr(KTO, "set_kl", noted)
+    learnt = trained(fit, ratings(tmp_path), "max_steps=3", "val_sequences=16", "loss.undesirable_weight=0", "lr=1e-2")
+    counts, every_z = zip(*given, strict=True)
+    assert counts == (8, 8, 8, 8, 16)  # the first evaluation is one micro-batch
+    assert learnt["kl"] == pytest.approx(every_z[-1]) and every_z[-1] > 0.1
 
 
 def rated_file(file, labels):

@@ -222,11 +222,11 @@ def ours(written, *overrides):
     rows = WrittenRatings(written) if isinstance(module.own_loss, KTO) else Written(written)
     if module.own_loss.compares:
         every = rows.micro_batch(range(len(rows)))
-        rows.reference = torch.cat([logp_of(module, each).logp for each in (every, every.ahead) if each], dim=1)
+        rows.reference = torch.cat([logp_of(module, each).logp for each in every.compared], dim=1)
     watch = Watch(per_token="loss=ipo" in overrides)
     windows = WindowLoader(rows, Share(BATCH), instantiate(cfg.accumulation), seed=0)
     plugins = list(map(instantiate, cfg.trainer.plugins.every()))
-    trainer(cfg, plugins, [*callbacks(cfg), watch]).fit(module, windows)
+    trainer(cfg, plugins, [*callbacks(cfg), *module.own_loss.callbacks(), watch]).fit(module, windows)
     return Course(np.array(watch.losses), np.array(watch.rewards))
 
 
@@ -366,6 +366,6 @@ def test_exchanged_ratings_are_far_from_trl(course):
 
 @pytest.mark.wrong
 def test_kto_without_z_is_far_from_trl(course, monkeypatch):
-    monkeypatch.setattr(KTO, "prepare", lambda self, ahead: None)
+    monkeypatch.setattr(KTO, "set_kl", lambda self, mismatched: None)
     wrong = ours(ratings(), *CASES["kto"].ours)
     assert min(wrong.apart(course("kto"))) > 100 * TOLERANCE

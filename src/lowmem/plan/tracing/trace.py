@@ -184,7 +184,9 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         recorder.mark_blocks(module.model)
         plugins = list(map(instantiate, run.trainer.plugins.every()))
         steady = Steady(mode, run, before)
-        trainer = _trainer(plugins, [recorder, *build.callbacks(run), steady], ranks, before + 1)
+        trainer = _trainer(
+            plugins, [recorder, *build.callbacks(run), steady, *module.own_loss.callbacks()], ranks, before + 1
+        )
         example = source_class(run.data.target).example
         several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
@@ -361,7 +363,8 @@ def _quietly() -> Iterator[None]:
 class Steady(Callback):
     """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
 
-    It is the last callback. During the traced window it sets the phase of `mode`, so only that window's work counts.
+    It is the last callback except for those of the loss, whose work counts. During the traced window it sets the phase
+    of `mode`, so only that window's work counts.
 
     Args: before: windows that run before the traced one and leave their memory behind.
     """

@@ -51,14 +51,9 @@ class Loss:
         that was computed without gradients. One that is a mean over something else is (2,): its sum, and its count."""
         return {}
 
-    def ahead(self) -> Tensor:
-        """Returns numbers of the last batch that was computed without gradients, which was `MicroBatch.ahead`."""
-        raise NotImplementedError
-
-    def prepare(self, ahead: Tensor) -> None:
-        """Is told the sum of these numbers over all micro-batches of a window, or of a validation set, and over all
-        devices, before the loss of the first one is computed."""
-        raise NotImplementedError
+    def callbacks(self) -> list[Callback]:
+        """Returns callbacks that this loss needs, such as a pass over the whole window before its first micro-batch."""
+        return []
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         """Checks that the loss is that of the model's own logits; `Verified` and a pipeline call it before the first

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from lowmem.data.pairs import AnswerBatch, PairBatch
 from lowmem.data.rated import RatedBatch
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees
+from lowmem.techniques.loss.mismatched import MismatchedPass
 from lowmem.techniques.loss.tiled import Tiled
 
 
@@ -198,12 +200,18 @@ class KTO(PreferenceLoss):
         answers, real = super().answers(model, batch)
         return answers._replace(desirable=batch.desirable), real
 
-    def ahead(self) -> Tensor:
+    def callbacks(self) -> list[Callback]:
+        return [MismatchedPass(self.log_ratios, self.set_kl)]
+
+    def log_ratios(self) -> Tensor:
+        """Returns the sum of the log-ratios of the last batch, and the number of its answers, (2,)."""
         answers, real = self.take()
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
-    def prepare(self, ahead: Tensor) -> None:
-        self._kl = (ahead[0] / ahead[1].clamp(min=1.0)).clamp(min=0.0)  # rows that are all prompt have no answer
+    def set_kl(self, mismatched: Tensor) -> None:
+        """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows."""
+        total, count = mismatched
+        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # rows that are all prompt have no answer
 
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.log_ratio

@@ -53,7 +53,7 @@ TECHNIQUES = {
     "accumulation=by_step": [*USUAL, *FOUR],
     **{f"gradient_checkpointing={g}": USUAL for g in ("every_layer", "every_k", "sqrt", "selective", "offload")},
     "gradient_checkpointing=offload_attention": USUAL,
-    "gradient_checkpointing=budget": USUAL,
+    "compile=blocks": [*USUAL, "compile.activation_memory_budget=0.5"],
     "loss=chunked": USUAL,
 }
 MIXED = [

@@ -75,11 +75,16 @@ def test_tf32_is_as_close_as_fp32_only_on_a_device_without_it(config, device):
     assert within(found[:2], EXACT) != has_tf32(device), found
 
 
-@pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_policies.py runs it
-def test_on_a_card_a_budget_is_the_oracle_through_inductor(config):
-    technique, backend = "gradient_checkpointing=budget", "gradient_checkpointing.backend=inductor"
-    found = deviations(config, technique, overrides=[backend, "device=cuda"])
-    assert within(found, allowed(technique, on_card=True)), found
+@pytest.mark.parametrize("policy", ["none", "every_layer"])
+def test_a_memory_budget_is_the_oracle(config, policy):
+    found = deviations(config, f"gradient_checkpointing={policy}", overrides=parity.BUDGET)
+    assert within(found, allowed("compile.activation_memory_budget")), found
+
+
+@pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_blocks.py runs it
+def test_on_a_card_a_memory_budget_is_the_oracle_through_inductor(config):
+    found = deviations(config, "compile=blocks", overrides=[*parity.BUDGET, "compile.backend=inductor", "device=cuda"])
+    assert within(found, allowed("compile.activation_memory_budget", on_card=True)), found
 
 
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith(("precision=16", "precision=bf16"))])
@@ -102,7 +107,7 @@ REFUSED_PAIRS = {
     or (other.startswith("accumulation=") and other != "accumulation=none")
 } | {frozenset((master, f"optim=paged_{optim}")) for master in MASTERS for optim in ("adamw8bit", "adamw32bit")}
 NOT_STREAMED = [c for c in CHOICES if c.startswith("precision=") and c not in (*MASTERS, "precision=bf16-sr")]
-NOT_STREAMED += ["gradient_checkpointing=none", "gradient_checkpointing=budget"]
+NOT_STREAMED += ["gradient_checkpointing=none"]
 NOT_STREAMED += ["optim=paged_adamw8bit", "optim=paged_adamw32bit", "optim.in_backward=true"]
 REFUSED_PAIRS |= {frozenset(("weights=streamed", other)) for other in NOT_STREAMED}
 REFUSED_PAIRS |= {

@@ -29,7 +29,6 @@ SAVES_NOTHING = {
     **{f"loss={name}": "another objective, in the bytes of loss=tiled: test_preference.py counts" for name in LOSSES},
     "precision=tf32": "faster products alone",
     "optim=paged_adamw32bit": "pages on CUDA alone",
-    "gradient_checkpointing=budget": "compiled, unseen: test_policies.py counts what it keeps",
 }
 
 

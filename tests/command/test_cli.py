@@ -191,6 +191,17 @@ def test_a_run_of_a_strategy_that_was_taken_out_is_resumed_with_the_one_that_is_
     assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # by one process
 
 
+def test_a_run_of_a_choice_that_became_a_setting_is_resumed_with_that_setting(earlier):
+    lines = ["seed=7", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.2", "compile=none"]
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
+    instead = ["gradient_checkpointing=none", "compile=blocks", "compile.activation_memory_budget=0.5"]
+    with pytest.raises(Refused, match=rf"Also type {' '.join(instead)} to continue"):
+        cli.prepare([f"resume={earlier}"])
+    typed = [*instead[:2], "compile.activation_memory_budget=0.2"]
+    assert cli.prepare([f"resume={earlier}", *typed]) == ["seed=7", f"resume={earlier}", *typed]
+    assert cli.prepare([f"evaluate={earlier}"]) == [*instead, "seed=7", f"evaluate={earlier}"]
+
+
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

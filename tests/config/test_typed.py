@@ -44,6 +44,9 @@ REFUSED = {
     "rare tokens grew without bound. Type optim=adamw8bit.",
     "strategy=deepspeed_zero3": "strategy=deepspeed_zero3 was removed: PyTorch's FSDP shards weights, gradients and "
     "optimizer state, and strategy=fsdp_offload replaces strategy.offload=true. Type strategy=fsdp.",
+    "gradient_checkpointing=budget": "gradient_checkpointing=budget was removed: the budget is now a setting of "
+    "compile=blocks and replaces gradient_checkpointing.fraction. Type gradient_checkpointing=none compile=blocks "
+    "compile.activation_memory_budget=0.5.",
     "precision=bf61": "precision=bf61: there is no such choice. Type precision=bf16, or one of 16, ",
     "optim=adam8bits": "Type optim=adam8bit, or one of ",
     "otpim=sgd": "Type optim=sgd.",

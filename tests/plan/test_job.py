@@ -229,7 +229,7 @@ def test_a_fault_of_the_planner_is_no_estimate(planned, monkeypatch):
 
 @pytest.mark.usefixtures("as_with_compiler")
 def test_compiled_blocks_are_an_estimate(planned):
-    _, said, written = planned("gpu=2GiB", "search=false", "gradient_checkpointing=budget")
+    _, said, written = planned("gpu=2GiB", "search=false", "compile=blocks")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]
 
 

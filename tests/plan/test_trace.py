@@ -16,7 +16,7 @@ from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system import process
 
-COMPILED = ("gradient_checkpointing=budget", "compile=blocks")  # allocate unseen
+COMPILED = ("compile=blocks",)  # allocates unseen
 STEADY = 3  # the step at which a run is compared
 SCALARS = 1024  # bytes: of the losses and counts that earlier micro-batches of a window left
 ANSWERS = 8 * 2 * 8  # bytes: a float64 for each answer, which a reference says of it, or which a loss keeps

@@ -11,6 +11,7 @@ from pathlib import Path
 from lowmem.config.refusals import refused
 from lowmem.data.token_store import load_bpe, train_bpe
 from pair import EXACT, PLAIN, Case, composed
+from parity import BUDGET
 from tolerances import BF16, FP16, SGD_FP32, UPDATE
 
 STRATEGIES = {
@@ -70,7 +71,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         OF_PARTS: (also(plain, "precision=16", SCALED, overflow=(2, 1, "element")), IN_FP16),
         # activations and loss
         **{f"gradient_checkpointing={name}": (also(exact, f"gradient_checkpointing={name}"), FP64) for name in KINDS},
-        "gradient_checkpointing=budget": (also(plain, *BUDGET), FP32),
+        "compile.activation_memory_budget": (also(plain, *BUDGET), FP32),
         "compile=blocks": (also(plain, "compile=blocks", "compile.backend=aot_eager"), FP32),
         "loss=chunked": (also(plain, "loss=chunked", "loss.rows=7"), FP32),
         "loss=tiled": (also(plain, "loss=tiled", "loss.columns=64"), FP32),
@@ -99,7 +100,6 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
 
 OF_PARTS = "an overflow in one rank's part"  # where each has another
 KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
-BUDGET = ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")
 IN_BLOCKS = ("adam8bit", "adamw8bit", "lion8bit")
 STREAM = ("data.streaming=true", "data.block=8", "data.val_rows=2")
 

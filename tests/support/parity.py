@@ -54,13 +54,14 @@ BASE = (
     "loss=full",
 )
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
+BUDGET = ("compile=blocks", "compile.activation_memory_budget=0.5", "compile.backend=aot_eager_decomp_partition")
 COMPILED = ("optim=adamw4bit",)  # seconds per shape: slow wherever it runs
 # Techniques that share their code with another one. `make test` proves that one, `make test-all` proves these too.
 SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
     *(f"accumulation={name}" for name in ("effective_batch", "by_epoch", "by_step")),
-    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "offload_attention", "budget")),
+    *(f"gradient_checkpointing={name}" for name in ("every_k", "sqrt", "selective", "offload_attention")),
     *(
         "loss=tiled",
         "loss=ipo",
@@ -90,7 +91,6 @@ WITH = {
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
     "accumulation=by_step": ["batch_size=2", "accumulation.sizes={0: 4, 2: 2}"],
-    "gradient_checkpointing=budget": ["gradient_checkpointing.backend=aot_eager_decomp_partition"],
     "compile=blocks": ["compile.backend=aot_eager"],
     "weights=streamed": ["precision=bf16-master", "gradient_checkpointing=every_layer"],
     "loss=chunked": ["loss.rows=7"],

@@ -326,10 +326,12 @@ class Block(nn.Module):
 def test_a_budget_reaches_the_compiler(fraction, kept):
     torch.compiler.reset()
     block = Block()
-    block.compile(backend=torch_private.within_budget(fraction, "aot_eager_decomp_partition"))
-    out = block(torch.ones(512, 8, requires_grad=True))
+    block.compile(backend="aot_eager_decomp_partition")
+    with torch_private.within_budget(fraction):
+        out = block(torch.ones(512, 8, requires_grad=True))
     activations = [t for t in out.grad_fn.saved_tensors if t.numel() == 512 * 8]
-    assert len(activations) == kept, breaks("gradient_checkpointing=budget")
+    assert len(activations) == kept, breaks("compile.activation_memory_budget")
+    assert torch_private.has_memory_budget()
 
 
 def test_replaced_kernels_are_torchs_own_again_afterwards():

@@ -136,7 +136,7 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     if old := [argument for argument in arguments if key(argument) == "fit"]:
         raise Refused(
-            f"{old[0]}: this key is now called plan. Type {_renamed(old[0]) if '=' in old[0] else 'plan=check'}."
+            f"{old[0]}: this key is now called plan. Type {_renamed(old)[0] if '=' in old[0] else 'plan=check'}."
         )
     arguments = _resumed_sweep(arguments)
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
@@ -205,7 +205,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
         if file.is_file():
             earlier = without(of_a_run.union(GONE), folders.lines_of(file))
             _refuse_taken_out(earlier, arguments)
-            renamed = list(map(_renamed, earlier))
+            renamed = _renamed(earlier)
             _refuse_code(renamed, arguments, folder)
             return without(keys_of_other_choices(set(renamed).difference(earlier), renamed), renamed)
     return []
@@ -236,11 +236,11 @@ def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
             raise Refused(f"{resumed[0]}: {line} was removed ({why}). Also type {instead} to continue this run.")
 
 
-def _renamed(line: str) -> str:
-    """Returns a line of an earlier lowmem with today's names."""
-    if line in spelling.TAKEN_OUT:
-        return spelling.TAKEN_OUT[line].instead
-    return f"plan={line.partition('=')[2]}" if key(line) == "fit" else line
+def _renamed(lines: list[str]) -> list[str]:
+    """Returns lines of an earlier lowmem with today's names."""
+    instead = [new for line in lines if line in spelling.TAKEN_OUT for new in spelling.TAKEN_OUT[line].instead.split()]
+    others = without(set(map(key, instead)), lines)
+    return [*instead, *(f"plan={line.partition('=')[2]}" if key(line) == "fit" else line for line in others)]
 
 
 def run(cfg: DictConfig) -> float:

@@ -45,7 +45,7 @@ class Technique:
         nothing. tried: the planner may choose it unasked: it needs no other lr and keeps the update's quality. advised:
         it is the first of its group to try when memory runs out. generates_code: it generates code while it runs, with
         a C++ compiler on a CPU and with Triton on a card. compiles_blocks: it compiles blocks, whose allocations cannot
-        be traced. traced_as: the choice of the same group that is traced instead.
+        be traced.
     precision:
         tried_without_bf16: the planner may choose it for a card without bf16 products.
         computes_as: a precision that computes in the same dtypes and has its gradients on the device.
@@ -94,7 +94,6 @@ class Technique:
     inputs_on_host: bool = False
     sees_operators: bool = False
     compiles_blocks: bool = False
-    traced_as: str | None = None
     computes_as: str | None = None
     head_in_tiles: bool = False
     of_pairs: bool = False

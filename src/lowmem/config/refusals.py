@@ -131,7 +131,7 @@ REFUSALS = (
     Refusal(
         lambda run: run.any("adds_in_blocks") and run.any("compiles_blocks"),
         "strategy: devices exchange activations inside each block, and torch.compile cannot tell the size of these "
-        "activations. Type compile=none gradient_checkpointing=selective, or every_layer.",
+        "activations. Type compile=none.",
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
@@ -161,12 +161,6 @@ REFUSALS = (
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
-        lambda run: run.streams and run.technique("gradient_checkpointing").compiles_blocks,
-        "weights=streamed: this gradient_checkpointing lets torch.compile choose the stored activations, and its "
-        "memory was never measured with streamed weights. Type gradient_checkpointing=every_layer compile=blocks.",
-        "compiled_blocks_that_choose_what_they_keep_are_not_measured",
-    ),
-    Refusal(
         lambda run: run.by_layer and run.any("joins_blocks"),
         "weights.order=by_layer: this gradient_checkpointing recomputes several blocks at once, so the weights of all "
         "of them would have to be copied to the device for each micro-batch. Type gradient_checkpointing=every_layer, "
@@ -186,33 +180,34 @@ REFUSALS = (
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
-        lambda run: run.technique("compile").compiles_blocks and run.any("sees_operators"),
+        lambda run: run.any("compiles_blocks") and run.any("sees_operators"),
         "compile=blocks: this gradient_checkpointing chooses for each operator whether to store its result, and "
-        "compiled blocks do not expose their operators. Type gradient_checkpointing=budget compile=none, where "
-        "torch.compile makes that choice, or gradient_checkpointing=every_layer.",
+        "compiled blocks do not expose their operators. Type gradient_checkpointing=none "
+        "compile.activation_memory_budget=0.5, where torch.compile makes that choice, or "
+        "gradient_checkpointing=every_layer.",
         "compiled_blocks_have_no_operators_to_choose_from",
     ),
     Refusal(
-        lambda run: run.technique("compile").compiles_blocks and run.any("breaks_graphs"),
+        lambda run: run.any("compiles_blocks") and run.any("breaks_graphs"),
         "compile=blocks: torch.compile cannot trace the layers of this adapter. Type compile=none, or adapter=lora.",
         "layers_that_torch_compile_cannot_follow",
     ),
     Refusal(
         lambda run: run.limit is not None and run.any("compiles_blocks") and run.runs_on == "cpu",
         "memory.limit={limit}: on a CPU, memory is counted after each operator, and allocations inside compiled blocks "
-        "are invisible to it. Type compile=none gradient_checkpointing=every_layer, or memory.limit=null.",
+        "are invisible to it. Type compile=none, or memory.limit=null.",
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
         lambda run: run.tile.tokens is not None and run.any("compiles_blocks"),
-        "tile.tokens={tokens}: torch.compile chooses the activations that compiled blocks store, but it does not see "
-        "what slices store. Type compile=none gradient_checkpointing=every_layer, or tile.tokens=null.",
+        "tile.tokens={tokens}: torch.compile cannot trace modules that are computed in slices. Type compile=none, or "
+        "tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
     ),
     Refusal(
         lambda run: run.needs_compiler and not any(map(shutil.which, ("c++", "g++", "clang++"))),
-        "optim, compile, gradient_checkpointing: one of these choices generates code for the CPU, but no C++ compiler "
-        "is on the PATH. Install one, or type optim=adamw8bit compile=none gradient_checkpointing=every_layer.",
+        "optim, compile: one of these choices generates code for the CPU, but no C++ compiler is on the PATH. Install "
+        "one, or type optim=adamw8bit compile=none.",
         "without_a_compiler_torch_fails_in_the_first_step",
     ),
 )

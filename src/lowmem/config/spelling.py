@@ -56,7 +56,7 @@ OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "ada
 
 
 class TakenOut(NamedTuple):
-    """Describes a choice that an earlier lowmem had. Args: instead: the line to type; why: the reason for its removal;
+    """Describes a choice that an earlier lowmem had. Args: instead: the lines to type; why: the reason for its removal;
     resumes: a run with `instead` reads its checkpoints."""
 
     instead: str
@@ -77,6 +77,11 @@ TAKEN_OUT = {
             "strategy.offload=true",
             resumes=True,
         ),
+    ),
+    "gradient_checkpointing=budget": TakenOut(
+        "gradient_checkpointing=none compile=blocks compile.activation_memory_budget=0.5",
+        "the budget is now a setting of compile=blocks and replaces gradient_checkpointing.fraction",
+        resumes=True,
     ),
 }
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here

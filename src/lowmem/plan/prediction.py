@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem.config.cards import COMMUNICATOR
-from lowmem.config.declarations import choice, groups
+from lowmem.config.declarations import choice
 from lowmem.config.settle import Run
 from lowmem.data.opening import source_class
 from lowmem.memory.tracker import Point
@@ -170,12 +170,9 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     """
     traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
     libraries = process.rss_bytes()  # this process has imported what the run will import
-    if compiled := [group for group in groups() if run.technique(group).compiles_blocks]:
-        counted = " ".join(f"{group}={run.technique(group).traced_as}" for group in compiled)
-        for group in compiled:
-            traced = choice(group, run.technique(group).traced_as)
-            run = run.replacing(group, traced | {"declares": traced.get("declares", {}) | {"compiles_blocks": True}})
-        why = f"compiled blocks cannot be traced. They store less than {counted} would, which is counted."
+    if run.any("compiles_blocks"):
+        run = run.replacing("compile", choice("compile", "none") | {"declares": {"compiles_blocks": True}})
+        why = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
         return replace(needs(traces(run), run, target, libraries), estimate=why)
     try:
         rank_0 = traces(run)

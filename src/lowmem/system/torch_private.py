@@ -63,6 +63,7 @@ __all__ = (
     "cpu_multiplies_in",
     "group_of",
     "has_kernel",
+    "has_memory_budget",
     "in_backward",
     "is_traceable_wrapper_subclass",
     "modes_of_this_thread",
@@ -181,17 +182,19 @@ def compilation_errors() -> type[Exception]:
     return TorchDynamoException
 
 
-def within_budget(fraction: float, backend: str) -> Callable:
-    """Returns a backend of torch.compile that stores a fraction of the activations' bytes. Instead: an option of
-    torch.compile, which only inductor has."""
-    from torch._dynamo.backends.registry import lookup_backend  # takes over a second
+def within_budget(share: float) -> AbstractContextManager:
+    """Lets graphs that torch.compile makes inside the `with` store a share of the activations' bytes. Instead: an
+    argument of torch.compile."""
     from torch._functorch import config
 
-    def compiled(graph, inputs):
-        with config.patch(activation_memory_budget=fraction):
-            return lookup_backend(backend)(graph, inputs)
+    return config.patch(activation_memory_budget=share)
 
-    return compiled
+
+def has_memory_budget() -> bool:
+    """Returns whether torch.compile has the setting of `within_budget`. Instead: a list by torch's version."""
+    from torch._functorch import config
+
+    return hasattr(config, "activation_memory_budget")
 
 
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from lowmem.techniques.gradient_checkpointing import policies
 from lowmem.techniques.loss import cross_entropy as losses
 from made_up import SlowLane
 from networks import VOCABULARY, network, shaped
+from parity import BUDGET
 from streams import lines, trained
 from tolerances import GENERATED, PARTITIONED
 
@@ -131,11 +132,7 @@ def test_weights_stream_into_compiled_blocks(config, policy, order):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "compiles",
-    [GRAPHS_ALONE, ("gradient_checkpointing=budget", "gradient_checkpointing.backend=aot_eager_decomp_partition")],
-    ids=["compile", "budget"],
-)
+@pytest.mark.parametrize("compiles", [GRAPHS_ALONE, BUDGET], ids=["compile", "budget"])
 def test_compiled_blocks_wait_for_weights_that_the_host_has_stepped(config, compiles):
     arguments = lines("llama", *compiles, "max_steps=3", precision="16-master", policy="none")
     right = trained(config, ["weights=resident"], "llama", arguments)
@@ -190,3 +187,62 @@ def test_compiled_blocks_need_no_more_memory_than_eager_ones(policy, backend, tm
     assert peak_bytes(compiled(deep(), POLICIES[policy], backend), tmp_path) <= limit
     if policy != "none":  # the wrong variant: what is computed again is stored
         assert peak_bytes(compiled(deep()), tmp_path) > limit
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.matrix) for s in SHAPES[:-1]]
+)
+def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type):
+    model = shaped(model_type)
+    compile_blocks(model, "aot_eager_decomp_partition", 0.2)
+    assert apart(gradients(model), gradients(shaped(model_type))) < PARTITIONED
+
+
+@pytest.mark.matrix
+def test_budget_through_inductor(fit):
+    plain, _ = fit("seq_len=32")
+    budget, _ = fit("seq_len=32", "compile=blocks", "compile.activation_memory_budget=0.1", folder="b")
+    assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
+
+
+def test_a_smaller_budget_saves_more_of_what_autograd_saves():
+    """The bytes that the compiled blocks keep for backward, counted where autograd stores them."""
+    saved = []
+    for share in (1.0, 0.5, 0.0):
+        model = network(n_layer=2, n_embd=64, n_positions=64)
+        compile_blocks(model, "aot_eager_decomp_partition", share)
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        sizes = {}
+
+        def pack(tensor, sizes=sizes, parameters=parameters):
+            if tensor.untyped_storage()._cdata not in parameters:
+                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.randint(0, VOCABULARY, (2, 64))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model.transformer(input_ids=ids, use_cache=False).last_hidden_state.sum()
+        saved.append(sum(sizes.values()))
+        loss.backward()
+    assert saved[0] > 1.3 * saved[1] and saved[1] > 1.3 * saved[2]
+
+
+@pytest.mark.parametrize("order", ["by_micro_batch", pytest.param("by_layer", marks=pytest.mark.matrix)])
+def test_weights_stream_into_blocks_with_a_budget(config, order):
+    arguments = lines("llama", *BUDGET, "max_steps=3", precision="bf16-master", policy="every_layer")
+    resident = trained(config, ["weights=resident"], "llama", arguments)
+    streamed = trained(config, ["weights=streamed", f"weights.order={order}"], "llama", arguments)
+    assert graphs() and streamed.same(resident)
+
+
+@pytest.mark.parametrize("share", [-0.1, 2])
+def test_a_budget_that_is_not_a_share_is_refused(share):
+    with pytest.raises(Refused, match=rf"compile\.activation_memory_budget={share}: give a number between 0 and 1"):
+        compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", share)
+
+
+def test_a_budget_that_torch_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setattr("lowmem.techniques.compile.blocks.has_memory_budget", lambda: False)
+    with pytest.raises(Refused, match="does not have this setting"):
+        compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", 0.5)

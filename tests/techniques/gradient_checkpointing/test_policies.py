@@ -17,18 +17,16 @@ from lowmem.system.errors import Refused
 from lowmem.techniques.gradient_checkpointing import policies as checkpointing
 from lowmem.techniques.loss import cross_entropy as losses
 from networks import network, shaped
-from tolerances import GENERATED, PARTITIONED
 
 pytestmark = pytest.mark.kernels
 
 
-# Every policy of conf/ that saves anything, but those that compile blocks, which round differently.
+# Every policy of conf/ that saves anything.
 SEGMENTED = {
     name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
     for name, technique in techniques("gradient_checkpointing").items()
-    if technique.saves and not technique.compiles_blocks
+    if technique.saves
 }
-partitioned = partial(checkpointing.budget, fraction=0.2, backend="aot_eager_decomp_partition")
 SHAPES = ("gpt2", "llama", "qwen3", "opt", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral")
 WIDTH, VOCABULARY = 32, 500
 
@@ -57,26 +55,6 @@ def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, ba
         assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), (
             f"gradient_checkpointing={name} changes the gradients of {model_type}: open a Segment around the blocks"
         )
-
-
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.matrix) for s in SHAPES]
-)
-def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type, batch):
-    kept = gradients(shaped(model_type), batch)
-    model = shaped(model_type)
-    partitioned(model)
-    again = gradients(model, batch)
-    everything = torch.cat([g.flatten() for g in kept])
-    error = (torch.cat([g.flatten() for g in again]) - everything).norm() / everything.norm()
-    assert error < PARTITIONED
-
-
-@pytest.mark.matrix
-def test_budget_through_inductor(fit):
-    plain, _ = fit("seq_len=32")
-    budget, _ = fit("seq_len=32", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.1", folder="b")
-    assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
 
 
 @pytest.mark.wrong
@@ -177,28 +155,6 @@ def test_selective_keeps_products_and_attention_and_less_than_half_of_the_rest()
     )
     # qkv 3, attention 1 and its statistics, projection 1, mlp 4 + 1, and the boundary: 11 to 12 of ~28 per block
     assert least < some < 0.5 * kept
-
-
-def test_a_smaller_budget_saves_more_of_what_autograd_saves():
-    """The bytes that the compiled blocks keep for backward, counted where autograd stores them."""
-    saved = []
-    for fraction in (1.0, 0.5, 0.0):
-        model = network(n_layer=2, n_embd=64, n_positions=64)
-        checkpointing.budget(model, fraction, "aot_eager_decomp_partition")
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-        sizes = {}
-
-        def pack(tensor, sizes=sizes, parameters=parameters):
-            if tensor.untyped_storage()._cdata not in parameters:
-                sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        ids = torch.randint(0, VOCABULARY, (2, 64))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model.transformer(input_ids=ids, use_cache=False).last_hidden_state.sum()
-        saved.append(sum(sizes.values()))
-        loss.backward()
-    assert saved[0] > 1.3 * saved[1] and saved[1] > 1.3 * saved[2]
 
 
 # --- behaviour --------------------------------------------------------------------------------------------------------
@@ -309,8 +265,6 @@ def test_what_cannot_be_segmented_is_refused():
         checkpointing.every_layer(nn.Linear(2, 2))
     with pytest.raises(Refused, match="k=0"):
         checkpointing.every_k(nn.Sequential(Thin()), 0)
-    with pytest.raises(Refused, match="fraction=2"):
-        checkpointing.budget(nn.Sequential(Thin()), 2, "inductor")
 
 
 def test_the_blocks_of_a_mixture_of_experts_are_its_layers():

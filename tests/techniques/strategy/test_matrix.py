@@ -24,7 +24,7 @@ SEAM = {
 }
 # What a strategy refuses about a model that it divides, when it does. What a config tells, `refusals.py` has.
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
-REFUSED_BY_CONFIG |= {"gradient_checkpointing=budget", "compile=blocks", "adapter=qlora"}
+REFUSED_BY_CONFIG |= {"compile.activation_memory_budget", "compile=blocks", "adapter=qlora"}
 REFUSED = {
     ("tensor_parallel", "adapter=dora"): "DoRA needs the norms of full rows",
     ("tensor_parallel", "adapter=qlora"): "NF4Linear, and only linear layers can be sharded",

@@ -5,12 +5,16 @@ may stream, shard and be computed again as they are without it. Blocks that do t
 for compilation does not grow with depth. It is one graph per block, and not one for the model: a graph in which the
 same blocks are computed twice would hold what several of them store at once (pytorch issue 193193).
 
+With a budget, torch.compile also decides what each block keeps for backward: the fastest choice within a share of the
+bytes. It is gradient checkpointing by the compiler, so gradient_checkpointing=none goes with it.
+
 Evaluations and samples are not compiled: their shapes differ from call to call, and each would be compiled anew.
 
 Source: pytorch.org/docs/stable/generated/torch.compile.html, "regional compilation".
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 
 import torch
@@ -18,7 +22,7 @@ from torch import nn
 
 from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
-from lowmem.system.torch_private import allow_graphs, compilation_errors
+from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
 # Graphs of one kind of block: micro-batches have one shape, and a few others at the end of an epoch. From the second
 # shape on torch lets sizes vary. Models with several kinds of blocks have as many graphs for each kind.
@@ -29,18 +33,35 @@ def none(model: nn.Module) -> None:
     """Leaves blocks as they are."""
 
 
-def compile_blocks(model: nn.Module, backend: str) -> None:
+def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: float | None = None) -> None:
     """Compiles the forward pass of each block, and with it its backward pass, when training first calls it.
 
     Args:
-        backend: inductor generates code; aot_eager only makes the graphs, without a compiler.
+        backend: inductor generates code; aot_eager only makes the graphs, without a compiler, and
+            aot_eager_decomp_partition also decides what to keep.
+        activation_memory_budget: the share of the activations' bytes that compiled code keeps for backward: torch
+            recomputes the cheapest of the others. 0 keeps only a block's input; None: torch's default, which is 1.
+
+    Raises:
+        Refused: the budget is not a share, or this torch does not have it.
     """
+    _check(activation_memory_budget)
     torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of graphs
     for block in blocks(model):
-        block.forward = _compiled(block, backend)
+        block.forward = _compiled(block, backend, activation_memory_budget)
 
 
-def _compiled(block: nn.Module, backend: str) -> Callable:
+def _check(budget: float | None) -> None:
+    if budget is not None and not 0 <= budget <= 1:
+        raise Refused(f"compile.activation_memory_budget={budget}: give a number between 0 and 1, or null.")
+    if budget is not None and not has_memory_budget():
+        raise Refused(
+            f"compile.activation_memory_budget={budget}: torch {torch.__version__} does not have this setting. Type "
+            "compile.activation_memory_budget=null gradient_checkpointing=every_layer."
+        )
+
+
+def _compiled(block: nn.Module, backend: str, budget: float | None) -> Callable:
     plain = block.forward
     compiled = torch.compile(plain, fullgraph=True, backend=backend)
 
@@ -49,7 +70,7 @@ def _compiled(block: nn.Module, backend: str) -> Callable:
         if not block.training or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         try:
-            with allow_graphs(MOST_GRAPHS):
+            with allow_graphs(MOST_GRAPHS), nullcontext() if budget is None else within_budget(budget):
                 return compiled(*args, **kwargs)
         except compilation_errors() as error:
             raise Refused(

@@ -21,7 +21,7 @@ from transformers import Cache
 
 from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
-from lowmem.system.torch_private import open_checkpoint, within_budget
+from lowmem.system.torch_private import open_checkpoint
 from lowmem.techniques.gradient_checkpointing import selective as kept_results
 from lowmem.techniques.gradient_checkpointing.boundary import Boundary, Chain, OnDevice
 
@@ -77,23 +77,6 @@ def offload_attention(model: nn.Module) -> None:
     for number, block in enumerate(blocks(model)):
         send = partial(chain.make, number)
         Alone(block, boundary=send, contexts=partial(kept_results.attention_contexts, send))
-
-
-def budget(model: nn.Module, fraction: float, backend: str) -> None:
-    """Lets torch.compile decide what to keep: the fastest choice within a fraction of the activations' bytes.
-
-    Args:
-        fraction: 0 recomputes everything but a block's input, 1 keeps what compiled code would keep.
-        backend: inductor generates code; aot_eager_decomp_partition only decides what to keep.
-    """
-    if not 0 <= fraction <= 1:
-        raise Refused(f"gradient_checkpointing.fraction={fraction}: give a number between 0 and 1.")
-
-    choosing = within_budget(fraction, backend)
-    torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of recompilations
-    for block in blocks(model):  # not the full model: all blocks share one compilation
-        # not block.compile(): it compiles the hooks, too, and those that are registered later are never called
-        block.forward = torch.compile(block.forward, backend=choosing)
 
 
 def _segment(blocks: list[nn.Module]) -> None:

@@ -133,7 +133,6 @@ def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
 # Matrices of 256 x 768 are large enough to have their state paged (bitsandbytes pages from 100,000 elements).
 ON_A_CARD = {"precision=32": [], "precision=bf16-sr": [], "precision=16-master": [], "precision=16": []}
 ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
-RESTORES = {"cpu": "torch.set_rng_state", "cuda": "torch.cuda.set_rng_state"}  # restore what draws dropout's masks
 
 
 @each_device_slowly
@@ -145,7 +144,7 @@ def test_a_resumed_run_is_the_unbroken_run(fit, tmp_path, monkeypatch, determini
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")
     if forgetful:
-        monkeypatch.setattr(RESTORES[device], lambda *_: None)
+        monkeypatch.setattr(random_states, "restored", lambda *_: None)
     _, again = fit(*lines, f"resume={tmp_path / 'part'}", folder="again")
     one, other = last(whole), last(again)
     assert same(one["state_dict"], other["state_dict"]) != forgetful

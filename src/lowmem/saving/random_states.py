@@ -11,17 +11,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lowmem.system.random_state import captured, restored
 from lowmem.system.units import quantity
 from lowmem.techniques.strategy.contract import OneDevice
 
 log = logging.getLogger(__name__)
 
+KINDS = ("cpu", "cuda")  # names of the generators in a checkpoint, in the order of `captured`
+
 
 def capture(ranks: OneDevice, device: torch.device) -> dict:
     """Returns the states of all processes with their roles, the same on every process, for a checkpoint."""
-    own = {"cpu": torch.get_rng_state(), "data_rank": ranks.data_rank}
-    if device.type == "cuda":
-        own["cuda"] = torch.cuda.get_rng_state(device)
+    own = dict(zip(KINDS, captured(device), strict=False)) | {"data_rank": ranks.data_rank}
     return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
 
@@ -39,9 +40,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
             torch.manual_seed(torch.initial_seed() + window)
         return
     own: dict[str, Tensor] = every[ranks.rank]
-    torch.set_rng_state(own["cpu"])
-    if device.type == "cuda" and "cuda" in own:
-        torch.cuda.set_rng_state(own["cuda"], device)
+    restored([own[kind] for kind in KINDS if kind in own], device)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:

@@ -21,6 +21,7 @@ from transformers import Cache
 
 from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
+from lowmem.system.random_state import captured, forked, restored
 from lowmem.system.torch_private import open_checkpoint
 from lowmem.techniques.gradient_checkpointing import selective as kept_results
 from lowmem.techniques.gradient_checkpointing.boundary import Boundary, Chain, OnDevice
@@ -174,7 +175,7 @@ class Segment:
 
 def _again(boundary: Boundary, calls: list["Call"]) -> None:
     hidden = boundary.fetch()
-    with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+    with forked(hidden.device):
         for call in calls:
             hidden = call.again(hidden)
 
@@ -187,13 +188,10 @@ class Call:
         self.block, self.args = block, args[1:]
         self.kwargs = kwargs if args else {k: v for k, v in kwargs.items() if k != "hidden_states"}
         self.by_position = bool(args)
-        self.random_state = torch.get_rng_state()
-        self.cuda_random_state = torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
+        self.random_states = captured(hidden.device)
 
     def again(self, hidden: Tensor) -> Tensor:
-        torch.set_rng_state(self.random_state)
-        if self.cuda_random_state is not None:
-            torch.cuda.set_rng_state(self.cuda_random_state, hidden.device)
+        restored(self.random_states, hidden.device)
         entering = {} if self.by_position else {"hidden_states": hidden}
         output = self.block(*([hidden] if self.by_position else []), *self.args, **self.kwargs, **entering)
         return output[0] if isinstance(output, tuple) else output

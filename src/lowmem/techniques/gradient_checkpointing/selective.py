@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
+from lowmem.system.random_state import generators
 from lowmem.system.torch_private import (
     ATTENTION,
     OpOverload,
@@ -195,8 +196,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None
-    device = args[0].device
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    return generators(args[0].device)[-1]
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ computes the same in slices.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from lowmem.data.loader import MicroBatch
 from lowmem.model.auxiliary_loss import asked_for
 from lowmem.model.magnitude import largest_magnitude
 from lowmem.system.errors import Refused
+from lowmem.system.random_state import captured, forked
 from lowmem.techniques.gradient_checkpointing import selective
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 
@@ -135,7 +135,7 @@ class SlicedModule(nn.Module):
 
     def _is_fit(self, x: Tensor) -> bool:
         if self.fits is None:
-            with torch.no_grad(), RandomStates(x).again():
+            with torch.no_grad(), forked(x.device):
                 out = self._compute(x[:, :1], self.stand_ins())
             self.fits = isinstance(out, Tensor) and out.shape[:2] == (x.shape[0], 1)
         return self.fits
@@ -207,7 +207,7 @@ class _InSlices(torch.autograd.Function):
     def forward(ctx, sliced, input_node, x, *weights):
         """Computes in slices. Args: input_node: the `_EndRecomputation` of x (B, T, H); weights: the trained
         ones, so that autograd asks for their gradients."""
-        ctx.sliced, ctx.input_node, ctx.random = sliced, input_node, RandomStates(x)
+        ctx.sliced, ctx.input_node, ctx.random_states = sliced, input_node, captured(x.device)
         ctx.autocast = _autocast(x.device.type)
         with selective.paused():
             return sliced.in_slices(x)
@@ -216,27 +216,9 @@ class _InSlices(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out):
         (x,) = ctx.input_node.saved_tensors
-        with ctx.random.again(), torch.autocast(**ctx.autocast):
+        with forked(x.device, ctx.random_states), torch.autocast(**ctx.autocast):
             d_x, d_weights = ctx.sliced.back(x, d_out)
         return None, None, d_x, *d_weights
-
-
-class RandomStates:
-    """The present random states of the CPU and of a tensor's device."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device if x.is_cuda else None
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restores them inside the `with`, and afterwards those from before it."""
-        with torch.random.fork_rng([self.device] if self.device else []):
-            torch.set_rng_state(self.cpu)
-            if self.device:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
 
 
 def _autocast(device: str) -> dict:

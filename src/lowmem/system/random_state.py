@@ -1,0 +1,50 @@
+"""Captures and restores the random states from which dropout draws: the CPU's, and with CUDA the device's.
+
+Whatever is computed twice (a checkpointed block, a slice, a resumed run) must draw the same numbers twice. A state is
+what torch's own generators hold: 5 KB for the CPU's, 16 bytes for a card's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+States = list[Tensor]  # of the CPU's generator and, with CUDA, the device's
+
+
+def captured(device: torch.device) -> States:
+    """Returns the present states."""
+    return [generator.get_state() for generator in generators(device)]
+
+
+def restored(states: Sequence[Tensor], device: torch.device) -> None:
+    """Sets the generators to states that `captured` or `seeded` has returned. Without a state for the device, which a
+    checkpoint of a run on a CPU lacks, only the CPU's generator is set."""
+    for generator, state in zip(generators(device), states, strict=False):
+        generator.set_state(state)
+
+
+def seeded(seed: int, device: torch.device) -> States:
+    """Returns the states that a seed of 32 bits sets, and leaves the generators alone."""
+    return [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators(device)]
+
+
+@contextmanager
+def forked(device: torch.device, states: States | None = None) -> Iterator[None]:
+    """Restores the present states after the `with`. Args: states: those at its beginning; None: the present ones."""
+    before = captured(device)
+    try:
+        if states is not None:
+            restored(states, device)
+        yield
+    finally:
+        restored(before, device)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Returns the generators from which computations on a device draw: the CPU's and, with CUDA, the device's."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[number]]

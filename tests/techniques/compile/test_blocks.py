@@ -23,8 +23,8 @@ SHAPES = ("gpt2", "llama", "qwen3", "opt", "gpt_neox", "gemma", "gemma2", "gemma
 POLICIES = {
     "none": policies.none,
     "every_layer": policies.every_layer,
-    "every_k": partial(policies.every_k, k=2),
-    "sqrt": policies.sqrt,
+    "every_k": partial(policies.segments, k=2),
+    "sqrt": policies.segments,
     "offload": policies.offload,
 }
 GRAPHS_ALONE = ("compile=blocks", "compile.backend=aot_eager")

@@ -70,7 +70,7 @@ def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
 
     monkeypatch.setattr(checkpointing.Call, "again", forgetful)
     model = shaped("gpt2", dropout=0.3)
-    checkpointing.sqrt(model)
+    checkpointing.segments(model)
     assert not all(torch.equal(a, b) for a, b in zip(kept, gradients(model, batch), strict=True))
 
 
@@ -107,7 +107,7 @@ class Thin(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.sqrt, 0.5, 0.07)]
+    ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.segments, 0.5, 0.07)]
 )
 def test_memory_of_thin_layers_grows_with_the_depth_or_its_root(apply, exponent, within):
     depths, peaks = (16, 36, 64, 144, 256, 400), []
@@ -138,7 +138,7 @@ def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
     depths = (4, 16, 64)
     kept, every, root, away = (
         [block_peak(apply, n) for n in depths]
-        for apply in (checkpointing.none, checkpointing.every_layer, checkpointing.sqrt, checkpointing.offload)
+        for apply in (checkpointing.none, checkpointing.every_layer, checkpointing.segments, checkpointing.offload)
     )
     interior = (kept[2] - kept[0]) / (depths[2] - depths[0])  # of one block, 22 to 34 boundaries
     assert 22 < interior < 34
@@ -181,7 +181,7 @@ def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(app
 def test_a_block_that_raises_leaves_autograd_as_it_was(batch, k):
     """A hook that stayed on torch's stack would drop the saved tensors of the next job of a sweep."""
     model = shaped("gpt2")
-    checkpointing.every_k(model, k)
+    checkpointing.segments(model, k)
 
     def fails(*_):
         raise torch.OutOfMemoryError("at the second block of a segment")
@@ -213,7 +213,7 @@ class Meddling(nn.Module):
 
 def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
     results = []
-    for apply in (checkpointing.none, partial(checkpointing.every_k, k=2), checkpointing.every_layer):
+    for apply in (checkpointing.none, partial(checkpointing.segments, k=2), checkpointing.every_layer):
         torch.manual_seed(0)
         model = Meddling().train()
         apply(model)
@@ -226,7 +226,7 @@ def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
 @pytest.mark.parametrize("k", [1, 2])
 def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(k):
     model = nn.Sequential(Thin(), Thin()).train()
-    checkpointing.every_k(model, k)
+    checkpointing.segments(model, k)
     x = torch.randn(8, 16, requires_grad=True)
     entering = x * 1.0
     loss = model(entering).sum()
@@ -264,7 +264,7 @@ def test_what_cannot_be_segmented_is_refused():
     with pytest.raises(Refused, match="gradient_checkpointing=none"):
         checkpointing.every_layer(nn.Linear(2, 2))
     with pytest.raises(Refused, match="k=0"):
-        checkpointing.every_k(nn.Sequential(Thin()), 0)
+        checkpointing.segments(nn.Sequential(Thin()), 0)
 
 
 def test_the_blocks_of_a_mixture_of_experts_are_its_layers():

@@ -27,7 +27,7 @@ CASES = {
     "gpt2 fp32": {"kind": "gpt2", **FP32},
     "lora": {"adapter": True, "checkpointing": "every_layer"},
     "lora gpt2": {"kind": "gpt2", "adapter": True, "checkpointing": "selective"},
-    "chunked": {"kind": "qwen3", "loss": "chunked", "checkpointing": "sqrt"},
+    "chunked": {"kind": "qwen3", "loss": "chunked", "checkpointing": "segments"},
     "tiled": {"kind": "qwen3", "loss": "tiled", "tile": 5},
     "odd vocabulary": {"changes": {"vocab_size": 67}},
     "wrong heads": {"kind": "gpt2", "wrong": "heads"},

@@ -33,27 +33,25 @@ def none(model: nn.Module) -> None:
 
 def every_layer(model: nn.Module) -> None:
     """Each block keeps only its input: n boundaries and the interior of one block."""
-    every_k(model, 1)
+    segments(model, 1)
 
 
-def every_k(model: nn.Module, k: int) -> None:
-    """Every k-th block keeps only its input: n / k boundaries and the interior of k blocks."""
-    if not isinstance(k, int) or k < 1:
+def segments(model: nn.Module, k: int | None = None) -> None:
+    """Each segment of blocks keeps only the input of its first block, and backward recomputes a segment at a time.
+
+    Args:
+        k: blocks per segment: n / k boundaries and the interior of k blocks. None: about sqrt(n) segments of about
+            sqrt(n) blocks.
+    """
+    if k is not None and (not isinstance(k, int) or k < 1):
         raise Refused(
             f"gradient_checkpointing.k={k}: a segment needs at least 1 block. Give a whole number of at least 1."
         )
     stack = blocks(model)
-    for start in range(0, len(stack), k):
-        _segment(stack[start : start + k])
-
-
-def sqrt(model: nn.Module) -> None:
-    """Makes about sqrt(n) segments of n blocks: sqrt(n) boundaries and the interior of sqrt(n) blocks."""
-    stack = blocks(model)
-    segments = max(1, round(math.sqrt(len(stack))))
-    cuts = [len(stack) * i // segments for i in range(segments + 1)]
-    for start, end in pairwise(cuts):
-        _segment(stack[start:end])
+    count = max(1, round(math.sqrt(len(stack))))
+    cuts = range(0, len(stack), k) if k else [len(stack) * i // count for i in range(count)]
+    for start, end in pairwise([*cuts, len(stack)]):
+        Alone(stack[start]) if end == start + 1 else Segment(stack[start:end])
 
 
 def selective(model: nn.Module) -> None:
@@ -80,11 +78,23 @@ def offload_attention(model: nn.Module) -> None:
         Alone(block, boundary=send, contexts=partial(kept_results.attention_contexts, send))
 
 
-def _segment(blocks: list[nn.Module]) -> None:
-    Alone(blocks[0]) if len(blocks) == 1 else Segment(blocks)
+class Recomputed:
+    """The base class of what backward recomputes. `_repeating`: the blocks are called by the recomputation."""
+
+    _repeating = False
+
+    def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
+        self._repeating = True
+        try:
+            hidden = boundary.fetch()
+            with forked(hidden.device):
+                for call in calls:
+                    hidden = call.again(hidden)
+        finally:
+            self._repeating = False
 
 
-class Alone:
+class Alone(Recomputed):
     """A block of which autograd keeps only the input.
 
     Args:
@@ -99,7 +109,6 @@ class Alone:
         contexts: Callable = lambda: (nullcontext(), nullcontext()),
     ) -> None:
         self.block, self.boundary, self.contexts, self.forward = block, boundary, contexts, block.forward
-        self._repeating = False
         block.forward = self._checkpointed
 
     def _checkpointed(self, *args, **kwargs) -> object:
@@ -111,19 +120,12 @@ class Alone:
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
-            return first_call.pop()() if first_call else self._repeat(boundary, call)
+            return first_call.pop()() if first_call else self._repeat(boundary, [call])
 
         return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
 
-    def _repeat(self, boundary: Boundary, call: "Call") -> None:
-        self._repeating = True
-        try:
-            _again(boundary, [call])
-        finally:
-            self._repeating = False
 
-
-class Segment:
+class Segment(Recomputed):
     """Consecutive blocks of which autograd keeps only the input of the first."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
@@ -131,7 +133,6 @@ class Segment:
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[Call] = []
         self._output: Tensor | None = None  # of the previous block: shows whether the model passes it on unchanged
-        self._repeating = False
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
             # Also after an exception: a hook that stays would drop saved tensors of the next job of a sweep.
@@ -164,20 +165,6 @@ class Segment:
             next(closing, None)
         else:
             closing.close()
-
-    def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
-        self._repeating = True
-        try:
-            _again(boundary, calls)
-        finally:
-            self._repeating = False
-
-
-def _again(boundary: Boundary, calls: list["Call"]) -> None:
-    hidden = boundary.fetch()
-    with forked(hidden.device):
-        for call in calls:
-            hidden = call.again(hidden)
 
 
 class Call:

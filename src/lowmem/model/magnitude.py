@@ -3,6 +3,7 @@ range than theirs, which is fp16, must hold them."""
 
 import logging
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from lowmem.system.errors import Refused
 log = logging.getLogger(__name__)
 
 WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
+ROUNDINGS = 8  # in another order a sum is off by one or two roundings of the largest number, another function by more
+OTHER_KERNELS = 1e-4  # kernels for other shapes differ by less, another function by a hundred times as much
 MANY_ZEROS = 1e-3  # of the numbers: those of a normal distribution of weights are some millionths in fp16
 
 
@@ -25,6 +28,23 @@ def largest_magnitude(numbers: Tensor) -> float:
     if not math.isfinite(largest):
         raise Refused(f"The model computes inf or nan before its first step: {_why(numbers.dtype)}")
     return largest
+
+
+def same(
+    one: Tensor, other: Tensor, largest: float, dtypes: Iterable[torch.dtype], least: float = OTHER_KERNELS
+) -> bool:
+    """Returns whether two computations of the same numbers agree up to rounding. What overflows must do so in both.
+
+    The tolerance is `ROUNDINGS` roundings of the largest number in the coarsest dtype, but not less than `least`, which
+    is more than 8 roundings of fp32 and less than 8 of any 16-bit dtype.
+
+    Args:
+        largest: the largest absolute value: the rounding of a sum is relative to its largest terms.
+        dtypes: those that the computations round to.
+        least: the smallest tolerance, relative to `largest`; 0 if both computations use the same kernels.
+    """
+    tolerance = max(least, ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes)) * largest
+    return torch.allclose(one.float(), other.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:

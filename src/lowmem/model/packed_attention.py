@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 
 from lowmem.model.document_attention import BY_DOCUMENT, MASKED, by_autocast, has_kernel
 from lowmem.model.lengths import check_documents, shortened
-from lowmem.model.magnitude import largest_magnitude
+from lowmem.model.magnitude import largest_magnitude, same
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import attention_taken
 
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 64  # tokens of a row: more than a rule that sets in at a length is likely to leave out
-SAME = 1e-4  # of the largest logit: other kernels differ by less, lost positions by a hundred times as much
-ROUNDINGS = 8  # tolerated instead, if so many exceed SAME in the coarsest dtype
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
@@ -73,10 +71,8 @@ def _keeps_apart(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) 
 
 def _same(model: PreTrainedModel, packed: dict[str, Tensor], alone: Tensor, largest: float) -> bool:
     with torch.no_grad():
-        in_row = model(**packed, use_cache=False).logits.float()
-    coarsest = max(torch.finfo(dtype).eps for dtype in (alone.dtype, _computed_in(model, alone.device.type)))
-    tolerance = max(SAME, ROUNDINGS * coarsest) * largest
-    return torch.allclose(in_row, alone.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+        in_row = model(**packed, use_cache=False).logits
+    return same(in_row, alone, largest, [alone.dtype, _computed_in(model, alone.device.type)])
 
 
 def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:

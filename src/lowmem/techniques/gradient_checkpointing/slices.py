@@ -34,17 +34,13 @@ from transformers import PreTrainedModel
 
 from lowmem.data.loader import MicroBatch
 from lowmem.model.auxiliary_loss import asked_for
-from lowmem.model.magnitude import largest_magnitude
+from lowmem.model.magnitude import largest_magnitude, same
 from lowmem.system.errors import Refused
 from lowmem.system.random_state import captured, forked
 from lowmem.techniques.gradient_checkpointing import selective
 from lowmem.techniques.gradient_checkpointing.policies import blocks
 
 log = logging.getLogger(__name__)
-
-# relative to the largest result: other kernels differ by less, a dependence on neighbours by a thousand times as much
-SAME = 1e-4
-ROUNDINGS = 8  # the tolerance in roundings, for dtypes whose rounding is coarser than SAME
 
 
 class Tiles:
@@ -150,9 +146,8 @@ class SlicedModule(nn.Module):
             return False  # the gradient of a weight that belongs to another module would be lost
         # of uneven length
         slices = [self.unsliced(piece.contiguous()) for piece in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
-        coarsest = max(torch.finfo(t.dtype).eps for t in (x, expected, *slices))
-        tolerance = max(SAME, ROUNDINGS * coarsest) * largest_magnitude(expected)
-        return torch.allclose(torch.cat(slices, 1).float(), expected.float(), rtol=0.0, atol=tolerance, equal_nan=True)
+        dtypes = {tensor.dtype for tensor in (x, expected, *slices)}
+        return same(torch.cat(slices, 1), expected, largest_magnitude(expected), dtypes)
 
     def in_slices(self, x: Tensor) -> Tensor:
         """Computes (B, T, H) -> (B, T, ...) without a gradient."""

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowmem.model.magnitude import largest_magnitude
+from lowmem.model.magnitude import largest_magnitude, same
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
-# roundings of the largest product: in another order the same product is off by one or two, another function by more
-ROUNDINGS = 8
 UNEVEN = 5  # tokens of the first of two chunks; also tokens of the vocabulary in the first of two tiles
 
 
@@ -177,9 +175,8 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
         return False
     if ours.shape != theirs.shape:
         return False
-    # Relative to the products: masked logits are as large as numbers can be.
-    tolerance = ROUNDINGS * torch.finfo(products.dtype).eps * largest_magnitude(products)
-    return torch.allclose(ours, theirs, rtol=0.0, atol=tolerance, equal_nan=True)  # a cap may overflow, in both
+    # Relative to the products: masked logits are as large as numbers can be. A cap may overflow, in both.
+    return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 
 def _finished(head: Head, products: Tensor, tiled: bool) -> Tensor:

@@ -324,7 +324,7 @@ def test_paged_state_comes_back_paged(config, managed, monkeypatch, tmp_path, op
     from lowmem.techniques.optim import build
 
     if not guarded:
-        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer, theirs, saved: theirs(saved))
     model = nn.Linear(64, 128, bias=False)
     made, other = (optimizer(config(f"optim={optim}"))(model) for _ in range(2))
     model.weight.grad = torch.randn(128, 64)
@@ -351,7 +351,7 @@ def test_what_was_paged_on_a_card_goes_on_without_one(config, managed, monkeypat
     from lowmem.techniques.optim import build
 
     if not guarded:
-        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer, theirs, saved: theirs(saved))
     model = nn.Linear(64, 128, bias=False)
     model.weight.grad = torch.randn(128, 64)
     made = optimizer(config("optim=paged_adamw8bit"))(model)
@@ -359,7 +359,7 @@ def test_what_was_paged_on_a_card_goes_on_without_one(config, managed, monkeypat
     saved = saved_and_read(made, tmp_path)
     monkeypatch.undo()
     if not guarded:
-        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: None)
+        monkeypatch.setattr(build, "_restore_paged", lambda optimizer, theirs, saved: theirs(saved))
     asked = []
     monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor, to_cpu=False: asked.append(tensor))
     other = optimizer(config("optim=paged_adamw8bit"))(model)

@@ -90,7 +90,7 @@ def test_paged_state_leaves_a_full_card_and_comes_back_with_the_same_bits(config
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")
     if lost:
-        monkeypatch.setattr(build, "_restore_paged", lambda optimizer: setattr(optimizer, "load_state_dict", id))
+        monkeypatch.setattr(build, "_restore_paged", lambda *_: None)
     line = ("optim=paged_adamw32bit", f"device={device}")
     make, unpaged = optimizer(config(*line)), optimizer(config(*line, UNPAGED))
     model = begun(model_on(device))

@@ -60,10 +60,8 @@ class MakeOptimizer:
             _decay_before_the_update(optimizer)
             _hold_no_second_moment_of_zero(optimizer)
             in_one_pass(optimizer)
-        if getattr(optimizer, "is_paged", False):
-            _restore_paged(optimizer)
         _restore_in_saved_dtypes(optimizer, restored)
-        _keep_settings(optimizer, getattr(self.make, "keywords", {}))  # theirs: a partial's
+        _extend_load_state_dict(optimizer, getattr(self.make, "keywords", {}))  # theirs: a partial's
         return optimizer
 
     @property
@@ -121,14 +119,6 @@ def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
     beside a first moment that is not, a second moment makes a step of m / eps: thousands of times lr. (A second moment
     of zero beside a larger one shortens steps a little; one in a block of zeros stays zero.)"""
     optimizer.fill_qmap()
-    theirs = optimizer.load_state_dict
-
-    def load_state_dict(state_dict: dict, move_to_device: bool = True) -> None:
-        theirs(state_dict, move_to_device)
-        for state in optimizer.state.values():  # each has a scale of its own; a checkpoint may be of an older run
-            _replace_zero(state.get("qmap2"))
-
-    optimizer.load_state_dict = load_state_dict
     _replace_zero(optimizer.name2qmap["udynamic"])
 
 
@@ -137,16 +127,23 @@ def _replace_zero(scale: Tensor | None) -> None:
         scale[0] = scale[1] / 2
 
 
-def _keep_settings(optimizer: Optimizer, named: Iterable[str]) -> None:
+def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
     """Makes a restored optimizer keep its settings, such as the weight decay that was typed for a resume: torch
-    restores the saved ones. `lr` is the schedule's. Args: named: the settings that the yaml names; others may be a
-    part of the optimizer's state."""
+    restores the saved ones. `lr` is the schedule's. And restores paged state and scales as bitsandbytes does not.
+
+    Args: named: the settings that the yaml names; others may be a part of the optimizer's state.
+    """
     theirs = optimizer.load_state_dict
     kept = {*named} - {"lr", "params"}
     own = [{name: group[name] for name in kept if name in group} for group in optimizer.param_groups]
 
     def load_state_dict(state_dict: dict) -> None:
-        theirs(state_dict)
+        if getattr(optimizer, "is_paged", False):
+            _restore_paged(optimizer, theirs, state_dict)
+        else:
+            theirs(state_dict)
+        for state in optimizer.state.values():  # each has a scale of its own; a checkpoint may be of an older run
+            _replace_zero(state.get("qmap2"))
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
 
@@ -192,24 +189,19 @@ def pageable(optimizer: Optimizer) -> list[Tensor]:
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
 
 
-def _restore_paged(optimizer: Optimizer) -> None:
+def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> None:
     """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may lack
     the room (its issues 782 and 1381); and on a CPU it would make a card's state paged, which a CPU does not support.
 
-    Each buffer is allocated as in the first step, and is paged if that one was.
+    Each buffer is allocated as in the first step, and is paged if that one was. Args: theirs: its `load_state_dict`.
     """
-    theirs = optimizer.load_state_dict
-
-    def load_state_dict(state_dict: dict) -> None:
-        theirs(state_dict, move_to_device=False)
-        for p, state in optimizer.state.items():
-            for key, saved in state.items():  # one after the other, so that each is freed after its copy
-                if key in BUFFERS:
-                    state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
-                elif isinstance(saved, Tensor):
-                    state[key] = saved.to(p.device)
-
-    optimizer.load_state_dict = load_state_dict
+    theirs(state_dict, move_to_device=False)
+    for p, state in optimizer.state.items():
+        for key, saved in state.items():  # one after the other, so that each is freed after its copy
+            if key in BUFFERS:
+                state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
+            elif isinstance(saved, Tensor):
+                state[key] = saved.to(p.device)
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:

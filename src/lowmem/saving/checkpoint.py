@@ -95,8 +95,7 @@ class Checkpoints(Callback):
         self.steps, self.seconds = steps_or_seconds(every)
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
-        self.failures = 0  # in a row
-        self.ended_by: str | None = None  # why training ended without its last checkpoint
+        self.ended_by: str | None = None  # the checkpoint that could not be written, which ended training
         self._since = 0.0  # when the last one was saved or tried
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -120,15 +119,12 @@ class Checkpoints(Callback):
         )  # not evaluate=, which saves nothing
         if self.keep != "best" or not training or module.val_loss is None or module.val_loss >= self.best_loss:
             return
-        before = self.best_step, self.best_loss
         self.best_step, self.best_loss = trainer.global_step, module.val_loss
         self.save(trainer)
-        if self.failures:  # the best one on disk remains the best
-            self.best_step, self.best_loss = before
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step:  # something else ended training, or it could not be written
-            self.save(trainer, last=True)
+        if self.saved_step != trainer.global_step:  # something else ended training
+            self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for tensors in (checkpoint["state_dict"], checkpoint.get("rests", {})):
@@ -142,10 +138,9 @@ class Checkpoints(Callback):
         if self._path(state_dict["best_step"]).exists():  # a resume may go on in another folder
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
-    def save(self, trainer: Trainer, last: bool = False) -> None:
-        """Saves. The first checkpoint that cannot be written is logged; the second one in a row ends training.
-
-        Args: last: training has ended, and there is no further try.
+    def save(self, trainer: Trainer) -> None:
+        """Saves. If the checkpoint cannot be written, training ends, older checkpoints stay, and nothing is saved any
+        more: the run then writes its weights alone (`model_folder.without_checkpoint`).
 
         Raises:
             NotFinite: a weight is inf or nan.
@@ -161,26 +156,15 @@ class Checkpoints(Callback):
             with self.paused(), self.metered(trainer), trainer.lightning_module.weights.being_read():
                 trainer.save_checkpoint(self._path(trainer.global_step))
         except OSError as error:
-            return self._could_not(trainer, error, last)
-        self.saved_step, self.failures = trainer.global_step, 0
+            self.ended_by = f"{self._path(trainer.global_step)} cannot be written ({error.strerror})"
+            trainer.should_stop = True
+            return
+        self.saved_step = trainer.global_step
         if ranks.rank == 0:
             self._prune()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.ckpt"
-
-    def _could_not(self, trainer: Trainer, error: OSError, last: bool) -> None:
-        self.failures += 1
-        failed = f"{self._path(trainer.global_step)} cannot be written: {error.strerror}."
-        if last:
-            self.ended_by = failed
-        elif trainer.should_stop:
-            log.warning(f"{failed} Free some space: it is tried once more after the last evaluation.")
-        elif self.failures > 1:
-            self.ended_by = f"{failed} Two saves in a row failed, so training ended at step {trainer.global_step}."
-            trainer.should_stop = True
-        else:
-            log.warning(f"{failed} Free some space: training continues, and ends if the next save fails too.")
 
     def _prune(self) -> None:
         newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
@@ -196,14 +180,6 @@ def _all_finite(trainer: Trainer) -> bool:
     module = trainer.lightning_module
     weights = (module.stored(module.ranks.local(p)) for p in module.parameters())
     return all(finite(weight) for weight in weights if not weight.is_meta)
-
-
-def going_on(folder: Path) -> str:
-    """Returns the words to type to go on from the last checkpoint of a folder; empty if it has none."""
-    checkpoints = complete(folder)
-    if not checkpoints:
-        return "This run has no checkpoint to resume from."
-    return f"{in_shell('resume', checkpoints[-1])} continues from the last checkpoint."
 
 
 def complete(folder: Path) -> list[Path]:

@@ -81,29 +81,27 @@ def without_checkpoint(training: Training, command: Command, summary: Mapping[st
     Returns: the error that ends the run: what could be written, and what can be done with it.
     """
     training.watchers.stop.waits_no_longer(summary["interrupted"])
-    ranks = training.module.ranks
-    left = _left(training, command, summary)
+    folder, ranks, ways = command.folder / "model", training.module.ranks, []
+    try:
+        with fail_together(ranks):
+            _write(training, command, summary)
+    except (OSError, OverflowError) as error:
+        written = f"{folder} cannot be written either ({error})"
+    else:
+        start = (
+            in_shell("adapter.path", folder)
+            if summary["adapter_alone"]
+            else f"model=hf {in_shell('model.name', folder)}"
+        )
+        written = f"only the weights were written, to {folder}"
+        ways += [in_shell("evaluate", folder), f"{start} to start another run from these weights"]
     if ranks.rank == 0:
         with suppress(OSError):  # the weights are what matters
             results.report(training, command, summary)
             results.draw(training, command, summary)
-    return Refused(f"{training.saves.ended_by} {left} {checkpoint.going_on(training.saves.folder)}")
-
-
-def _left(training: Training, command: Command, summary: Mapping[str, object]) -> str:
-    """Writes the weights, and says what can be done with them."""
-    folder = command.folder / "model"
-    alone = summary["adapter_alone"]
-    start = in_shell("adapter.path", folder) if alone else f"model=hf {in_shell('model.name', folder)}"
-    try:
-        with fail_together(training.module.ranks):
-            _write(training, command, summary)
-    except OSError as error:
-        return f"{folder} cannot be written either: {error.strerror}. Free disk space."
-    except OverflowError as error:
-        return f"{folder} cannot be written either, with export_dtype={command.run.export_dtype}: {error}"
-    return (
-        f"The weights of step {summary['steps']} are in {folder}, without the optimizer state that resume= needs. Type "
-        f"{in_shell('evaluate', folder)}, {in_shell('generate', folder)} prompt='...', or {start} to start another run "
-        "from these weights."
+    if checkpoints := checkpoint.complete(training.saves.folder):
+        ways.append(f"{in_shell('resume', checkpoints[-1])} to continue from the last checkpoint")
+    return Refused(
+        f"{training.saves.ended_by}, so training ended at step {summary['steps']}, and {written}. Free disk space, and "
+        f"type {', or '.join(ways) or 'the same line again'}."
     )

@@ -102,9 +102,9 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
     why = (tmp_path / "sweep" / "0" / folders.FAILED).read_text()
-    assert "step-00000001.ckpt cannot be written: File too large. " in why
-    assert "/model cannot be written either: File too large. Free disk space." in why
-    assert why.endswith("This run has no checkpoint to resume from.\n")
+    assert "step-00000001.ckpt cannot be written (File too large), so training ended at step 1, and " in why
+    assert "/model cannot be written either (" in why
+    assert why.endswith("Free disk space, and type the same line again.\n")
     ended = {run.folder.name: run.status for run in folders.runs_below(tmp_path / "sweep")}
     assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` does the first one again
 

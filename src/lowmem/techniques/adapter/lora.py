@@ -104,8 +104,8 @@ class LoRA:
             _measure(layer)
         added = sum(p.numel() for _, p in trainable(model))
         log.info(
-            f"adapter: {len(adapted)} of {len(linear)} linear layers have an adapter ({_kinds(adapted)}): {added:,} "
-            f"trainable parameters beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
+            f"adapter: {len(adapted)} of {len(linear)} linear layers have an adapter: {added:,} trainable parameters "
+            f"beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
         )
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
@@ -135,10 +135,8 @@ class LoRA:
             raise Refused(f"{line}: this is a {kind} adapter. Type adapter={instead}.")
         self._check_base(folder)
         for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
-            if typed is not None and typed != stored:
-                raise Refused(
-                    f"adapter.{name}={typed}: the adapter in {self.path} has {name}={stored}. Remove adapter.{name}."
-                )
+            if typed not in (None, stored):
+                raise self._decided_by_folder(f"adapter.{name}={typed}")
         config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
         log.info(f"{line}: this adapter was trained on {config.base_model_name_or_path or 'an unnamed base model'}.")
         return config
@@ -163,10 +161,11 @@ class LoRA:
                 "be adapted. Type a folder whose adapter has only other linear layers."
             )
         if self.target is not None and {*adapted} != {*_chosen(model, linear, self.target)}:
-            raise Refused(
-                f"adapter.target={self.target}: the adapter in {self.path} has other target layers "
-                f"({_kinds(adapted)}). Remove adapter.target."
-            )
+            raise self._decided_by_folder(f"adapter.target={self.target}")
+
+    def _decided_by_folder(self, typed: str) -> Refused:
+        key = typed.partition("=")[0]
+        return Refused(f"{typed}: {CONFIG} in {self.path} has another value. Remove {key}.")
 
 
 class DoRA(LoRA):
@@ -279,10 +278,6 @@ def _measure(layer: nn.Module) -> None:
     for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)
-
-
-def _kinds(adapted: dict[str, nn.Module]) -> str:
-    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
 
 
 def _left_out(model: PreTrainedModel) -> str:

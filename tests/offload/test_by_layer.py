@@ -313,7 +313,7 @@ def auxiliary_loss_counted_once(monkeypatch):
 
     def first_only(self, window):
         take, once = self.auxiliary_loss.take, iter([True])
-        self.auxiliary_loss.take = lambda: take() if next(once, False) else take() and None
+        self.auxiliary_loss.take = lambda: take() * (1.0 if next(once, False) else 0.0)
         return run(self, window)
 
     monkeypatch.setattr(CausalLM, "run_window", first_only)

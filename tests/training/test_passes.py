@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lowmem.offload.micro_batches import Generators, present
+from lowmem.offload.micro_batches import Generators
+from lowmem.system.random_state import captured
 
 CPU = torch.device("cpu")
 
@@ -45,12 +46,12 @@ def test_the_next_window_has_other_numbers():
 
 
 def test_a_window_in_which_nothing_is_drawn_leaves_the_generator_alone():
-    before, generators = present(CPU), Generators.of_window(CPU, 3)
+    before, generators = captured(CPU), Generators.of_window(CPU, 3)
     for number in range(3):
         generators.resume(number)
         generators.pause(number)
     generators.resume(0)
-    assert torch.equal(present(CPU)[0], before[0])
+    assert torch.equal(captured(CPU)[0], before[0])
 
 
 def test_a_seed_changes_nothing_about_the_seed_of_the_run():

@@ -18,26 +18,23 @@ from lowmem.system.errors import Refused
 
 
 class AuxiliaryLoss:
-    """Listens to the forward passes of a model."""
+    """Listens to the forward passes of a model. Args: model: `asked_for` returns True for it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._last: Tensor | None = None
         self._passes = 0  # under way: several with weights.order=by_layer
         self._real: Tensor | None = None  # (B, T) bool, of the pass that begins next; a pass begins without a pause
         self._mask: Tensor | None = None  # of the pass that has begun last
-        self._asked = asked_for(model)
-        if self._asked:
-            model.register_forward_pre_hook(self._before, with_kwargs=True)
-            model.base_model.register_forward_pre_hook(self._before_body, with_kwargs=True)
-            model.register_forward_hook(self._after, always_call=True)
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(self._before_body, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
 
     def count(self, real: Tensor | None) -> None:
         """Says which tokens the next forward pass counts. Args: real: (B, T) bool; None: all."""
-        self._real = real if self._asked else None
+        self._real = real
 
-    def take(self) -> Tensor | None:
-        """Returns the auxiliary loss of the last forward pass, a scalar, and forgets it; None if the model adds
-        none."""
+    def take(self) -> Tensor:
+        """Returns the auxiliary loss of the last forward pass, a scalar, and forgets it."""
         last, self._last = self._last, None
         return last
 
@@ -72,6 +69,7 @@ class AuxiliaryLoss:
 
 
 def asked_for(model: nn.Module) -> bool:
+    """Returns whether a model's config asks for an auxiliary loss."""
     config = getattr(model, "config", None)  # theirs: a model of transformers
     return config is not None and bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
 

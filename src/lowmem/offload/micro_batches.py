@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 import torch
-from torch import Tensor
 
-States = list[Tensor]  # of the CPU's generator and, with CUDA, the device's
+from lowmem.system.random_state import States, captured, restored, seeded
 
 
 class Generators:
@@ -29,7 +28,7 @@ class Generators:
         """Returns the states from which the micro-batches of a window start."""
         if count == 1:
             return cls(device, [None])
-        now = present(device)
+        now = captured(device)
         return cls(device, [now, *(_seeded(now, number, device) for number in range(1, count))])
 
     @classmethod
@@ -40,17 +39,12 @@ class Generators:
     def resume(self, number: int) -> None:
         """Sets the generators to where a micro-batch has left them."""
         if (states := self.states[number]) is not None:
-            for generator, state in zip(_generators(self.device), states, strict=True):
-                generator.set_state(state)
+            restored(states, self.device)
 
     def pause(self, number: int) -> None:
         """Stores where a micro-batch leaves the generators."""
         if self.states[number] is not None:
-            self.states[number] = present(self.device)
-
-
-def present(device: torch.device) -> States:
-    return [generator.get_state() for generator in _generators(device)]
+            self.states[number] = captured(self.device)
 
 
 def _seeded(now: States, number: int, device: torch.device) -> States:
@@ -58,13 +52,3 @@ def _seeded(now: States, number: int, device: torch.device) -> States:
     for state in now:
         digest.update(state.numpy())
     return seeded(int.from_bytes(digest.digest()[:4]), device)  # 32 bits, of which a CPU's generator reads no more
-
-
-def seeded(seed: int, device: torch.device) -> States:
-    """Returns the states that a seed sets."""
-    return [torch.Generator(own.device).manual_seed(seed).get_state() for own in _generators(device)]
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    cards = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-    return [torch.default_generator, *cards]

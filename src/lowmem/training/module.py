@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem.data.loader import MicroBatch, Position, Window
-from lowmem.model.auxiliary_loss import AuxiliaryLoss
+from lowmem.model.auxiliary_loss import AuxiliaryLoss, asked_for
 from lowmem.model.trainable import checkpoint_state, trains_everything
 from lowmem.offload.master_weights import MasterWeights
 from lowmem.offload.micro_batches import Generators
@@ -95,7 +95,7 @@ class CausalLM(LightningModule):
         self.at_once = placement.at_once
         # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
         self.strict_loading = trains_everything(model)
-        self.auxiliary_loss = AuxiliaryLoss(model)
+        self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # after the last completed window
         # tokens of all windows, including skipped steps: those that the model computed, and those with a label
@@ -123,7 +123,8 @@ class CausalLM(LightningModule):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Returns the summed loss."""
-        self.auxiliary_loss.count(micro_batch.real)
+        if self.auxiliary_loss is not None:
+            self.auxiliary_loss.count(micro_batch.real)
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
@@ -170,8 +171,8 @@ class CausalLM(LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 loss = (self if ranks.forward is None else ranks.forward)(micro_batch)
             sums.loss += loss.detach()
-            if (auxiliary := self.auxiliary_loss.take()) is not None:
-                auxiliary = auxiliary * micro_batch.weight
+            if self.auxiliary_loss is not None:
+                auxiliary = self.auxiliary_loss.take() * micro_batch.weight
                 sums.auxiliary = auxiliary.detach() + (0.0 if sums.auxiliary is None else sums.auxiliary)
                 loss = loss + auxiliary
             self.manual_backward(loss * ranks.factor / weight)
@@ -183,7 +184,7 @@ class CausalLM(LightningModule):
         if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
             usable = not self.ranks.any(not usable)
         if usable:
-            self.faults.none()
+            self.faults.in_a_row = 0
         elif not (gradients.loss_is_finite and self.trainer.precision_plugin.lowered_scale):
             # an overflow that a smaller loss scale may end is no fault
             self.faults.meet(self, loss, window)

@@ -25,9 +25,6 @@ class NonFiniteSteps:
     def __init__(self, skips: bool = False) -> None:
         self.skips, self.in_a_row = skips, 0
 
-    def none(self) -> None:
-        self.in_a_row = 0
-
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
         """Raises: NotFinite: steps are not skipped, or too many were."""
         self.in_a_row += 1

@@ -3,13 +3,14 @@
 import csv
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from lowmem.memory.ledger import PHASES
+from lowmem.memory.ledger import PHASES, Ledger
 from lowmem.memory.meter import MemoryMeter, curve
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.offload.on_device import WeightsOnDevice
@@ -95,6 +96,27 @@ def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fi
     fit(*two, f"precision={precision}")
     micro_batch = [("block", "forward")] * 2 + [("block", "backward")] * 2
     assert seen == [*micro_batch, *micro_batch, ("finish", "step")]
+
+
+def test_the_ledger_is_summed_four_times_per_window_whatever_its_micro_batches(fit, monkeypatch):
+    """After the forward pass without gradients and with them, after backward and after the step; in tracked steps
+    after each phase of each micro-batch."""
+    counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
+
+    def counted(self, side="device"):
+        sums[0] += 1
+        return bytes_of(self, side)
+
+    def begin(self, *arguments):
+        counts.append(sums[0])
+        began(self, *arguments)
+
+    monkeypatch.setattr(Ledger, "bytes", counted)
+    monkeypatch.setattr(MemoryMeter, "on_train_batch_start", begin)
+    fit("max_steps=7", "batch_size=2", "accumulation=fixed", "accumulation.batches=4")
+    windows = [after - before for before, after in pairwise(counts)]
+    assert windows[:3] == [12, 12, 12]  # three more break memory down
+    assert windows[3:] == [4, 4, 4]
 
 
 def test_resident_memory_is_at_least_what_is_alive(rows):

@@ -54,22 +54,30 @@ class Ledger:
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
         """Returns the bytes that owners on one side hold now, by category."""
-        total = dict.fromkeys(CATEGORIES, 0)
-        for owned in self.storages().values():
-            if owned.owner.side == side:
-                total[owned.owner.category] += owned.bytes
+        total, seen = dict.fromkeys(CATEGORIES, 0), set()
+        for owner in self.owners:
+            counts = owner.side == side
+            for tensor in owner.tensors():
+                for inner in plain_tensors(tensor):
+                    storage = inner.untyped_storage()
+                    if (key := storage_key(storage)) not in seen:
+                        seen.add(key)
+                        if counts:
+                            total[owner.category] += storage.nbytes()
         return total
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+PLAIN = (Tensor, nn.Parameter)
+
+
+def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
     """Returns the tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the unquantised
     size and no memory."""
-    if is_traceable_wrapper_subclass(tensor):
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for wrapped in (wrapped for wrapped in inner if isinstance(wrapped, Tensor)):  # a DTensor also names its mesh
-            yield from plain_tensors(wrapped)
-    else:
-        yield tensor
+    if type(tensor) in PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    # a DTensor also names its mesh
+    return [plain for wrapped in inner if isinstance(wrapped, Tensor) for plain in plain_tensors(wrapped)]
 
 
 def weights(module: nn.Module) -> list[Tensor]:
@@ -92,7 +100,7 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Returns every tensor of the state, however deep (8-bit optimizers nest them)."""
-    todo = list(optimizer.state.values())
+    todo = [value for state in optimizer.state.values() for value in state.values()]
     while todo:
         value = todo.pop()
         if isinstance(value, Tensor):

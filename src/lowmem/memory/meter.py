@@ -66,6 +66,7 @@ class MemoryMeter(Callback):
         self._phase: str | None = None
         self._step = self._start = 0  # _start: steps made before a resume
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
+        self._summed_at: dict[str, int] = {}  # phase -> bytes of gradients when its ledger was summed, in this window
         self._cuda: torch.device | None = None
         self.compiled = False  # True: blocks are compiled, and on a CPU what they allocate is not seen
         self._drive: Drive | None = None
@@ -188,13 +189,14 @@ class MemoryMeter(Callback):
         """Closes the current phase. A phase that occurs several times in a window keeps its highest reading."""
         if self._phase is None:
             return
-        row, seen = self._read(self._phase), self._window.get(self._phase)
-        self._window[self._phase] = row if seen is None else seen | {k: max(row[k], seen[k]) for k in row}
+        row, seen = self._read(self._phase), self._window.get(self._phase, {})
+        self._window[self._phase] = seen | {k: max(row[k], seen.get(k, 0)) for k in row}
         self._phase = None
 
     def _read(self, phase: str) -> dict:
         row = {"rss_bytes": process.rss_bytes(), "rss_peak_bytes": process.peak_rss_bytes()}
-        row["held_bytes"] = sum(self.ledger.bytes().values())
+        if self._may_hold_more(phase):
+            row["held_bytes"] = sum(self.ledger.bytes().values())
         if self._cuda:
             stats = torch.cuda.memory_stats(self._cuda)
             kinds = ("allocated_bytes.all.", "reserved_bytes.all.")
@@ -204,6 +206,15 @@ class MemoryMeter(Callback):
         if phase == "load":
             row |= self._live_row(Point(phase, self.ledger.bytes()))
         return row
+
+    def _may_hold_more(self, phase: str) -> bool:
+        """Returns whether the ledger must be summed, which takes most of the time of a reading. Within a window only
+        gradients come and go, so a phase that occurs with as many bytes of them again holds as much; a tracked step is
+        summed at every phase."""
+        gradients = sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
+        known = self._summed_at.get(phase) == gradients and self._tracker is None
+        self._summed_at[phase] = gradients
+        return not known
 
     def _drive_row(self) -> dict[str, int]:
         """Returns the columns of a drive, read and written since the last call; none if there is no drive."""
@@ -233,7 +244,7 @@ class MemoryMeter(Callback):
             metrics = curve(self._window)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
-        self._window = {}
+        self._window, self._summed_at = {}, {}
 
     def _note(self, row: dict) -> None:
         highest = self._highest.setdefault(row["phase"], {})

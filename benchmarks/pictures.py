@@ -420,6 +420,8 @@ ROOMS = {  # from the top: a room imports only from those below it
     "saving": "checkpoints and exports",
     "report": "metrics, charts, summaries, comparison",
     "techniques": "one folder per group of conf/",
+    "offload": "moves weights between card, host and drive",
+    "step": "arithmetic of one optimizer step",
     "model": "loads the network, generates text",
     "data": "files to rows of tokens",
     "config": "typed overrides to one frozen Run",
@@ -433,7 +435,7 @@ def modules() -> Picture:
     top, step, cell, left = 76, 40, 26, 480
     height = top + step * len(ROOMS) + 34
     picture = Picture(
-        height, "The folders of src/lowmem", "Twelve folders in a column: each imports only from those below it."
+        height, "The folders of src/lowmem", "Fourteen folders in a column: each imports only from those below it."
     )
     picture.text(MARGIN, 32, "src/lowmem: a folder imports only from those below it", size=19, bold=True)
     picture.text(

@@ -13,7 +13,7 @@ Whatever else an embedding's forward pass does, such as a factor, its own code d
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from unittest.mock import patch
 from weakref import ref
 
@@ -25,30 +25,18 @@ from lowmem.memory.tracker import belongs, host_side
 from lowmem.model.head_tiles import HeadSource
 from lowmem.offload.copy_lanes import Lane
 from lowmem.offload.host_block import HostBlock
+from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
 
 COLUMNS = 4096  # tokens of the vocabulary per tile, if no loss sets it
 
 
-class GradientSum(Protocol):
-    """Receives the gradient of a weight on the host."""
-
-    def add(self, start: int, piece: Tensor) -> None:
-        """Adds a piece of a gradient; pieces come in order."""
-
-    def use(self, start: int, piece: Tensor) -> None:
-        """Takes over a gradient that nobody else keeps."""
-
-    def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds a gradient (V, H) that is zero but for rows (N, H) with the numbers `at` (N,)."""
-
-
 class GradientSink(NamedTuple):
     """Receives gradients that are not made at a parameter."""
 
     link: Link
-    sum_of: Callable[[nn.Parameter], GradientSum]
+    sum_of: Callable[[nn.Parameter], HostWeight]
     complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has left for the host
 
 

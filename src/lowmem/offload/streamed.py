@@ -59,6 +59,8 @@ class Slot:
 class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, and of its edges: the embedding, and with loss=tiled the head.
 
+    The thread that computes a micro-batch calls all methods but `bring_in` and `put`, which the host thread calls.
+
     Args:
         layout: which weights stream.
         slots: blocks whose weights fit on the device at once.

@@ -41,10 +41,6 @@ class Gradients(NamedTuple):
     finite: bool
     loss_is_finite: bool
 
-    @property
-    def usable(self) -> bool:
-        return self.finite and self.loss_is_finite
-
 
 def finite(tensor: Tensor) -> bool:
     """Returns True if every element is finite: nan and inf show in the smallest or the largest element. It makes no

@@ -25,6 +25,8 @@ class WindowOptimizer(Optimizer):
     """Shares the parameter groups and the state of a library's optimizer. `CausalLM.training_step` calls `finish`,
     `clip`, `step` and `drop_gradients`, in this order. Args: inner: the library's optimizer."""
 
+    scale = 1.0  # after `finish`, a stored gradient is the true one times this
+
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self.state = inner, inner.state
@@ -90,7 +92,6 @@ class DeviceOptimizer(WindowOptimizer):
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
-        self.scale = 1.0  # a stored gradient is the true one times this
         self._stepped_norms: dict[str, Tensor] = {}  # of gradients that were stepped inside backward, by name
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:

@@ -1,4 +1,27 @@
-"""Builds what a run trains: the data first, the weights last."""
+"""Builds what a run trains: the data first, the weights last.
+
+Several techniques replace the `forward` of a module or set hooks on it. This list has all of them, in the order of a
+run; what is set later runs around what was set earlier:
+
+    while the model is built (`causal_lm`)
+        compile/blocks.py                       a block's forward: compiled
+        gradient_checkpointing/policies.py      a block's forward: recomputed in backward; hooks around several blocks
+        gradient_checkpointing/slices.py        forward of MLPs and norms, in slices of tokens; hooks on their weights
+        model/auxiliary_loss.py                 hooks on the model of a mixture: labels in, auxiliary loss out
+    when the model is sharded (`module`)
+        strategy/parallel_styles.py             forward of layers whose matrices are sharded
+        strategy/stages.py, pipeline.py         forward of modules of other stages; hooks on the first block
+        strategy/fsdp.py                        a hook on the model, around torch's own
+    before the first step
+        optim/in_backward.py                    hooks on gradients: each steps its parameter
+        strategy/ddp.py                         hooks on gradients, for one window
+        offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
+        offload/streamed.py                     hooks on blocks and their outputs' gradients: weights come and go
+        offload/master_weights.py               hooks on gradients, which leave for the host; on blocks, which wait
+    during one forward pass
+        loss/head.py                            the head's forward: the loss computes the logits; hooks on the body
+        model/packed_attention.py               hooks that only a check of the model sets
+"""
 
 import json
 import logging

@@ -85,8 +85,10 @@ def without_checkpoint(training: Training, command: Command, summary: Mapping[st
     try:
         with fail_together(ranks):
             _write(training, command, summary)
-    except (OSError, OverflowError) as error:
-        written = f"{folder} cannot be written either ({error})"
+    except OSError as error:
+        written = f"{folder} cannot be written either ({error.strerror})"
+    except OverflowError as error:
+        written = f"{folder} cannot be written with export_dtype={command.run.export_dtype} ({error})"
     else:
         start = (
             in_shell("adapter.path", folder)

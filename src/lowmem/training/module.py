@@ -180,7 +180,7 @@ class CausalLM(LightningModule):
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
         """Returns whether the window's gradients may be stepped with. Raises: NotFinite: a number is not finite, and
         such steps are not skipped."""
-        usable = gradients.usable
+        usable = gradients.finite and gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
             usable = not self.ranks.any(not usable)
         if usable:

@@ -10,7 +10,7 @@ while the chunk's logits still exist, so nothing is computed twice. Same idea: H
 the model computes before and after the product with the head stays the model's own (`head.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType
 
@@ -135,38 +135,38 @@ class Verified(Callback):
         self.packed, self.done = packed, False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        loaders = trainer.train_dataloader, *_validation(trainer)
+        self._verify(trainer, module, loaders, lambda: next(iter(trainer.train_dataloader)).micro_batches[0])
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.validating and not self.done:  # not before training either
+            self._verify(trainer, module, _validation(trainer), lambda: next(iter(trainer.val_dataloaders[0]))[0])
+
+    def _verify(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        loaders: Iterable[WindowLoader | ValidationLoader],
+        first: Callable[[], MicroBatch],
+    ) -> None:
+        """Args: loaders: whose rows are read; first: returns a micro-batch of them."""
         self.done = True
-        for loader in (trainer.train_dataloader, *_validation(trainer)):
+        for loader in loaders:
             _check_rows(module, loader)
-        if not (self.packed or module.loss.own_logits or module.tiles):
+        of_loss = module.loss.own_logits and not trainer.validating
+        if not (self.packed or of_loss or module.tiles):
             return
-        two_rows = _two_rows(next(iter(trainer.train_dataloader)).micro_batches[0], module)
+        two_rows = first().each(lambda tensor: tensor[:2].to(module.device))
         few = two_rows.each(lambda tensor: tensor[:, :VERIFIED])
         module.model.eval()  # without dropout; the module's own `on_train_start` comes later
         with trainer.precision_plugin.forward_context():
             if self.packed:
                 packed_attention.verify(module.model, two_rows.input_ids)
-            if module.loss.own_logits:
-                with torch.no_grad():
+            with torch.no_grad():
+                if of_loss:
                     module.loss.verify(module.model, few)
-            if module.tiles:
-                with torch.no_grad():
+                if module.tiles:
                     module.tiles.verify(module.model, few)
-
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.done or not trainer.validating:  # not before training either
-            return
-        self.done = True
-        for loader in _validation(trainer):
-            _check_rows(module, loader)
-        if not (self.packed or module.tiles):
-            return
-        two_rows = _two_rows(next(iter(trainer.val_dataloaders[0]))[0], module)
-        with trainer.precision_plugin.forward_context():
-            if self.packed:
-                packed_attention.verify(module.model, two_rows.input_ids)
-            if module.tiles:
-                module.tiles.verify(module.model, two_rows.each(lambda tensor: tensor[:, :VERIFIED]))
 
 
 def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
@@ -178,10 +178,6 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
         lengths.check_rows(module.model, rows.longest, together)
-
-
-def _two_rows(batch: MicroBatch, module: LightningModule) -> MicroBatch:
-    return batch.each(lambda tensor: tensor[:2].to(module.device))
 
 
 def counted(labels: Tensor, count: int | None = None) -> Tensor:

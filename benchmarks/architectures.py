@@ -240,7 +240,7 @@ def masters(architecture: dict) -> str:
         with torch.no_grad():
             for w, p in pairs:
                 rounded(w.data, p.data)
-    same = all(torch.equal(plugins[0].master(p), w) for p, (w, _) in zip(module.parameters(), pairs, strict=True))
+    same = all(torch.equal(module.full_precision(p), w) for p, (w, _) in zip(module.parameters(), pairs, strict=True))
     return "right" if same else "wrong weights"
 
 

@@ -14,6 +14,7 @@ from lowmem.memory import ledger
 from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.master_weights import MasterWeights
 from lowmem.saving.checkpoint import Saved, complete
+from lowmem.step.gradients import norm_of_all
 from lowmem.system.errors import Refused
 from lowmem.techniques.precision.weights_16bit import SixteenBitWeights
 from same import last, same
@@ -107,15 +108,13 @@ def test_a_part_in_fp32_beside_16_bit_weights_is_not_rounded(config):
     """The update is the optimizer's own, to the bit: also from scaled gradients. Wrong: rounded as the others are."""
     weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
     exact = torch.nn.Parameter(weight.detach().clone())
-    plugin = SixteenBitWeights()
-    plugin.gradient_scale = 4.0
     for p, g in ((weight, gradient * 4), (exact, gradient)):
         optimizer = torch.optim.AdamW([p], lr=1e-3)
         p.grad = g.clone()
         if p is weight:
-            plugin.update(optimizer, optimizer.param_groups[0], p)
-        else:
-            optimizer.step()
+            optimizer = SixteenBitWeights().optimizer(optimizer, torch.nn.Module(), norm_of_all)
+            optimizer.scale = 4.0
+        optimizer.step()
     assert torch.equal(weight, exact) and not torch.equal(weight, weight.bfloat16().float())
 
 

@@ -14,7 +14,7 @@ from lowmem.system.units import duration
 from lowmem.techniques.loss import cross_entropy as losses
 
 
-def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monkeypatch):
+def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monkeypatch, tmp_path):
     from lowmem.saving.checkpoint import AtomicCheckpointIO
     from lowmem.training.module import CausalLM
 
@@ -45,12 +45,13 @@ def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monk
         close(self)
 
     monkeypatch.setattr(Metrics, "close", closing)
-    _, run = fit("max_steps=9", "save_every=1", "val_every=2")
-    assert len(seconds) == 6  # nine windows, the first three are warm-up
-    assert now > 9 and max(seconds) == 0.0
-    with (run / "memory.csv").open() as file:
+    with pytest.raises(Refused, match="cannot be written"):
+        fit("max_steps=9", "save_every=1", "val_every=2")
+    assert len(seconds) == 4  # seven windows, the first three are warm-up
+    assert now > 7 and max(seconds) == 0.0
+    with (tmp_path / "run" / "memory.csv").open() as file:
         saved = [row["step"] for row in csv.DictReader(file) if row["phase"] == "save"]
-    assert saved == [str(step) for step in range(1, 10)]  # also the one that failed is measured within its own step
+    assert saved == [str(step) for step in range(1, 8)]  # also the one that failed is measured within its own step
 
 
 def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):

@@ -288,8 +288,7 @@ class Seen(Callback):
         self.answer["stepped"].append(bool(outputs["stepped"]))
 
     def on_train_end(self, trainer, module):
-        full_precision = trainer.precision_plugin.full_precision
-        self.answer["weights"] = _whole(module, lambda p: full_precision(p).detach())
+        self.answer["weights"] = _whole(module, lambda p: module.full_precision(p).detach())
 
 
 def _of(gradient, p):

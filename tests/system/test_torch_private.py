@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 import networks
 from conftest import ROOT
-from lowmem.system import torch_private
+from lowmem.system import lightning_private, torch_private
 
 SOURCE = ROOT / "src" / "lowmem"
-INTERNALS = SOURCE / "system" / "torch_private.py"
+INTERNALS = [SOURCE / "system" / name for name in ("torch_private.py", "lightning_private.py")]
 
 
 def breaks(what):
@@ -428,7 +429,7 @@ def found(files):
 
 
 def test_no_other_file_touches_a_private_part_of_another_package():
-    others = [file for file in SOURCE.rglob("*.py") if file != INTERNALS]
+    others = [file for file in SOURCE.rglob("*.py") if file not in INTERNALS]
     touched = found(others)
     assert {(file, name) for file, name in touched if name not in PUBLIC_ALL_THE_SAME} == set()
     assert {name for _, name in touched} == PUBLIC_ALL_THE_SAME.keys()  # an exception that nobody needs is none
@@ -449,6 +450,24 @@ def test_every_way_to_touch_one_is_seen(tmp_path):
     assert seen == {
         *("torch._dynamo", "torch._ops", "_checkpoint", "_cdata", "transformers.utils._hidden.thing", "_theirs")
     }
+
+
+def test_lightning_calls_on_before_optimizer_step_of_callbacks_and_of_the_module():
+    called = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            called.append(optimizer)
+
+    class Module(LightningModule):
+        def on_before_optimizer_step(self, optimizer):
+            called.append(optimizer)
+
+    trainer = Trainer(callbacks=[Watch()], logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy.connect(Module())
+    lightning_private.call_before_optimizer_step(trainer, "an optimizer")
+    message = "Lightning changed what this leans on: callbacks that look at gradients before they are clipped"
+    assert called == ["an optimizer"] * 2, message
 
 
 def test_transformers_tells_which_attention_it_has_taken():
@@ -477,5 +496,5 @@ def test_transformers_asks_one_function_where_documents_begin():
 
 
 def test_each_part_is_used():
-    elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file != INTERNALS)
+    elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file not in INTERNALS)
     assert {name for name in torch_private.__all__ if not re.search(rf"\b{name}\b", elsewhere)} == set()

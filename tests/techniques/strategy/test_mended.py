@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import strategy as strategies
 from packaging.version import Version
 
+from lowmem.step.gradients import Gradients
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import Function
 from lowmem.techniques.strategy.contract import OneDevice
@@ -154,17 +155,13 @@ def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
 def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked):
     """If each reads rows of its own, the loss is their sum already, and no rank is asked."""
     met = []
-    precision = SimpleNamespace(
-        unscale=lambda _: True, norm=lambda _: torch.ones(()), scales_loss=False, forget=lambda: None
-    )
     module = SimpleNamespace(
         ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
-        trainer=SimpleNamespace(precision_plugin=precision),
-        faults=SimpleNamespace(none=lambda: None, meet=lambda *_: met.append("fault")),
-        update=SimpleNamespace(early=False),
-        local_parameters=None,
+        trainer=SimpleNamespace(precision_plugin=SimpleNamespace(lowered_scale=False)),
+        faults=SimpleNamespace(in_a_row=0, meet=lambda *_: met.append("fault")),
     )
-    assert CausalLM._may_step(module, None, torch.ones(()), None) == (not asked)
+    fine = Gradients(torch.ones(()), finite=True, loss_is_finite=True)
+    assert CausalLM._usable(module, fine, torch.ones(()), None) == (not asked)
     assert met == ["fault"] * asked
 
 

@@ -432,7 +432,7 @@ ROOMS = {  # from the top: a room imports only from those below it
 
 def modules() -> Picture:
     """Draws the folders of src/lowmem as a tower, and beside it which of them each one imports."""
-    top, step, cell, left = 76, 40, 26, 480
+    top, step, cell, left = 76, 40, 23, 480
     height = top + step * len(ROOMS) + 34
     picture = Picture(
         height, "The folders of src/lowmem", "Fourteen folders in a column: each imports only from those below it."

@@ -92,6 +92,17 @@ def test_positions_begin_anew_with_each_document_and_in_the_tail():
         assert positions[row].tolist() == list(range(int(row.sum())))
 
 
+def test_first_tokens_are_where_positions_begin_anew():
+    made = rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train")
+    batch = made.micro_batch(np.arange(len(made)))
+    starts = [row * SEQ_LEN + start for row in range(len(made)) for start in made.starts(row)]
+    assert batch.first_tokens == [*starts, len(made) * SEQ_LEN]
+    moved = batch.counted().to(torch.device("meta"))  # which has no number to read
+    assert moved.inputs["position_ids"].counted_first == batch.first_tokens
+    part = batch.each(lambda tensor: tensor[1:])
+    assert not hasattr(part.inputs["position_ids"], "counted_first")
+
+
 def test_best_fit_fills_rows():
     lengths = np.random.default_rng(0).integers(2, 200, 3000)
     order, ends = packed(lengths, 256)

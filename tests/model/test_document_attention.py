@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,13 +13,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
     packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
+from lowmem.data.loader import MicroBatch
 from lowmem.model import document_attention, packed_attention
-from lowmem.model.document_attention import attend, first_tokens, first_tokens_or_mask, takes_all_at_once
+from lowmem.model.document_attention import (
+    BY_DOCUMENT,
+    MASKED,
+    attend,
+    first_tokens,
+    first_tokens_or_mask,
+    lengths_of,
+    takes_all_at_once,
+)
+from lowmem.system.torch_private import known_first_tokens
 from networks import network
 
 pytestmark = pytest.mark.kernels
@@ -70,6 +83,44 @@ def test_a_mask_tells_where_documents_begin():
     assert first_tokens(mask_function(), 2, TOKENS, CPU).tolist() == FIRST
     assert first_tokens(mask_function(), 2, TOKENS, CPU).dtype == torch.int32
     assert asked().tolist() == FIRST
+
+
+@pytest.mark.parametrize(
+    ("base", "known"),
+    [
+        (causal_mask_function, FIRST),
+        (sliding_window_causal_mask_function(TOKENS), FIRST),
+        (sliding_window_causal_mask_function(TOKENS - 1), None),
+        (chunked_causal_mask_function(TOKENS, torch.zeros(2, dtype=torch.int64)), None),
+        (or_masks(causal_mask_function, lambda *at: at[3] == 0), None),
+        (lambda *at: at[3] <= at[2], None),
+        (packed_sequence_mask_function(NUMBERS), None),  # nothing hides what follows
+    ],
+)
+def test_a_mask_is_not_asked_where_the_host_knows_its_documents(base, known):
+    numbers = NUMBERS.clone()
+    numbers.counted_first = FIRST
+    mask = and_masks(base, packed_sequence_mask_function(numbers))
+    assert known_first_tokens(mask, TOKENS) == known
+    assert known_first_tokens(mask_function(base), TOKENS) is None
+    if known:
+        first = first_tokens(mask, 2, TOKENS, CPU)
+        assert torch.equal(first, first_tokens(mask_function(), 2, TOKENS, CPU)) and first.dtype == torch.int32
+        assert lengths_of(first, 2 * TOKENS) == lengths_of(torch.tensor(FIRST), 2 * TOKENS) == [3, 5, 1, 3, 11, 1]
+
+
+@pytest.mark.parametrize("places", [[[0, 1, 2, 0, 1, 2, 3, 0], [*range(8)]], [[*range(8)], [*range(8)]]])
+@pytest.mark.parametrize("attention", [BY_DOCUMENT, MASKED])
+def test_a_counted_micro_batch_has_the_bits_of_one_that_is_asked(places, attention):
+    model, ids = network("llama").eval(), torch.randint(0, 500, (2, 8))
+    model.set_attn_implementation(attention)
+    batch = MicroBatch(ids, ids, torch.tensor(places))
+    asked = model(**batch.inputs, use_cache=False).logits
+    batch = MicroBatch(ids, ids, torch.tensor(places)).counted()
+    with patch.object(document_attention, "known_first_tokens", wraps=known_first_tokens) as told:
+        assert torch.equal(model(**batch.inputs, use_cache=False).logits, asked)
+    assert batch.first_tokens == batch.inputs["position_ids"].counted_first
+    assert told.called == (attention == BY_DOCUMENT and len(batch.first_tokens) > 3)
 
 
 @pytest.mark.parametrize("window", [3, 20])

@@ -17,12 +17,13 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem.config.accumulation import WindowSize
 
 IGNORED = -100  # a label that is not to be learnt
-COUNTS = ("learned_tokens", "weight")  # of a micro-batch, which are cached
+COUNTS = ("learned_tokens", "weight", "first_tokens")  # of a micro-batch, which are cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +53,13 @@ class MicroBatch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the arguments of a model, to which `use_cache=False` is added: with a cache, transformers ignores
-        where documents begin."""
-        positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
-        return {"input_ids": self.input_ids, **positions}
+        where documents begin. Positions bring `counted_first` along, what `counted` has found: `document_attention.py`
+        would have to ask the device."""
+        if self.position_ids is None:
+            return {"input_ids": self.input_ids}
+        if (known := vars(self).get("first_tokens")) is not None:
+            self.position_ids.counted_first = known
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Changes every tensor, for example to some of the rows."""
@@ -78,8 +83,8 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Counts the labels now, while they are in host memory, and returns self: to count them on a card, the host
-        would have to wait for the card."""
+        """Counts labels and documents now, while they are in host memory, and returns self: to count them on a card,
+        the host would have to wait for the card."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
@@ -98,6 +103,14 @@ class MicroBatch:
     def learned_tokens(self) -> int:
         """Returns the number of tokens with a label, which the loss learns from."""
         return int((self.labels != IGNORED).sum())
+
+    @cached_property
+    def first_tokens(self) -> list[int] | None:
+        """Returns where documents begin in the rows laid end to end, and the end; None: each row is one document."""
+        if self.position_ids is None:
+            return None
+        begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
+        return [*begins.flatten().nonzero().flatten().tolist(), begins.numel()]
 
     @property
     def known_learned_tokens(self) -> int | None:

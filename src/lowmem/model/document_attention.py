@@ -14,6 +14,7 @@ torch's attention takes it as booleans, and would convert it in every layer and 
 import inspect
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from lowmem.system.torch_private import hand_on_first_tokens, known_first_tokens
 
 # Names of attention in transformers' configs.
 BY_DOCUMENT = "lowmem_by_document"
@@ -69,12 +72,18 @@ def first_tokens_or_mask(  # noqa: PLR0913
 
 
 def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Asks a mask where documents begin: at each token that does not see the one before it.
+    """Returns where documents begin: at each token that does not see the one before it. The mask itself is asked, which
+    reads the device, unless the loader has counted the documents and the mask does nothing but separate them.
 
     Returns:
         (documents + 1,) int32, the first tokens in the rows laid end to end, and the end; None if a token does not see
         its document from the first token on, or sees what follows.
     """
+    if (known := known_first_tokens(mask_function, tokens)) is not None:
+        pinned = device.type == "cuda"  # from other memory a copy to a card waits for the card
+        first = torch.tensor(known, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
+        first.counted_first = known
+        return first
     row, token = torch.arange(rows, device=device)[:, None], torch.arange(tokens, device=device)
     head = torch.zeros((), dtype=torch.int64, device=device)
     later = token[1:].expand(rows, -1)
@@ -139,8 +148,11 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, first: Tensor, longest: 
 
 
 def lengths_of(first: Tensor, tokens: int) -> list[int]:
-    """Returns the tokens of each document, `tokens` altogether. A trace by shape, which has no numbers, replaces it."""
-    return first.diff().tolist()
+    """Returns the tokens of each document, `tokens` altogether. If the host does not know them, the first layer reads
+    them for all. A trace by shape, which has no numbers, replaces it."""
+    if not hasattr(first, "counted_first"):
+        first.counted_first = first.tolist()
+    return [end - start for start, end in pairwise(first.counted_first)]
 
 
 def _in_turn(
@@ -164,6 +176,7 @@ def by_autocast(dtype: torch.dtype, device: str) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
+hand_on_first_tokens()
 AttentionInterface.register(BY_DOCUMENT, attend)
 AttentionMaskInterface.register(BY_DOCUMENT, first_tokens_or_mask)
 AttentionInterface.register(MASKED, sdpa_attention_forward)

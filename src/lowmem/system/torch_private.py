@@ -62,10 +62,12 @@ __all__ = (
     "compilation_errors",
     "cpu_multiplies_in",
     "group_of",
+    "hand_on_first_tokens",
     "has_kernel",
     "has_memory_budget",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "known_first_tokens",
     "modes_of_this_thread",
     "open_checkpoint",
     "rebuild_buckets",
@@ -107,6 +109,12 @@ WAITS = torch.ops._c10d_functional.wait_tensor.default  # what yields a tensor t
 SPLIT = aten.split_with_sizes.default  # what other mixtures call, with the tokens of each expert
 ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
 GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
+CAUSAL = "transformers.masking_utils", "causal_mask_function"
+SEPARATES = {  # with what transformers makes a mask that shows a token its document up to itself
+    CAUSAL,
+    *((CAUSAL[0], name) for name in ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")),
+    (CAUSAL[0], "remap_positions_for_packed_sequence"),
+}
 
 
 class LeanFakeTensorMode(FakeTensorMode):
@@ -284,12 +292,52 @@ def all_unexpected() -> Iterator[set[str]]:
 def boundaries_count_as_real() -> AbstractContextManager:
     """Answers yes inside the `with` if transformers asks position ids whether a second document begins: tensors without
     memory have no answer, and it would mask nothing. Instead: an argument for it."""
+    return patch("transformers.masking_utils.find_packed_sequence_indices", _documents)
 
-    def documents(position_ids: Tensor) -> Tensor:  # as it tells them apart itself
-        before = position_ids[:, :1] - 1
-        return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
-    return patch("transformers.masking_utils.find_packed_sequence_indices", documents)
+def _documents(position_ids: Tensor) -> Tensor:
+    """Returns the number of each token's document in its row, (B, T), as transformers counts them."""
+    before = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+def hand_on_first_tokens() -> None:
+    """Tells transformers from now on whether a second document begins if position ids have `counted_first`: it would
+    read the ids themselves, for which the host waits for a card. Masks get it, too. Instead: an
+    argument for it."""
+    from transformers import masking_utils
+
+    asked = masking_utils.find_packed_sequence_indices
+
+    def documents_of(position_ids: Tensor) -> Tensor | None:
+        first = getattr(position_ids, "counted_first", None)
+        if first is None:
+            return asked(position_ids)
+        if len(first) == len(position_ids) + 1:  # each row is one document
+            return None
+        documents = _documents(position_ids)
+        documents.counted_first = first
+        return documents
+
+    masking_utils.find_packed_sequence_indices = documents_of
+
+
+def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
+    """Returns the `counted_first` that a mask of transformers was made with, if in rows of that many tokens the mask
+    separates documents and does nothing else; else None. Instead: asking the mask, which reads the device."""
+    first, made_by, parts = None, set(), [mask_function]
+    for part in parts:  # it grows
+        if isinstance(part, Tensor):
+            first = getattr(part, "counted_first", first)
+        elif isinstance(part, int):  # a window
+            if part < tokens:
+                return None
+        elif isinstance(part, tuple):
+            parts += part
+        else:
+            made_by.add((getattr(part, "__module__", ""), getattr(part, "__qualname__", "").partition(".")[0]))
+            parts += [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]
+    return first if CAUSAL in made_by <= SEPARATES else None
 
 
 def tensors_count_as_real() -> AbstractContextManager:

@@ -16,6 +16,10 @@ BY_LAYER = (*STREAMED, "weights.order=by_layer")
 SHAPE = "{model_type: mixtral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
 SHAPE += "num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, output_router_logits: true}"
 MIXTURE = ("model=hf", "model.name=mixture", "model.pretrained=false", f"model.architecture={SHAPE}", *FOUR)
+DOCUMENTS = ("data=jsonl", "data.path=notes.jsonl", "data.packing=documents", "seq_len=48", *FOUR)
+SHAPE = "{model_type: mistral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+SHAPE += "num_attention_heads: 2, num_key_value_heads: 1, sliding_window: 8}"
+SLIDING = ("model=hf", "model.name=sliding", "model.pretrained=false", f"model.architecture={SHAPE}")
 # recipe -> overrides, and how often a window may read the device
 RECIPES = {
     "plain": ((), 1),
@@ -39,12 +43,19 @@ RECIPES = {
     "16-master": (("precision=16-master", *FOUR), 1),  # the host knows whether gradients overflowed
     "16": (("precision=16", *FOUR), 1),
     "16-true": (("precision=16-true", *FOUR), 1),
+    "documents": ((*DOCUMENTS, "loss=full"), 1),
+    "documents, checkpointing": ((*DOCUMENTS, "gradient_checkpointing=every_layer"), 1),
+    "documents, by layer": ((*DOCUMENTS, *BY_LAYER), 1),
+    "documents, window": ((*SLIDING, *DOCUMENTS), 1),  # shorter than a row, so it needs the mask
 }
 
 
 @pytest.fixture
-def reads_of(fit):
-    """(overrides) -> the device reads of a small run."""
+def reads_of(fit, tmp_path, monkeypatch):
+    """(overrides) -> the device reads of a small run. Notes are so short that several are in a row."""
+    monkeypatch.chdir(tmp_path)
+    notes = (" ".join(f"note{j}" for j in range(i % 7 + 2)) for i in range(400))
+    (tmp_path / "notes.jsonl").write_text("".join(f'{{"text": "{note}"}}\n' for note in notes))
 
     def run(*lines):
         with as_on_a_card() as reads:
@@ -58,8 +69,11 @@ def reads_of(fit):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_window_reads_the_device_once(reads_of, recipe):
     lines, most = RECIPES[recipe]
-    read = reads_of(*lines).lines(WINDOW)
+    reads = reads_of(*lines)
+    read = reads.lines(WINDOW)
     assert 1 <= read.total() <= most, read
+    if recipe.startswith("documents"):  # transformers asks where they begin, and the host answers
+        assert not (of_model := reads.lines(WINDOW, of_model=True)), of_model
 
 
 def test_a_log_point_reads_what_it_logs(reads_of):
@@ -83,6 +97,14 @@ def labels_counted_on_the_device(monkeypatch):
     monkeypatch.setattr("lowmem.data.loader.COUNTS", ())
 
 
+def lengths_read_in_each_layer(monkeypatch):
+    monkeypatch.setattr("lowmem.model.document_attention.lengths_of", lambda first, _: first.diff().tolist())
+
+
+def documents_asked_of_the_mask(monkeypatch):
+    monkeypatch.setattr("lowmem.model.document_attention.known_first_tokens", lambda *_: None)
+
+
 def weight_read_by_the_host_thread(monkeypatch):
     right = HostOptimizer._step
 
@@ -100,6 +122,9 @@ def weight_read_by_the_host_thread(monkeypatch):
         (item_of_each_micro_batch, "accumulation"),
         (item_of_each_micro_batch, "by layer"),
         (labels_counted_on_the_device, "mixture"),
+        (labels_counted_on_the_device, "documents"),
+        (lengths_read_in_each_layer, "documents"),
+        (documents_asked_of_the_mask, "documents, checkpointing"),
         (weight_read_by_the_host_thread, "masters early"),
     ],
 )

@@ -189,3 +189,15 @@ def test_memory_that_comes_and_goes_inside_a_storage_counts_while_it_is_there():
     assert [point.total // KIB for point in tracker.timeline()] == [0, 4, 0, 2, 6, 14, 10, 2]
     assert b.untyped_storage().nbytes() == 2 * KIB
     assert "resize_" not in vars(torch.UntypedStorage)  # nobody tracks any more
+
+
+def test_state_that_a_host_thread_adds_meanwhile_does_not_end_a_reading():
+    class Stepping:
+        state = {number: {"m": torch.zeros(4)} for number in range(3)}  # noqa: RUF012
+
+    tensors = optimizer_state(Stepping)
+    next(tensors)
+    Stepping.state[3] = {"m": torch.zeros(4)}
+    for state in Stepping.state.values():
+        state["v"] = torch.zeros(4)
+    assert len(list(tensors)) >= 2

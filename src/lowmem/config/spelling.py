@@ -84,6 +84,7 @@ TAKEN_OUT = {
         resumes=True,
     ),
 }
+LEFT_OUT = {"weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are"}  # keys that are gone
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 
@@ -166,6 +167,8 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
 def no_such_key(line: str, known: Iterable[str]) -> str:
     """Returns a sentence about a line whose key is not `known`."""
     name, _, value = line.lstrip("+").partition("=")
+    if name in LEFT_OUT:
+        return f"{name} was removed: {LEFT_OUT[name]}. Leave it out."
     if owners := _owners(name):
         return f"{line}: only some choices of {name.partition('.')[0]} have this key. Also type {' or '.join(owners)}."
     if groups := [group for group in sorted(_groups()) if name in _choices(group)]:

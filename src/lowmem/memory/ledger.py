@@ -100,13 +100,13 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Returns every tensor of the state, however deep (8-bit optimizers nest them)."""
-    todo = [value for state in optimizer.state.values() for value in state.values()]
+    todo = list(optimizer.state.values())  # at once, and so below: a host thread may add state meanwhile
     while todo:
         value = todo.pop()
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, dict):
-            todo.extend(value.values())
+            todo += list(value.values())
         elif isinstance(value, list | tuple):
             todo.extend(value)
 

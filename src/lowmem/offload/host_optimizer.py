@@ -27,8 +27,10 @@ from lowmem.system.errors import NotFinite
 
 
 class HostOptimizer(WindowOptimizer):
-    """An optimizer of weights that the host steps. The training thread calls all methods but `_step`, which the link's
-    host thread calls.
+    """An optimizer of weights that the host steps.
+
+    On a card autograd's thread calls `collect`, `collect_and_step` and `step_early`, the link's host thread `_step` and
+    `step_one`, and the training thread all others.
 
     Args:
         inner: the optimizer of the masters' fp32 parameters; it steps one of them at a time.
@@ -87,6 +89,8 @@ class HostOptimizer(WindowOptimizer):
             self._norms = [norm_of(master.sum) / scale for master in collected]
         infinite = (m.name for m, norm in zip(collected, self._norms, strict=True) if not norm.isfinite())
         self._not_finite = next(infinite, None)
+        if self._not_finite is not None:
+            self.drop_gradients(stepped=False)
         return Gradients(self._norm(), self._not_finite is None, self._steps_early or bool(loss.isfinite()))
 
     def _norm(self) -> Tensor | None:
@@ -110,7 +114,7 @@ class HostOptimizer(WindowOptimizer):
             factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # like torch's clip_grad_norm_
         self._reading = self._reading._replace(clip=factor.item())
 
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         """Gives all masters that have not stepped inside backward to the host thread. Before the device reads a weight,
         it waits for that weight (`MasterWeights`)."""
         for master in self._collected():
@@ -157,6 +161,11 @@ class HostOptimizer(WindowOptimizer):
         master.used(early)
 
     # --- what the host stores -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Waits for the host thread, which may still be stepping."""
+        self.link.finish()
+        return super().state_dict()
 
     def host_tensors(self) -> Iterator[Tensor]:
         """Yields masters and gradients; the memory meter counts them as other."""

@@ -5,8 +5,8 @@
     StochasticHostWeight    the bf16 weight alone: a step is rounded up or down at random
 
 The optimizer knows a parameter by `wide`, which is fp32; in the last two classes it has only a shape between steps. On
-a card the link's host thread calls `add`, `use`, `use_rows`, `gradient`, `step` and `used`; the training thread calls
-the other methods, when the host thread has nothing to do.
+a card the link's host thread calls `add`, `use`, `use_rows`, `gradient`, `step` and `used`. The training thread may ask
+for `tensors` meanwhile, and calls the other methods when the host thread has nothing to do.
 """
 
 from collections.abc import Iterator

@@ -53,7 +53,8 @@ class MasterWeights(Callback):
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         module.masters = self
         self.connect(trainer.precision_plugin, module.weights)
-        self.precision.on_converted.append(self.make)
+        if self.make not in self.precision.on_converted:  # a trainer may run more than once
+            self.precision.on_converted.append(self.make)
 
     def connect(self, precision: Precision, weights: WeightsOnDevice) -> None:
         """Args: precision: says the dtype of the device's weights; weights: where they are."""

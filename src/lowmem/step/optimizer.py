@@ -53,7 +53,7 @@ class WindowOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         """Steps all parameters that have a gradient."""
         raise NotImplementedError
 
@@ -96,13 +96,13 @@ class DeviceOptimizer(WindowOptimizer):
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         self.scale = scale
+        self._unscale()
         norm = self._norm()
         watched = loss if norm is None else loss + norm
         fine = bool(watched.isfinite())
         loss_is_finite = fine or bool(loss.isfinite())
         are_finite = fine or norm is None or bool(norm.isfinite())
-        self._unscale()
-        return Gradients(None if norm is None else norm / scale, are_finite, loss_is_finite)
+        return Gradients(None if norm is None else norm / self.scale, are_finite, loss_is_finite)
 
     def _norm(self) -> Tensor | None:
         """Returns the global norm of the gradients as they are stored; None: there are none."""
@@ -133,7 +133,7 @@ class DeviceOptimizer(WindowOptimizer):
         if largest is not None:
             nn.utils.clip_grads_with_norm_(parameters, largest, norm)
 
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         self.inner.param_groups = self.param_groups
         self.inner.step()
 

@@ -180,12 +180,13 @@ class CausalLM(LightningModule):
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
         """Returns whether the window's gradients may be stepped with. Raises: NotFinite: a number is not finite, and
         such steps are not skipped."""
-        usable = gradients.finite and gradients.loss_is_finite
+        loss_is_finite = gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
-            usable = not self.ranks.any(not usable)
+            loss_is_finite = not self.ranks.any(not loss_is_finite)
+        usable = loss_is_finite and gradients.finite
         if usable:
             self.faults.in_a_row = 0
-        elif not (gradients.loss_is_finite and self.trainer.precision_plugin.lowered_scale):
+        elif not (loss_is_finite and self.trainer.precision_plugin.lowered_scale):
             # an overflow that a smaller loss scale may end is no fault
             self.faults.meet(self, loss, window)
         return usable

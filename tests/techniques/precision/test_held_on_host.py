@@ -14,9 +14,11 @@ from lowmem.config.instantiate import instantiate
 from lowmem.offload import host_weight
 from lowmem.offload.host_weight import HostWeight, SplitHostWeight, StochasticHostWeight
 from lowmem.offload.master_weights import MasterWeights
+from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.saving.checkpoint import complete
 from lowmem.techniques.optim.adamw8bit import HostAdamW8bit
 from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.precision.masters import BFloat16Master
 from lowmem.techniques.precision.weights_16bit import BFloat16Stochastic
 from lowmem.training.build import callbacks
 from streams import built, lines
@@ -177,3 +179,11 @@ def test_a_run_goes_on_with_the_random_numbers_of_its_checkpoint(checkpoint, exp
     callback.precision = precision
     host_weight = callback._new("weight", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
     assert host_weight.steps == expected
+
+
+def test_a_trainer_that_runs_twice_makes_masters_once_per_run():
+    """Made twice, weights that stream would be copied from what stands in for them: NaN."""
+    callback, precision = MasterWeights(), BFloat16Master()
+    for _ in range(2):
+        callback.setup(SimpleNamespace(precision_plugin=precision), SimpleNamespace(weights=WeightsOnDevice()), "fit")
+    assert precision.on_converted == [callback.make]

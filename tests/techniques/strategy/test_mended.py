@@ -157,7 +157,7 @@ def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked)
     met = []
     module = SimpleNamespace(
         ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
-        trainer=SimpleNamespace(precision_plugin=SimpleNamespace(lowered_scale=False)),
+        trainer=SimpleNamespace(precision_plugin=SimpleNamespace(lowered_scale=True)),
         faults=SimpleNamespace(in_a_row=0, meet=lambda *_: met.append("fault")),
     )
     fine = Gradients(torch.ones(()), finite=True, loss_is_finite=True)

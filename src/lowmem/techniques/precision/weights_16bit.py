@@ -99,7 +99,7 @@ class NarrowOptimizer(DeviceOptimizer):
     def _unscale(self) -> None:
         """Does nothing: `step_one` unscales."""
 
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         for group, p in self.with_gradient():
             self.step_one(group, p)
 

@@ -31,7 +31,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
     for key, comment in keys.items():
         if comment and not key.startswith("defaults."):
             lines += _entry(typed(key), comment)
-    lines += ["", "Keys of the choices above. Other choices have other keys: type your choice before --help.", ""]
+    lines += ["", "Keys of the choices above. Type another choice before --help to see its keys.", ""]
     for group, choice in choices.items():
         file = conf / group / f"{choice}.yaml"
         lines += _keys_of(typed, shown, group, file) if file.is_file() else []

@@ -46,21 +46,22 @@ class MasterWeights(Callback):
     def __init__(self) -> None:
         self.masters: dict[nn.Parameter, HostWeight] = {}  # by weight, in the model's order
         self.rests: Mapping[str, Tensor] = {}  # the lower halves of weights that a checkpoint has loaded in 16 bits
-        self._roundings: Mapping[str, int] = {}  # those of a checkpoint
+        self._roundings: Mapping[str, int] = {}  # loaded from a checkpoint, by name
         self._hooks: list = []
         self._loss: Tensor | float = 0.0  # of this window's micro-batches until now, where masters step early
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         module.masters = self
         self.connect(trainer.precision_plugin, module.weights)
-        if self.make not in self.precision.on_converted:  # a trainer may run more than once
-            self.precision.on_converted.append(self.make)
 
     def connect(self, precision: Precision, weights: WeightsOnDevice) -> None:
-        """Args: precision: says the dtype of the device's weights; weights: where they are."""
+        """Registers `make` with the precision. Args: precision: says the dtype of the device's weights; weights: where
+        they are."""
         self.precision, self.weights = precision, weights
         self.device = torch.device(precision.device)
         self.link = link_to(self.device)
+        if self.make not in precision.on_converted:  # a trainer may run more than once
+            precision.on_converted.append(self.make)
 
     # --- masters and their optimizer ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Gives each micro-batch of a window random numbers of its own, in whatever order micro-batches run.
+"""Gives each micro-batch of a window its own random numbers, so that they do not depend on the order of execution.
 
 A window's micro-batches run one after the other, or stop in the middle while others run (weights.order=by_layer), and
 what dropout draws must not depend on that. So the first micro-batch goes on with the generators as they are, and each

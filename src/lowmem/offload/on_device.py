@@ -65,7 +65,7 @@ class WeightsOnDevice:
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Is called before the host steps a weight: what it stores of it comes into memory, from wherever it is."""
+        """Brings the host tensors of a weight into memory. It is called before the host steps the weight."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
         """Is called with what the host stores of a weight beside its 16 bits, when that is made, restored or stepped.
@@ -101,7 +101,7 @@ class WeightsOnDevice:
 
     @property
     def drive(self) -> Drive | None:
-        """Returns the drive that stores `drive_tensors`, with counts of what it has read and written."""
+        """Returns the drive that stores `drive_tensors`, with its counts of bytes read and written."""
         return None
 
     def drive_tensors(self) -> Iterable[Tensor]:

@@ -71,22 +71,23 @@ def _update(run: Run, make: MakeOptimizer) -> Iterator[Callable[[], None]]:
     """Yields a function that updates one matrix in host memory, as the precision does once per window."""
     precision = instantiate(run.trainer.plugins.precision, device="cpu")
     probe = nn.Linear(*MATRIX, bias=False, dtype=getattr(torch, run.weights_dtype))
-    if run.masters:
-        masters = MasterWeights()
+    masters = MasterWeights() if run.masters else None
+    if masters is not None:
         masters.connect(precision, WeightsOnDevice())
-        masters.make(probe)
-        optimizer = masters.optimizer(make, probe)
-    else:
-        optimizer = precision.optimizer(make(probe), probe, norm_of_all)
-    gradient = torch.full_like(probe.weight, 1e-3)
+    try:
+        precision.convert_module(probe)  # also replaces products that this CPU lacks, which optim=muon computes
+        optimizer = masters.optimizer(make, probe) if masters else precision.optimizer(make(probe), probe, norm_of_all)
+        gradient = torch.full_like(probe.weight, 1e-3)
 
-    def update() -> None:
-        probe.weight.grad = gradient
-        if run.masters:
-            optimizer.collect(probe.weight)
-        optimizer.step()
+        def update() -> None:
+            probe.weight.grad = gradient
+            if masters is not None:
+                optimizer.collect(probe.weight)
+            optimizer.step()
 
-    yield update
+        yield update
+    finally:
+        precision.teardown()
 
 
 def _kind(run: Run) -> str:

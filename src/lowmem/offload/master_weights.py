@@ -60,8 +60,7 @@ class MasterWeights(Callback):
         self.precision, self.weights = precision, weights
         self.device = torch.device(precision.device)
         self.link = link_to(self.device)
-        if self.make not in precision.on_converted:  # a trainer may run more than once
-            precision.on_converted.append(self.make)
+        precision.when_converted(self.make)
 
     # --- masters and their optimizer ------------------------------------------------------------------------------
 

@@ -45,12 +45,17 @@ class BasePrecision(Precision):
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        # Called with the module at the end of `convert_module`: Lightning has no hook for callbacks between loaded
-        # weights and their move to the device.
-        self.on_converted: list[Callable[[nn.Module], None]] = []
+        self._on_converted: list[Callable[[nn.Module], None]] = []
         self._run = ExitStack()
 
     # --- before the first step ------------------------------------------------------------------------------------
+
+    def when_converted(self, call: Callable[[nn.Module], None]) -> None:
+        """Registers a function that each `convert_module` calls with the module in the end. Lightning has no hook for
+        callbacks between loaded weights and their move to the device. A second registration of a function is a no-op:
+        a trainer may run more than once."""
+        if call not in self._on_converted:
+            self._on_converted.append(call)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the module in place and returns it. Lightning calls this once the weights are loaded or restored,
@@ -61,7 +66,7 @@ class BasePrecision(Precision):
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
                 "rounded once."
             )
-        for call in self.on_converted:
+        for call in self._on_converted:
             call(module)
         return module
 

@@ -121,6 +121,41 @@ def test_named_tensors_move_and_join():
     assert batch.to(torch.device("meta")).margin.device.type == "meta"
 
 
+def test_a_card_gets_copies_of_pinned_memory(monkeypatch):
+    """Any other copy makes the host wait for the card. No card is needed: a stand-in records what torch is asked."""
+    asked = []
+
+    class Recorded(torch.Tensor):
+        pinned = False
+
+        def pin_memory(self):
+            copy = self.clone()
+            copy.pinned = True
+            return copy
+
+        def to(self, device, **how):
+            asked.append((str(device), self.pinned, how))
+            return self
+
+    batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2))
+    stand_in = batch.counted().each(lambda tensor: tensor.as_subclass(Recorded))
+    stand_in.to(torch.device("cuda", 0))
+    stand_in.to("cpu")
+    card, host = ("cuda:0", True, {"non_blocking": True}), ("cpu", False, {})
+    assert asked == [card] * len(batch.tensors) + [host] * len(batch.tensors)
+
+
+@pytest.mark.gpu
+def test_a_window_that_moves_to_a_card_waits_for_nothing():
+    batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2)).counted()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = batch.to(torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(moved.tensors[name].cpu(), tensor) for name, tensor in batch.tensors.items())
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

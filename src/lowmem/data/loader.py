@@ -77,8 +77,12 @@ class MicroBatch:
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
-        """Lightning calls this to move a window to the device. Counts that are known stay known."""
-        moved = self.each(lambda tensor: tensor.to(device, **how))
+        """Lightning calls this to move a window to the device. Counts that are known stay known. A card gets copies of
+        pinned memory: with other memory, the host waits until the card has done everything before the copy."""
+        pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
+        if pinned:
+            how = {"non_blocking": True} | how
+        moved = self.each(lambda tensor: (tensor.pin_memory() if pinned else tensor).to(device, **how))
         vars(moved).update({name: vars(self)[name] for name in COUNTS if name in vars(self)})
         return moved
 

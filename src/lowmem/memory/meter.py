@@ -66,7 +66,7 @@ class MemoryMeter(Callback):
         self._phase: str | None = None
         self._step = self._start = 0  # _start: steps made before a resume
         self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
-        self._summed_at: dict[str, int] = {}  # phase -> bytes of gradients when its ledger was summed, in this window
+        self._held: dict[tuple[str, int], int] = {}  # (phase, bytes of gradients) -> bytes of the ledger
         self._cuda: torch.device | None = None
         self.compiled = False  # True: blocks are compiled, and on a CPU what they allocate is not seen
         self._drive: Drive | None = None
@@ -110,6 +110,7 @@ class MemoryMeter(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:
         self._step = trainer.global_step + 1
         if self._step - self._start <= self.first or self._step % self.every == 0:
+            self._held.clear()
             self._track()
         self._enter("forward")
 
@@ -194,9 +195,8 @@ class MemoryMeter(Callback):
         self._phase = None
 
     def _read(self, phase: str) -> dict:
-        row = {"rss_bytes": process.rss_bytes(), "rss_peak_bytes": process.peak_rss_bytes()}
-        if self._may_hold_more(phase):
-            row["held_bytes"] = sum(self.ledger.bytes().values())
+        rss, peak = process.rss_and_peak()
+        row = {"rss_bytes": rss, "rss_peak_bytes": peak, "held_bytes": self._held_bytes(phase)}
         if self._cuda:
             stats = torch.cuda.memory_stats(self._cuda)
             kinds = ("allocated_bytes.all.", "reserved_bytes.all.")
@@ -207,14 +207,14 @@ class MemoryMeter(Callback):
             row |= self._live_row(Point(phase, self.ledger.bytes()))
         return row
 
-    def _may_hold_more(self, phase: str) -> bool:
-        """Returns whether the ledger must be summed, which takes most of the time of a reading. Within a window only
-        gradients come and go, so a phase that occurs with as many bytes of them again holds as much; a tracked step is
-        summed at every phase."""
-        gradients = sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
-        known = self._summed_at.get(phase) == gradients and self._tracker is None
-        self._summed_at[phase] = gradients
-        return not known
+    def _held_bytes(self, phase: str) -> int:
+        """Returns the sum of the ledger. Summing takes most of the time of a reading. From step to step only gradients
+        come and go, so a phase with as many bytes of gradients as an earlier one holds as much; the next sampled step
+        is summed again, at every phase."""
+        key = phase, sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
+        if self._tracker is not None or key not in self._held:
+            self._held[key] = sum(self.ledger.bytes().values())
+        return self._held[key]
 
     def _drive_row(self) -> dict[str, int]:
         """Returns the columns of a drive, read and written since the last call; none if there is no drive."""
@@ -244,7 +244,7 @@ class MemoryMeter(Callback):
             metrics = curve(self._window)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
-        self._window, self._summed_at = {}, {}
+        self._window = {}
 
     def _note(self, row: dict) -> None:
         highest = self._highest.setdefault(row["phase"], {})

@@ -92,6 +92,7 @@ class DeviceOptimizer(WindowOptimizer):
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
+        self._parameters = list(model.parameters())  # once: walking the modules of a deep model takes milliseconds
         self._stepped_norms: dict[str, Tensor] = {}  # of gradients that were stepped inside backward, by name
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
@@ -108,7 +109,7 @@ class DeviceOptimizer(WindowOptimizer):
         """Returns the global norm of the gradients as they are stored; None: there are none."""
         # The sum is in the model's order, not that of the optimizer's groups: other loops use this order, and get the
         # same bits.
-        if parameters := [p for p in self.model.parameters() if p.grad is not None]:
+        if parameters := [p for p in self._parameters if p.grad is not None]:
             return self.global_norm(parameters)
         return torch.linalg.vector_norm(torch.stack([*self._stepped_norms.values()])) if self._stepped_norms else None
 
@@ -124,7 +125,7 @@ class DeviceOptimizer(WindowOptimizer):
         return next((name for name, tensor in tensors.items() if tensor is not None and not finite(tensor)), None)
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self._parameters if p.grad is not None]
         if not parameters:
             return
         if value is not None:

@@ -46,18 +46,27 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Returns the peak resident size since the last `reset_peak_rss`, or of the process where it cannot be reset."""
+    return rss_and_peak()[1]
+
+
+def rss_and_peak() -> tuple[int, int]:
+    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux both are lines of one file, which is read once: the memory
+    meter reads them several times per step."""
     try:
-        line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * _KIB
-    except (OSError, StopIteration):
+        with _STATUS.open("rb", buffering=0) as file:
+            _, _, text = file.read().partition(b"VmHWM:")
+        peak, _, rss = text.partition(b"VmRSS:")
+        return int(rss.split(maxsplit=1)[0]) * _KIB, int(peak.split(maxsplit=1)[0]) * _KIB
+    except (OSError, IndexError):
         unit = 1 if sys.platform == "darwin" else _KIB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return rss_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_rss() -> None:
     """Starts a new peak (Linux; a no-op elsewhere). Only the memory meter may call this."""
     try:
-        _CLEAR_REFS.write_text("5", encoding="utf-8")
+        with _CLEAR_REFS.open("wb", buffering=0) as file:
+            file.write(b"5")
     except OSError:
         return
 

@@ -1,10 +1,11 @@
 """Adapters and frozen weights are planned as they are trained: predicted beside measured, derived beside traced."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from test_recipes import card, machine
+from test_recipes import card
 from test_trace import MODELS, PHASES, SCALARS, measured, traced
 
 import parity
@@ -12,12 +13,10 @@ from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe
 from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import needs, outline
-from lowmem.plan.search.candidates import Typed, candidates, trainings
-from lowmem.plan.search.derive import Derivation
-from lowmem.plan.search.recipes import depth_and_period
+from lowmem.plan.search.candidates import Typed, routes, trainings
+from lowmem.plan.search.extend import Line, extended, line_of
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
-from lowmem.system.errors import Refused
 from lowmem.training import build
 
 FREEZE = "freeze=[transformer.wte.*,*.ln_1.*]"
@@ -114,34 +113,29 @@ def composer(config):
         pytest.param("adapter=lora", "bf16-sr", marks=pytest.mark.matrix),
     ],
 )
-def test_a_recipe_with_an_adapter_is_derived_as_it_is_traced(composer, line, precision):
+def test_a_recipe_with_an_adapter_is_extended_to_what_is_traced(composer, line, precision):
     recipe = {"precision": precision, "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
-    recipe["batch_size"] = "4"
-    make = composer(line)
-    cfg = make(recipe)
-    shapes, _ = Derivation(make, DEPTH, (1, 4), Target(on_card=True), machine()).derive(recipe, cfg)
-    derived, itself = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, trace(cfg, on_card=True)))
-    for phase, need in itself.phases.items():
-        assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
-        assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
+    run = composer(line)(recipe | {"batch_size": "4"})
+    found, full = extended(run, Target(on_card=True)), replace(trace(run, on_card=True), events=[])
+    short, exact = (needs(one, run, Target(on_card=True), 0) for one in (found, full))
+    for phase, need in exact.phases.items():
+        assert short.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+        assert short.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
 
 
 def test_a_search_changes_no_adapter(composer):
     make = composer("adapter=lora", FREEZE)
     asked = Typed(make({}), (*SHAPE, "adapter=lora", FREEZE), make)
     for training in trainings(asked, card(2**30)):
-        for candidate in candidates(asked, training):
-            assert not {"adapter", "freeze"} & candidate.option.keys()
-            assert asked.config(candidate.option).adapter == asked.run.adapter
-            return
+        for route in routes(asked, training):
+            assert not {"adapter", "freeze"} & route.option.keys()
+            assert asked.config(route.option).adapter == asked.run.adapter
 
 
-def test_blocks_of_which_only_some_are_frozen_are_no_stack_of_equals(composer):
-    assert depth_and_period(composer("freeze=[*.h.*.mlp.*]")({})) == (DEPTH, 1)
-    with pytest.raises(Refused, match=r"freeze=.*some blocks are frozen.*search=false"):
-        depth_and_period(composer("freeze=['*.h.[0-3].*']")({}))
-    with pytest.raises(Refused, match=r"search=false"):
-        depth_and_period(composer("adapter=lora", "adapter.target=['*.h.6.*']")({}))
+def test_blocks_of_which_only_some_are_trained_are_of_two_kinds(composer):
+    assert line_of(composer("freeze=[*.h.*.mlp.*]")({})) == Line(3, 4, DEPTH - 3)
+    assert line_of(composer("freeze=['*.h.[0-3].*']")({})) == Line(5, 6, DEPTH - 5)
+    assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # it is traced in full
 
 
 @pytest.mark.parametrize(("line", "precision"), list(product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master"))))

@@ -89,7 +89,7 @@ def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tm
         cards_asked.append(card.size)
         overrides = ["batch_size=1", "gradient_checkpointing=every_layer"]
         chosen = SimpleNamespace(overrides=overrides, says="made up", prediction=SimpleNamespace(device_need=0))
-        return SimpleNamespace(chosen=chosen, fitting=[chosen], recipes=[chosen], hopeless=0)
+        return SimpleNamespace(chosen=chosen, fitting=[chosen], recipes=[chosen], too_large=0)
 
     monkeypatch.setattr(at_start, "_searched", searched)
     code, said = command("plan=3GiB", "batch_size=2", "gradient_checkpointing=none", "max_steps=1")

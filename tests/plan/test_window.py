@@ -43,7 +43,7 @@ def test_on_a_processor_everything_is_one_after_the_other():
 
 def test_boundaries_leave_in_forward_and_come_back_in_backward():
     """6 bytes at 2 a second take 3 seconds: a forward pass of 2 waits for 1, a backward pass of 4 for none."""
-    found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, pinned=[4, 2]), TAKEN, 2)
+    found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6), TAKEN, 2)
     assert found == Window(2 * (2 + 4), 2 * 1, 0.5 + 3)
 
 
@@ -144,7 +144,7 @@ def test_the_last_block_is_there_when_backward_begins():
 
 def test_boundaries_come_back_beside_the_weights_and_leave_against_them():
     """6 bytes: 2 seconds that are hidden in forward, and 2 that are not in backward, where weights take 4 of 4."""
-    alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, pinned=[4, 2])
+    alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, offloaded=6)
     assert alone.transfers == pytest.approx(16 / 3 - 2) and both.transfers == pytest.approx(16 / 3 - 2 + 2)
 
 
@@ -166,7 +166,7 @@ def test_weights_come_more_slowly_while_gradients_leave():
 
 def test_boundaries_that_leave_slow_down_the_weights_that_come():
     """2 seconds of boundaries in forward, and 2 of gradients in backward: half of that is added."""
-    alone, against = (streamed(3.0, "clip=1.0", **FROZEN, pinned=[4, 2], against=share) for share in (1.0, 0.5))
+    alone, against = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, against=share) for share in (1.0, 0.5))
     assert against.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
 
 
@@ -179,7 +179,7 @@ def test_runs_that_move_one_way_at_a_time_are_predicted_as_before():
     steps on the card."""
     for asked, found in (
         (cfg("precision=bf16-master", "clip=1.0"), shapes()),
-        (cfg("precision=bf16"), shapes(steps_on_host=False, pinned=[4, 2])),
+        (cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6)),
     ):
         alone, against = both_shares(asked, found)
         assert alone == against

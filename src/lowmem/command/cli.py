@@ -40,7 +40,6 @@ from lowmem.config.typed_lines import (
     unquoted,
     without,
 )
-from lowmem.plan.search.helper import helper
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
 from lowmem.system.errors import FULL, NotUploaded, RankLost, Refused, of_place
@@ -311,11 +310,10 @@ def plan(cfg: DictConfig) -> None:
 
 
 def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> None:
-    with (helper() if run.search else None) or nullcontext() as tracing_helper:
-        with undisturbed(LOADING):
-            from lowmem.plan.job import plan
+    with undisturbed(LOADING):
+        from lowmem.plan.job import plan
 
-        content = plan(run, output_dir, choices, typed, tracing_helper)
+    content = plan(run, output_dir, choices, typed)
     if not any(recipe["fits"] for recipe in content["recipes"]):
         _unfit.append(output_dir)
 

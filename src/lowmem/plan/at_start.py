@@ -16,10 +16,10 @@ from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.cost.update_time import knows_update
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.search.candidates import Typed
-from lowmem.plan.search.helper import elsewhere
 from lowmem.plan.search.recipes import Plan, search
 from lowmem.plan.table import command, on_drive
 from lowmem.plan.target import Target
+from lowmem.plan.tracing.elsewhere import trace_elsewhere
 from lowmem.plan.tracing.traffic import NODE
 from lowmem.report.metrics import LONG
 from lowmem.system import process, rank_environment
@@ -58,7 +58,7 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
         )
     log.info(
         f"plan={run.plan}: chose {' '.join(plan.chosen.overrides) or 'no changes'} ({plan.chosen.says}), the fastest "
-        f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes) + plan.hopeless} considered). It needs "
+        f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes)} considered). It needs "
         f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of device memory."
     )
     return _composed(run, typed, as_mapping(plan.chosen.overrides))
@@ -145,7 +145,7 @@ def could_fit(run: Run) -> bool:
 
 
 def _predicted(run: Run, target: Target) -> Prediction:
-    return predict(run, target, elsewhere if run.several else None)
+    return predict(run, target, trace_elsewhere if run.several else None)
 
 
 def _target(run: Run) -> Target:

@@ -16,7 +16,6 @@ from lowmem.model import loading
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.search.candidates import Typed
-from lowmem.plan.search.helper import Helper
 from lowmem.plan.search.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
 from lowmem.system import process
@@ -33,9 +32,8 @@ def plan(
     output_dir: Path,
     choices: Mapping[str, str],
     typed: Sequence[str],
-    helper: Helper | None = None,
 ) -> dict:
-    """Prints the plan and writes plan.json to `output_dir`. Args: helper: traces some recipes of a search.
+    """Prints the plan and writes plan.json to `output_dir`.
 
     Raises:
         Refused: a size is wrong, or the run or the model cannot be planned.
@@ -57,13 +55,13 @@ def plan(
     is_of_here = card is None  # several cards of another kind would be in another machine
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
-        ram = process.available_bytes() + (helper.rss_bytes if helper else 0)  # the helper ends before the run starts
+        ram = process.available_bytes()
     target = Target(on_card, card, ram, run.node, drives.space(run.drive, run.drive_folder))
     typed, gpu_lines = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
     if run.search:
         changeable = run.may_change and run.may_change.split(",")
         typed_run = Typed(run, typed, partial(_composed, [*typed, *gpu_lines], on_card=on_card), changeable)
-        searched = search(typed_run, target, helper)
+        searched = search(typed_run, target)
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         text, content = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
@@ -122,6 +120,5 @@ def _as_dict(searched: Plan, typed: Sequence[str]) -> dict:
         "chosen": recipes[0]["overrides"] if searched.chosen else None,
         "gpu_bytes": searched.target.device_memory,
         "ram_bytes": searched.target.host_memory,
-        "traces": searched.traces,
         "recipes": recipes,
     }

@@ -19,9 +19,9 @@ from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.offload.drive import Sizes
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
-from lowmem.plan.search.helper import NotTraced
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.as_card import workspaces
+from lowmem.plan.tracing.elsewhere import NotTraced
 from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
 from lowmem.plan.tracing.trace import Trace, trace, untraceable
 from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
@@ -382,8 +382,6 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
     if trace.streamed:  # none of these is on the device yet, and weights are split one at a time
         load = trace.host_bytes + (trace.weights if on_card else 0)
         load = max(load, weights - (0 if on_card else trace.weights)) if _packs(run) else load
-    # with a card, pinned memory is allocated in powers of two
-    rounding = sum((1 << (n - 1).bit_length()) - n for n in trace.pinned) if on_card else 0
     if not on_card:
         copies = 0
     else:  # a checkpoint's tensors are copied one after the other, and an export's file by file
@@ -392,9 +390,9 @@ def _host_bytes(trace: Trace, run: Run, on_card: bool, size: int, loaded: int, m
         copies = max(trace.largest * size, min(FILE_BYTES, exported * size))
     by_phase = {
         "load": largest + load,
-        "forward": traced["forward"] + rounding,
-        "backward": traced["backward"] + rounding,
-        "step": traced["step"] + rounding + (0 if on_card and not trace.steps_on_host else trace.unseen),
+        "forward": traced["forward"] + trace.rounding,
+        "backward": traced["backward"] + trace.rounding,
+        "step": traced["step"] + trace.rounding + (0 if on_card and not trace.steps_on_host else trace.unseen),
         "evaluation": traced["evaluation"],
         "save": traced["evaluation"] + copies + trace.paged,  # paged state moves when it is read: no copy
         "resume": traced["evaluation"] + trace.largest_trained * size + trace.paged,

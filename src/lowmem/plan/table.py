@@ -87,11 +87,11 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 
 def _notes(plan: Plan) -> list[str]:
     counted = f"{len(plan.fitting)} of {len(plan.recipes)} recipes fit"
-    if plan.hopeless:
-        counted += f"; {plan.hopeless} more are too large by their weights, gradients and optimizer alone"
+    if plan.too_large:
+        counted += f"; weights, gradients and optimizer of {plan.too_large} more ways to train are too large alone"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
     advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
-    lines = [f"{counted}; the shapes of {plan.traces} were traced.", *_facts(plan), *_others(plan)]
+    lines = [f"{counted}.", *_facts(plan), *_others(plan)]
     return [*lines, *(f"~: {why}" for why in estimates), *advised]
 
 

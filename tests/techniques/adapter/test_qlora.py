@@ -13,11 +13,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lowmem.command.generate import generate
-from lowmem.config import cards
-from lowmem.plan.cost.machine import Machine
-from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.prediction import needs
-from lowmem.plan.search.derive import Derivation
+from lowmem.plan.search.extend import extended
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
@@ -159,22 +156,17 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
         return resolved(config(*lines, *(f"{key}={value}" for key, value in ({"adapter": "qlora"} | recipe).items())))
 
-    rates = replace(Machine("a card", **cards.named(cards.REFERENCE).rates), overhead=0.0)
     recipe = {"precision": "bf16-master", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
-    cfg = composed(recipe | {"batch_size": "4"})
-    shapes, seconds = Derivation(composed, 7, (1, 4), Target(on_card=True), rates).derive(
-        recipe | {"batch_size": "4"}, cfg
-    )
-    itself = trace(cfg, on_card=True)
-    assert seconds == pytest.approx(of_trace(rates, cfg, itself).seconds, rel=0.01)
-    derived, traced = (needs(found, cfg, Target(on_card=True), 0) for found in (shapes, itself))
-    for phase, need in traced.phases.items():
-        assert derived.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
-        assert derived.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
-    assert shapes.blocks[1] == itself.blocks[1] and 7 * itself.blocks[1] < shapes.weights
+    run = composed(recipe | {"batch_size": "4"})
+    found, full = extended(run, Target(on_card=True)), replace(trace(run, on_card=True), events=[])
+    short, exact = (needs(one, run, Target(on_card=True), 0) for one in (found, full))
+    for phase, need in exact.phases.items():
+        assert short.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+        assert short.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
+    assert found.blocks == full.blocks and 7 * full.blocks[1] < found.weights
     lora = trace(composed(recipe | {"batch_size": "4", "adapter": "lora"}), on_card=True)
-    assert shapes.parameters == itself.parameters == lora.parameters
-    assert itself.weights < 0.6 * lora.weights
+    assert found.parameters == full.parameters == lora.parameters
+    assert full.weights < 0.6 * lora.weights
 
 
 @pytest.mark.matrix

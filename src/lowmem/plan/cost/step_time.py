@@ -86,7 +86,7 @@ def _alone(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float],
         if run.reads_weights:  # the thread that computes reads them
             travels += (2 * trace.streamed - trace.blocks[1]) * turns / drive_rates(run.drive_folder).read
         return Window(passes, travels, taken["step"] + update)
-    offloaded = sum(trace.pinned) / machine.link
+    offloaded = trace.offloaded / machine.link
     if not trace.steps_on_host:
         travel = trace.gradients / machine.link if trace.waits_on_host else 0.0  # all weights, once
         waits = _beyond(forward, offloaded + travel) + _beyond(backward, offloaded + 2 * travel)

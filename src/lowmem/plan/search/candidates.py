@@ -1,10 +1,11 @@
 """Lists the recipes that a plan compares: all keep the sequences per optimizer step, and what was typed."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
+from operator import itemgetter
 
 from hydra.errors import ConfigCompositionException
 
@@ -15,10 +16,16 @@ from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
 from lowmem.plan.search.changes import Change, Tier, changes
-from lowmem.plan.search.derive import DRIVE, DRIVE_HOLDS, ORDER, Compose, reading
-from lowmem.plan.search.derive import micro_batches as of_window
 from lowmem.system.errors import Refused
 from lowmem.techniques.weights.streamed import HOLDS
+
+RESIDENT = "weights.resident_blocks"  # override: blocks that stay on the device while the others stream
+ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
+DRIVE = "weights.drive"  # override: a folder for masters and optimizer state of blocks whose weights stream
+DRIVE_HOLDS = "weights.drive_holds"  # override: what is there
+
+Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
+MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the sequences of an optimizer step
 
 
 @dataclass(frozen=True)
@@ -107,24 +114,24 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Holds one way to compute a training. Args: option: override -> value, including the groups and batch_size; run:
-    the run with this training and this place of the weights."""
+class Route:
+    """Holds a training and where its tensors are, with the choices that are still open.
 
+    Args:
+        option: override -> value.
+        run: the run with this option.
+        micro_batches: (batch_size, overrides that keep the sequences of an optimizer step), largest first.
+        checkpointings, losses: the choices of `COMPUTED`, fastest first.
+    """
+
+    training: Training
     option: Mapping[str, str]
     run: Run
-    training: Training
+    micro_batches: Sequence[MicroBatches]
+    checkpointings: Sequence[str]
+    losses: Sequence[str]
 
-    @property
-    def streams(self) -> bool:
-        return self.run.streams
-
-    @property
-    def over_the_link(self) -> bool:
-        """Returns whether every pass needs data that waits in host memory."""
-        return self.streams or self.run.any("offloads")
-
-    def on_drive(self, folder: str, holds: str) -> "Candidate":
+    def on_drive(self, folder: str, holds: str) -> "Route":
         """Returns the same with a drive. Args: folder: on it; holds: what it holds, see conf/weights."""
         run = self.run.knowing(weights={"drive": folder, "drive_holds": holds})
         option = {**self.option, DRIVE: folder} | ({DRIVE_HOLDS: holds} if holds != HOLDS[0] else {})
@@ -148,27 +155,31 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
     return list(by_choice.values())
 
 
-def candidates(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Candidate]:
-    """Yields the ways to compute one training that are not refused, with the micro-batches that do not change the
-    sequences of an optimizer step, and with weights that stream in both orders. Args: names: of strategies."""
+def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
+    """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step;
+    weights that stream in both orders, and gradients that step in backward. Args: names: of strategies."""
+    computed = [_fastest_first(typed, group) for group in COMPUTED]
     for strategy, weights in product(names, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
         chosen["optim"] = _where_it_steps(typed, typed.config(chosen), chosen["optim"])
         run = typed.config(chosen)
-        same, in_backward = _same_update(typed, run, chosen["optim"]), _in_backward(typed, run)
-        for way in product(*(_choices(typed, group) for group in COMPUTED)):
-            computed = dict(zip(COMPUTED, way, strict=True))
-            # with streaming, refusals and the order depend on how the passes are computed
-            of_way = typed.config({**chosen, **computed}) if run.streams else run
-            is_refused = any(refused(of_way))
-            for batch_size, accumulation in micro_batches(typed, run):
-                option = {**chosen, **same, **computed, "batch_size": str(batch_size), **accumulation}
-                if not is_refused:
-                    yield Candidate(option, of_way, training)
-                    if of_window(run, option) > 1 and (turned := _turned(typed, of_way)):
-                        yield Candidate({**option, ORDER: turned.order}, turned, training)
-                if in_backward is not None and not accumulation:
-                    yield Candidate({**option, "optim.in_backward": "true"}, in_backward, training)
+        option = {**chosen, **_same_update(typed, run, chosen["optim"])}
+        sizes = sorted(micro_batches(typed, run), key=itemgetter(0), reverse=True)
+        whole = [size for size in sizes if _window(run, {**option, **size[1]}, size[0]) == 1]
+        if run.streams and ORDER not in typed.values:
+            several = [size for size in sizes if size not in whole]
+            by_layer = Route(training, {**option, ORDER: "by_layer"}, run, several, *computed)
+            yield from [by_layer] if several else []
+            option = {**option, ORDER: "by_micro_batch"}
+        yield Route(training, option, run, sizes, *computed)
+        if whole and (in_backward := _in_backward(typed, run)):
+            yield Route(training, {**option, "optim.in_backward": "true"}, in_backward, whole, *computed)
+
+
+def _fastest_first(typed: Typed, group: str) -> list[str]:
+    """Returns the choices of a group, from the one that saves least to the one that saves most."""
+    known = techniques(group)
+    return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 
 
 def strategies(typed: Typed) -> list[str]:
@@ -202,7 +213,22 @@ def _tried(group: str, card: Card | None) -> list[str]:
     return [name for name, technique in known if technique.tried or (technique.tried_without_bf16 and without_bf16)]
 
 
-def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]]:
+def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
+    """Returns the number of micro-batches of an optimizer step."""
+    if "accumulation.batches" in option:
+        return int(option["accumulation.batches"])
+    if "size" in run.accumulation.arguments:
+        return run.accumulation.size // (batch_size * _reading(run))
+    return run.windows.largest
+
+
+def _reading(run: Run) -> int:
+    """Returns how many devices share the sequences of accumulation.size."""
+    devices = run.accumulation.devices
+    return run.data_ranks if devices == 1 else devices
+
+
+def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     """Yields (batch_size, overrides that keep the update's size). Args: run: with a strategy, which may differ from the
     strategy that the update's size was typed for."""
     size = typed.run.accumulation.arguments.get("size")
@@ -211,7 +237,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[tuple[int, dict[str, str]]
         yield typed.run.batch_size, {}
         return
     if size is not None:
-        for batch_size in divisors(size // reading(run)):
+        for batch_size in divisors(size // _reading(run)):
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
@@ -235,15 +261,6 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
         for argument, value in typed.run.optim.arguments.items()
         if run.optim.arguments.get(argument, value) != value
     }
-
-
-def _turned(typed: Typed, run: Run) -> Run | None:
-    """Returns the run in which micro-batches pass through the blocks in the other order; None: weights do not stream,
-    an order was typed, or it is refused."""
-    if not run.streams or ORDER in typed.values:
-        return None
-    turned = run.knowing(weights={"order": "by_micro_batch" if run.by_layer else "by_layer"})
-    return None if any(refused(turned)) else turned
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:

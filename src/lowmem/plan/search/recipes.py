@@ -1,31 +1,36 @@
-"""The planner lists the recipes, decides which of them fit, and ranks them by time."""
+"""The planner searches recipes: it finds those that fit, and ranks them by time.
 
-from collections.abc import Collection, Iterable, Iterator
+The typed training comes first, then those close to it, then another (`changes.py`); a later rank is tried only if
+nothing of the earlier ones fits. Within a rank the search goes down a ladder: everything on the device, then inputs of
+blocks offloaded or weights streamed, then masters and optimizer state on a drive. On each rung of the ladder
+`_Search._climb` looks for the fastest settings of each route. Every recipe that it looks at is traced at its own
+micro-batch and window (`extend.py`); the one that is recommended is traced at full depth.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
-from transformers import PretrainedConfig
-
-from lowmem.config.declarations import SHARED
+from lowmem.config.declarations import SHARED, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_lines, as_mapping
-from lowmem.model.blocks import stack_of
-from lowmem.model.loading import describe, period
-from lowmem.model.trainable import trainable
 from lowmem.plan.cost.machine import Machine, machine
-from lowmem.plan.prediction import LEAST_RESERVED, Prediction, needs, outline, outlined, predict
-from lowmem.plan.search.candidates import Candidate, Training, Typed, candidates, micro_batches, strategies, trainings
+from lowmem.plan.cost.step_time import of_trace
+from lowmem.plan.prediction import LEAST_RESERVED, Prediction, needs, predict
+from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
-from lowmem.plan.search.derive import DRIVE, STAY, Derivation, Needed
-from lowmem.plan.search.helper import Helper
-from lowmem.plan.search.trace_all import trace_all
+from lowmem.plan.search.climb import Climb, Settings
+from lowmem.plan.search.extend import extended, network
 from lowmem.plan.target import Target
-from lowmem.plan.tracing.trace import trace
+from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
+from lowmem.plan.tracing.trace import trace, untraceable
 from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.without_gc import undisturbed
 from lowmem.techniques.weights.streamed import HOLDS
+from lowmem.training import build
 
 SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
 NO_BF16 = (
@@ -46,7 +51,7 @@ class Recipe:
     prediction: Prediction
     seconds: float
     changes: tuple[Change, ...] = ()
-    traced: bool = False  # the recipe itself was traced, not derived
+    traced: bool = False  # at full depth, not extended from a few blocks
 
     @property
     def says(self) -> str:
@@ -56,13 +61,12 @@ class Recipe:
 @dataclass(frozen=True)
 class Plan:
     """Holds the result of a search. Args: recipes: those that fit, best first, then the others, smallest first;
-    hopeless: how many more are too large by their weights, gradients and state alone."""
+    too_large: routes whose weights, gradients and optimizer state alone do not fit, so that none was traced."""
 
     typed: Typed
     recipes: list[Recipe]
     target: Target
-    traces: int
-    hopeless: int = 0
+    too_large: int = 0
     machine: Machine | None = None
 
     def fits(self, recipe: Recipe) -> bool:
@@ -84,36 +88,32 @@ class Plan:
 
 
 @undisturbed()  # a trace leaves little garbage, and a collection would scan everything that is imported
-def search(typed: Typed, target: Target, helper: Helper | None = None) -> Plan:
+def search(typed: Typed, target: Target) -> Plan:
     """Searches rank by rank until a recipe fits: the typed training, then those close to it, then another.
 
-    Args: helper: traces some of the recipes.
-
     Raises:
-        Refused: recipes cannot be derived for this model or strategy (`depth_and_period`), the model cannot be traced,
-            every recipe is refused, or the card cannot multiply in bf16.
+        Refused: the model cannot be traced, every recipe is refused, or the card cannot multiply in bf16.
     """
-    state = _Search(typed, target, helper)
-    tried: list[Recipe] = []
+    state = _Search(typed, target)
     for rank in sorted(state.by_rank):
-        tried += state.recipes(rank)
-        if any(recipe.prediction.fits(target) for recipe in tried):
+        if state.fits_in(rank):
             break
     else:
-        tried += state.smallest_of_the_hopeless()
-    if not tried:
+        state.trace_the_smallest()
+    if not state.tried:
         raise Refused(next(state.refused()))
-    fitting = [r for r in tried if r.prediction.fits(target)]
-    others = [r for r in tried if not r.prediction.fits(target)]
+    tried = state.tried.values()
+    fitting = [recipe for recipe in tried if recipe.prediction.fits(target)]
+    others = [recipe for recipe in tried if recipe not in fitting]
     others.sort(key=lambda r: (r.prediction.device_need, r.prediction.host_peak))
-    return Plan(typed, fitting + others, target, state.derivation.traces, len(state.hopeless), state.derivation.machine)
+    return Plan(typed, _best_first(fitting) + others, target, len(state.too_large), state.machine)
 
 
 class _Search:
     """Holds the state of a search. Args: as for `search`."""
 
-    def __init__(self, typed: Typed, target: Target, helper: Helper | None) -> None:
-        self.typed, self.target, self.helper = typed, target, helper
+    def __init__(self, typed: Typed, target: Target) -> None:
+        self.typed, self.target = typed, target
         self.libraries = process.rss_bytes()
         self.trainings = trainings(typed, target.card)
         if not self.trainings and target.card and not target.card.multiplies("bfloat16"):
@@ -121,14 +121,12 @@ class _Search:
         self.by_rank: dict[int, list[Training]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
-        self.hopeless: list[Candidate] = []  # too large by weights, gradients and state alone
-        rates = machine(target.on_card, target.card, typed.run.multiplies_in)
-        depth, turn = depth_and_period(typed.run)
-        run_of = {name: typed.config({SHARED: name}) for name in strategies(typed)}
-        sizes = [size for run in run_of.values() for size, _ in micro_batches(typed, run)]
-        self.derivation = Derivation(typed.config, depth, (min(sizes), max(sizes)), target, rates, period=turn)
+        self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
         self.reasons: dict[str, str] = {}  # strategy -> why it does not work
-        self.strategies = [name for name in run_of if len(run_of) == 1 or self._works(name)]
+        names = strategies(typed)
+        self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
+        self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
+        self.too_large: list[Route] = []  # by weights, gradients and state alone
 
     def _works(self, strategy: str) -> bool:
         """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
@@ -147,101 +145,141 @@ class _Search:
                 yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
         yield from self.reasons.values()
 
-    def recipes(self, rank: int) -> list[Recipe]:
-        """Returns the recipes of a rank that were tried; those that fit are in order, best first.
+    def fits_in(self, rank: int) -> bool:
+        """Tries the recipes of a rank, down the ladder, and returns whether one fits.
 
-        Recipes that need data from the host in every pass are tried only if no other fits: they compute the same, and
-        the link may slow them down. Those that need a drive, which may be slower and which they wear, come last.
+        Recipes that need data from the host in every pass are tried only if no other fits: first inputs of blocks, then
+        weights. They compute the same, and the link may slow them down. Those that need a drive, which may be slower
+        and which they wear, come last.
         """
         of_rank = self.by_rank[rank]
-        listed = [candidate for training in of_rank for candidate in candidates(self.typed, training, self.strategies)]
-        tried = []
-        for group in self._groups(listed):
-            tried += self._recipes(group)
-            if any(recipe.prediction.fits(self.target) for recipe in tried):
-                break
-        return tried
+        every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
+        resident = [route for route in every if not route.run.streams]
+        streamed = [route for route in every if route.run.streams]
+        return (
+            self._any_fits(_recomputing(resident, on_host=False))
+            or self._any_fits(_recomputing(resident, on_host=True))
+            or self._any_fits(streamed)
+            or any(self._any_fits(on_drive) for on_drive in self._on_drive(streamed))
+        )
 
-    def _groups(self, listed: list[Candidate]) -> Iterator[list[Candidate]]:
-        """Yields the candidates, best group first."""
-        yield [candidate for candidate in listed if not candidate.over_the_link]
-        yield (waiting := [candidate for candidate in listed if candidate.over_the_link])
+    def _on_drive(self, streamed: Sequence[Route]) -> Iterator[list[Route]]:
         typed = DRIVE in self.typed.values or self.typed.run.drive_folder is not None
         if self.target.drive is not None and not typed:
-            streaming = [c for c in waiting if c.streams and not self._is_hopeless(c)]
             for holds in HOLDS:
-                yield [candidate.on_drive(self.target.drive.folder, holds) for candidate in streaming]
+                yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
-    def _recipes(self, group: list[Candidate]) -> list[Recipe]:
-        hopeful = []
-        self._make_traces(need for c in group for need in self.derivation.needed(c.option, c.run)[1::2])
-        for candidate in group:
-            (self.hopeless if self._is_hopeless(candidate) else hopeful).append(candidate)
-        derived = self._derived(hopeful)
-        derived += self._derived(list(self._partly_resident(hopeful, derived)))
-        ranked = _best_first(r for r in derived if r.prediction.fits(self.target))
-        return self._confirmed(ranked) + [r for r in derived if not r.prediction.fits(self.target)]
+    def _any_fits(self, ways: Iterable[Route]) -> bool:
+        """Looks for recipes until one fits that was traced at full depth: only such a recipe is recommended."""
+        hopeful, memory = [], self.target.device_memory
+        for size, route in sorted(((self._least(route), route) for route in ways), key=itemgetter(0)):
+            (self.too_large if memory is not None and size > memory else hopeful).append(route)
+        while (best := self._fastest(hopeful)) is not None:
+            if best.prediction.trace.streamed:
+                self._with_resident_blocks(best)
+            if self._confirmed():
+                return True
+        return False
 
-    def _partly_resident(self, hopeful: list[Candidate], derived: list[Recipe]) -> Iterator[Candidate]:
-        """Yields streaming candidates with as many blocks resident on the card as fit."""
-        memory = self.target.device_memory
-        if memory is None or STAY in self.typed.values:
-            return
-        for candidate, recipe in zip(hopeful, derived, strict=True):
-            if candidate.streams and recipe.prediction.fits(self.target):
-                block = LEAST_RESERVED * recipe.prediction.trace.streamed / self.derivation.depth
-                room = int((memory - recipe.prediction.device_need) / block)
-                most = (
-                    self.derivation.depth - candidate.run.weights.slots - 1
-                )  # with more, every block would have a place
-                if (count := min(room, most)) > 0:
-                    yield replace(candidate, option={**candidate.option, STAY: str(count)})
+    def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
+        """Returns the fastest recipe that fits. Args: ways: those that need least memory first."""
+        best = None
+        for route in ways:
+            best = self._climb(route).fastest(best) or best
+        return best and best.recipe
 
-    def _confirmed(self, ranked: list[Recipe]) -> list[Recipe]:
-        """Traces the derived recipes, best first, until one fits: a recipe is traced before it is recommended."""
-        for number, recipe in enumerate(ranked):
-            run = self.typed.config(as_mapping(recipe.overrides))
-            exact = predict(run, self.target)
-            ranked[number] = replace(recipe, prediction=exact, traced=True)
-            if exact.fits(self.target):
-                break
-        return ranked
+    def _climb(self, route: Route) -> Climb:
+        def look(settings: Settings) -> Recipe | None:
+            return self._recipe(route, settings)
 
-    def smallest_of_the_hopeless(self) -> list[Recipe]:
-        """Returns the hopeless recipes with the smallest weights, gradients and state, for want of better ones."""
-        if not self.hopeless:
-            return []
-        sizes = [self._least(candidate) for candidate in self.hopeless]
-        smallest = [c for c, size in zip(self.hopeless, sizes, strict=True) if size == min(sizes)]
-        self.hopeless = [c for c in self.hopeless if c not in smallest]
-        return self._derived(smallest)
+        smallest = len(route.micro_batches) - 1
+        return Climb(route.checkpointings, route.losses, smallest, look, lambda r: r.prediction.fits(self.target))
 
-    def _is_hopeless(self, candidate: Candidate) -> bool:
-        memory = self.target.device_memory
-        return memory is not None and self._least(candidate) > memory
-
-    def _least(self, candidate: Candidate) -> int:
-        """Returns the least bytes of a card that any recipe with these weights, gradients and state needs."""
-        parameters = self.derivation.of_parameters(candidate.option, candidate.run)
-        return parameters.phases["step"].total + self.target.context_bytes
-
-    def _derived(self, group: list[Candidate]) -> list[Recipe]:
-        self._make_traces(need for c in group for need in self.derivation.needed(c.option, c.run))
-        return [self._recipe(candidate) for candidate in group]
-
-    def _recipe(self, candidate: Candidate) -> Recipe:
-        option, run = candidate.option, candidate.run
-        derived, seconds = self.derivation.derive(option, run)
-        need = needs(derived, run, self.target, self.libraries)
-        need = replace(need, estimate=self.derivation.estimate(option, run) or need.estimate)
-        if link := self.derivation.machine.link:
-            seconds += 2 * need.paged_on_host(self.target.device_memory) / link  # each of its pages comes and leaves
+    def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
+        """Traces a recipe, once; None: it is refused."""
+        batch_size, accumulation = route.micro_batches[settings.size]
+        chosen = {"gradient_checkpointing": settings.checkpointing, "loss": settings.loss}
+        option = {**route.option, **chosen, "batch_size": str(batch_size), **accumulation}
+        without_order = {key: value for key, value in option.items() if key != ORDER}
+        otherwise = self.typed.config(without_order)
+        if option.get(ORDER) == otherwise.order or otherwise.windows.largest == 1:
+            option = without_order
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
-        return Recipe(overrides, need, seconds, candidate.training.changes)
+        if overrides not in self.tried:
+            run = self.typed.config(option)
+            if any(refused(run)):
+                return None
+            self.tried[overrides] = self._traced(run, overrides, route.training)
+        return self.tried[overrides]
 
-    def _make_traces(self, needed: Iterable[Needed]) -> None:
-        """Makes those of the needed traces that do not exist yet."""
-        trace_all(self.typed.run, self.derivation, needed, self.helper)
+    def _traced(self, run: Run, overrides: tuple[str, ...], training: Training) -> Recipe:
+        try:
+            found = extended(run, self.target)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(
+                f"model.name={run.model.name}: a search needs traces of the model, and {untraceable(error)} Type "
+                "plan=off memory.limit=<bytes> after python train.py to run it under a limit."
+            ) from None
+        need = needs(found, run, self.target, self.libraries)
+        return Recipe(overrides, need, self._seconds(run, need), training.changes, traced=bool(found.events))
+
+    def _seconds(self, run: Run, need: Prediction) -> float:
+        seconds = of_trace(self.machine, run, need.trace).seconds
+        if self.machine.link:  # each page of paged state that does not fit on the card comes and leaves
+            seconds += 2 * need.paged_on_host(self.target.device_memory) / self.machine.link
+        return seconds
+
+    def _with_resident_blocks(self, recipe: Recipe) -> None:
+        """Adds the recipe with as many of the streamed blocks resident on the card as fit."""
+        memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
+        if memory is None or RESIDENT in self.typed.values:
+            return
+        depth, _ = recipe.prediction.trace.blocks
+        block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
+        room = int((memory - recipe.prediction.device_need) / block)
+        most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
+        if (count := min(room, most)) > 0:
+            overrides = (*recipe.overrides, f"{RESIDENT}={count}")
+            need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
+            self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
+
+    def _confirmed(self) -> bool:
+        """Traces recipes at full depth, best first, and returns whether one fits."""
+        while fitting := [recipe for recipe in self.tried.values() if recipe.prediction.fits(self.target)]:
+            best = _best_first(fitting)[0]
+            if best.traced:
+                return True
+            exact = predict(self.typed.config(as_mapping(best.overrides)), self.target)
+            self.tried[best.overrides] = replace(best, prediction=exact, traced=True)
+        return False
+
+    def trace_the_smallest(self) -> None:
+        """Traces the smallest recipe of the smallest route if none was traced."""
+        for route in sorted(self.too_large, key=self._least):
+            if not self.tried:  # the smallest may be refused
+                self._recipe(route, Settings(route.checkpointings[-1], route.losses[-1], len(route.micro_batches) - 1))
+
+    def _least(self, route: Route) -> int:
+        """Returns the least bytes of a card that any recipe of a route needs: its weights, gradients and state."""
+        run = route.run
+        count = network(run).trained
+        weights = 0 if run.streams else count * run.product_bytes
+        state = 0.0
+        if not (run.masters or run.any("offloads")):
+            rate, pageable = state_bytes_per_parameter(build.optimizer(run))
+            state = count * (rate - pageable * self.target.on_card + (0 if run.in_backward else run.product_bytes))
+        return round((weights + state) / (run.devices if run.any("divides") else 1)) + self.target.context_bytes
+
+
+def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
+    """Yields the routes with the checkpointings that keep inputs of blocks in host memory, or with the others."""
+    known = techniques("gradient_checkpointing")
+    for route in ways:
+        names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
+        if names:
+            yield replace(route, checkpointings=names)
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:
@@ -259,48 +297,18 @@ def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
     return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
 
 
-def depth_and_period(run: Run) -> tuple[int, int]:
-    """Returns (number of blocks, number after which the kinds of blocks repeat)."""
-    config, strategy = describe(run, plans=True).grown, run.technique("strategy")
-    if strategy.overlaps_micro_batches:
-        raise Refused(
-            "strategy: a search extrapolates from traces of a few blocks, and this strategy shards a few blocks "
-            "differently from the full model. To predict one run at a time, add search=false to python plan.py."
-        )
-    depth, kinds = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
-    turn = period(kinds) if kinds else 1
-    if not depth or turn is None:
-        raise Refused(
-            f"model.name={run.model.name}: a search extrapolates from traces of a few blocks, so all blocks must be "
-            "equal or their kinds must repeat in a fixed order; the blocks of this model do not. To predict one run "
-            "at a time, add search=false to python plan.py."
-        )
-    if (run.freeze or run.adapter.arguments.get("target")) and not _trained_alike(run, config, turn):
-        raise Refused(
-            "freeze=, adapter.target=: a search extrapolates from traces of a few blocks, and here some blocks are "
-            "frozen or adapted and others are not. To predict one run at a time, add search=false to python plan.py."
-        )
-    return depth, turn
-
-
-def _trained_alike(run: Run, config: PretrainedConfig, turn: int) -> bool:
-    """Returns whether all blocks of a kind have the same trainable parameters."""
-    kinds = [{name for name, _ in trainable(block)} for block in stack_of(outlined(run, config))]
-    return all(kind == kinds[number % turn] for number, kind in enumerate(kinds))
-
-
 def largest_model(plan: Plan) -> str | None:
     """Returns the largest model of conf/model, with fewer parameters than the plan's own, that fits with the plan's
     smallest recipe; None: none does. It is asked of plans in which nothing fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
-    parameters = plan.recipes[0].prediction.parameters
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
         with suppress(Refused):  # freeze= or adapter.target= name what only this model has
             if run is not None:
-                sizes[yaml.stem] = outline(run, plan.target).parameters
-    for name in sorted((name for name in sizes if sizes[name] < parameters), key=sizes.get, reverse=True):
+                sizes[yaml.stem] = network(run).parameters
+    smaller = [name for name in sizes if sizes[name] < plan.recipes[0].prediction.parameters]
+    for name in sorted(smaller, key=sizes.get, reverse=True):
         with suppress(Refused):  # its widths may not divide
             if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):
                 return name

@@ -1,7 +1,8 @@
 """The meter of a traced run records every event of the tracker and where in the model it happened."""
 
+from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,19 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lowmem.memory.meter import MemoryMeter
-from lowmem.memory.tracker import Point, StorageTracker, ToldTracker, highest
+from lowmem.memory.tracker import Point, StorageTracker, ToldTracker
 from lowmem.model.blocks import stack_of
 from lowmem.system.torch_private import in_backward
-
-
-class Place(NamedTuple):
-    """Holds the highest bytes of activations and gradients between two marks."""
-
-    with_all_gradients: int = 0  # if each gradient stays until the step
-    with_newest_gradient: int = 0  # if each gradient leaves at once, or is added to an earlier micro-batch's
-
-    def higher(self, other: "Place") -> "Place":
-        return Place(*map(max, self, other))
 
 
 class Recording(NamedTuple):
@@ -105,31 +96,35 @@ class Recorder(MemoryMeter):
         return points
 
 
-def highest_of_phases(points: list[Point], on_card: bool) -> dict[str, Point]:
-    """Returns the device's highest point of each phase, with the host's highest bytes in that phase.
+def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
+    """Returns the device's highest point at each place of a pass, with the host's highest bytes there.
 
     On a CPU both sides lie in one memory, and their sum may be highest at another point than the device's: `host` is
     then the difference between the highest sum and the device's highest point.
+
+    Args:
+        points: of a `Recording`; marks: of its `Recorder`; without marks each phase is a place.
     """
-    tops = {}
-    for phase, top in highest(points).items():
-        of_phase = [point for point in points if point.phase == phase]
-        if on_card:
-            host = max(point.host for point in of_phase)
-        else:
-            host = max(point.total + point.host for point in of_phase) - top.total
-        tops[phase] = top._replace(host=host)
-    return tops
+    starts = [start for start, _ in marks[1:]] + [len(points)]
+    places: dict[str, list[Point]] = {}
+    at = 0
+    for (_, place), end in zip(marks, starts, strict=False):
+        places.setdefault(place, []).extend(points[at : end + 1])
+        at = end + 1
+    for point in points if not marks else ():
+        places.setdefault(point.phase, []).append(point)
+    return {place: _top(some, on_card) for place, some in places.items() if some}
 
 
-def places(points: list[Point], marks: list[tuple[int, str]]) -> dict[str, Place]:
-    """Returns the highest bytes at each marked place. Args: points: of a `Recording`; marks: of its `Recorder`."""
-    tops: dict[str, Place] = {}
-    ends = [start for start, _ in marks[1:]] + [len(points) - 1]
-    for (start, place), end in zip(marks, ends, strict=True):
-        for before, now in pairwise(points[start : end + 1]):
-            activations = now.bytes["activations"] + now.bytes["other"]
-            newest = max(0, now.bytes["gradients"] - before.bytes["gradients"])
-            here = Place(activations + now.bytes["gradients"], activations + newest)
-            tops[place] = here.higher(tops.get(place, Place()))
-    return tops
+def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
+    """Returns the highest place of each phase, with the host's highest bytes in that phase as in `by_place`."""
+    phases: dict[str, list[Point]] = {}
+    for place, point in places.items():
+        phases.setdefault(place.split()[0], []).append(point)
+    return {phase: _top(some, on_card) for phase, some in phases.items()}
+
+
+def _top(points: list[Point], on_card: bool) -> Point:
+    top = max(points, key=attrgetter("total"))
+    host = max(point.host if on_card else point.total + point.host for point in points)
+    return top._replace(host=host if on_card else host - top.total)

@@ -51,7 +51,7 @@ from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
 from lowmem.plan.tracing.operator_cost import Work
-from lowmem.plan.tracing.recorder import Place, Recorder, highest_of_phases, places
+from lowmem.plan.tracing.recorder import Recorder, by_place, of_phases
 from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traffic import EARLIER, Sent
@@ -136,8 +136,9 @@ class Trace:
     # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
     work: Counter[tuple[str, Work]] = field(default_factory=Counter)
     sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # (phase, exchange between devices) -> bytes
-    pinned: list[int] = field(default_factory=list)  # bytes of each activation in host memory
-    places: dict[str, Place] = field(default_factory=dict)
+    offloaded: int = 0  # bytes of activations in host memory
+    rounding: int = 0  # bytes by which these grow in pinned memory, which is allocated in powers of two
+    places: dict[str, Point] = field(default_factory=dict)  # the highest point at each place of a pass
     advice: str | None = None  # set if attention takes the math kernel
     estimate: str | None = None  # why the trace is only an estimate
     neediest: tuple[int, ...] = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
@@ -157,13 +158,13 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         Exception: the model's code needs numbers; `untraceable` tells such an error from a fault of lowmem.
     """
     run = _here(run)
-    config = _of_depth(model.describe(run, plans=True).grown, depth)
-    with _quietly():  # a probe's step warns that it is not on a card
+    config = of_depth(model.describe(run, plans=True).grown, depth)
+    with quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
         instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
     mode = ShapeMode(over_gloo=not on_card)
     with (
-        _quietly(),
+        quietly(),
         as_rank(run, rank) as ranks,
         mode,
         tensors_count_as_real(),
@@ -194,7 +195,10 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
-    window, workspaces = recorder.recordings[0], {}
+    (window, *others), workspaces = recorder.recordings, {}
+    places = by_place(window.points, recorder.marks, on_card)
+    for recording in others:
+        places |= by_place(recording.points, [], on_card)
     events = window.events
     if attention:
         workspaces = _workspaces(run, recorder, attention)
@@ -214,13 +218,14 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         head=sum(edge.weight.nbytes for edge in module.weights.edges if edge.head is not None),
         drive=module.weights.on_drive(module.optimizer.stored_beside()) if run.streams else Sizes(),
         leaves=max((a.bytes["gradients"] - b.bytes["gradients"] for a, b in pairwise(window.points)), default=0),
-        phases=_phases(recorder, on_card),
+        phases=of_phases(places, on_card),
+        places=places,
         events=events,
         workspace=sum(workspaces.values()),
         work=mode.work,
         sent=mode.sent,
-        pinned=window.pinned,
-        places=places(window.points, recorder.marks),
+        offloaded=sum(window.pinned),
+        rounding=sum((1 << (n - 1).bit_length()) - n for n in window.pinned) if on_card else 0,
         ahead=0 if module.masters is None else module.masters.link.ahead,
         advice=attention and attention.advice,
         estimate=EVENLY if mode.spread else None,
@@ -311,19 +316,13 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
     return len(sizes), max(sizes, default=0)
 
 
-def _phases(recorder: Recorder, on_card: bool) -> dict[str, Point]:
-    phases = {}
-    for recording in recorder.recordings:
-        phases |= highest_of_phases(recording.points, on_card)
-    return phases
-
-
-def _of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
+def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
+    """Cuts a configuration, in place, to its first blocks. Values that it lists by block are cut with it."""
     if depth is not None:
+        for key, value in vars(config).items():
+            if isinstance(value, list) and len(value) == config.num_hidden_layers:
+                setattr(config, key, value[:depth])
         config.num_hidden_layers = depth
-        if kinds := getattr(config, "layer_types", None):
-            period = model.period(kinds) or len(kinds)
-            config.layer_types = [kinds[i % period] for i in range(depth)]
     return config
 
 
@@ -350,7 +349,7 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Mutes logs and warnings: the real run prints its own, and the others come from tensors without numbers."""
     logging.disable(logging.CRITICAL)  # torch logs a traceback for each question that a fake tensor cannot answer
     try:

@@ -1,0 +1,176 @@
+"""Extends traces of a few blocks to the depth of a model.
+
+A model repeats its blocks, so the memory at one place of a pass (before the first block, in the last one, at the loss,
+...) and the work of a pass are linear in the number of blocks. Two short models are traced at the recipe's own
+micro-batch and window, for example with 3 and with 4 blocks, and a line through both leads to the full depth. Where
+kinds of blocks differ (windows of attention in Gemma, dense blocks of a mixture), the two short models are chosen so
+that their difference has the kinds in the proportion of the rest. A recipe that is not linear in depth is traced in
+full: segments of several blocks, pipelines, and models whose kinds of blocks follow no pattern.
+
+With weights.order=by_layer all micro-batches of a window are traced. From four on their work and memory are linear in
+the number of micro-batches, so longer windows are extended from windows of four and of five.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lowmem.config.declarations import choice
+from lowmem.config.settle import Run
+from lowmem.memory.tracker import Point
+from lowmem.model.blocks import stack_of
+from lowmem.model.loading import describe
+from lowmem.model.trainable import parameters, trainable
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.recorder import of_phases
+from lowmem.plan.tracing.trace import Trace, of_depth, quietly, trace
+from lowmem.training import build
+
+FEWEST = 3  # blocks: the fewest that have one between the first and the last
+WINDOWS = (4, 5)  # micro-batches of the windows that stand for a longer one, if all pass through a block together
+PLAIN = (int, float, bool, str, type(None))  # types of attributes that tell kinds of blocks apart
+
+T = TypeVar("T")
+
+
+class Line(NamedTuple):
+    """Says which short models lead to the full one: `near` blocks, and `steps` times the difference to `far`."""
+
+    near: int
+    far: int
+    steps: float
+
+
+def extended(run: Run, target: Target) -> Trace:
+    """Returns the trace of a run, extended from short models where memory and work are linear in depth.
+
+    Returns:
+        The trace, without the allocator's events unless the full model was traced.
+    """
+    line = line_of(run)
+    if line is None:
+        return trace(run, target.on_card, capability=target.capability)
+
+    def at(micro_batches: int | None) -> Trace:
+        short = run if micro_batches is None else _of_window(run, micro_batches)
+        near, far = (trace(short, target.on_card, depth, target.capability) for depth in (line.near, line.far))
+        return beyond(near, far, line.steps)
+
+    if run.by_layer and run.windows.largest > WINDOWS[1]:
+        found = beyond(*map(at, WINDOWS), run.windows.largest - WINDOWS[0])
+    else:
+        found = at(None)
+    return replace(found, phases=of_phases(found.places, target.on_card))
+
+
+def _of_window(run: Run, micro_batches: int) -> Run:
+    return run.replacing("accumulation", choice("accumulation", "fixed") | {"batches": micro_batches})
+
+
+def beyond(near: T, far: T, steps: float) -> T:
+    """Returns `near` plus `steps` times the difference from `near` to `far`, field by field and key by key."""
+    if isinstance(near, bool | str | type(None)):
+        return far
+    if isinstance(near, int | float):
+        found = near + steps * (far - near)
+        return round(found) if isinstance(near, int) else found
+    if isinstance(near, dict):
+        keys = dict.fromkeys([*near, *far])
+        return type(near)({key: beyond(*_both(near, far, key), steps) for key in keys})
+    if isinstance(near, list):  # of events, whose number differs
+        return []
+    if is_dataclass(near):
+        values = {
+            field.name: beyond(getattr(near, field.name), getattr(far, field.name), steps) for field in fields(near)
+        }
+        return replace(near, **values)
+    values = (beyond(one, other, steps) for one, other in zip(near, far, strict=True))
+    return type(near)(*values) if hasattr(near, "_fields") else type(near)(values)
+
+
+def _both(near: dict, far: dict, key: Hashable) -> tuple:
+    """Returns the values of a key. An operator or a place that only one of two traces has counts as 0 in the other."""
+    return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
+
+
+def _nothing(value: float | Point) -> float | Point:
+    return Point(value.phase, dict.fromkeys(value.bytes, 0)) if isinstance(value, Point) else 0
+
+
+def line_of(run: Run) -> Line | None:
+    """Returns the short models that stand for the run's; None: the run has to be traced in full."""
+    if run.any("joins_blocks") or run.any("overlaps_micro_batches") or run.weights.arguments.get("resident_blocks"):
+        return None
+    config = describe(run, plans=True).grown
+    kinds = network(run, config).kinds
+    line = _line(kinds)
+    if line is None or getattr(config, "num_hidden_layers", None) != len(kinds):
+        return None
+    return line if network(run, of_depth(config, line.far)).kinds == kinds[: line.far] else None
+
+
+def _line(kinds: Sequence[Hashable]) -> Line | None:
+    """Returns the two shortest models whose difference has the kinds of blocks in the proportion of the rest."""
+    for far in range(FEWEST + 1, len(kinds)):
+        for near in range(FEWEST, far):
+            steps = (len(kinds) - near) / (far - near)
+            added, rest = Counter(kinds[near:far]), Counter(kinds[near:])
+            alike = all(rest[kind] == steps * added[kind] for kind in rest)
+            if alike and kinds[near - 1] == kinds[far - 1] == kinds[-1]:
+                return Line(near, far, steps)
+    return None
+
+
+class Network(NamedTuple):
+    """Describes a model that was built without memory."""
+
+    kinds: list[Hashable]  # for each block what blocks of the same kind share
+    parameters: int
+    trained: int
+
+
+def network(run: Run, config: PretrainedConfig | None = None) -> Network:
+    """Describes a run's model. Args: config: None: the run's own."""
+    return _network(_Model(run, config or describe(run, plans=True).grown))
+
+
+class _Model:
+    """Names a model by its configuration and by what is trained of it: equal names stand for equal models."""
+
+    def __init__(self, run: Run, config: PretrainedConfig) -> None:
+        self.run, self.config = run, config
+        self.name = (config.to_json_string(), str(run.adapter.plain()), str(run.freeze), run.loaded_in)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@cache
+def _network(model: _Model) -> Network:
+    with quietly(), torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, model.run.loaded_in))
+        build.choose_trained(model.run, built)
+    kinds = [_kind(block) for block in stack_of(built)]
+    return Network(kinds, parameters(built), sum(p.numel() for _, p in trainable(built)))
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """Returns a block's modules with their plain attributes, such as the window of attention, and its parameters."""
+    modules = tuple(
+        (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
+        for name, module in block.named_modules()
+    )
+    return modules, tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
+
+
+def _tells(key: str, value: object) -> bool:
+    return isinstance(value, PLAIN) and not key.endswith(("idx", "index"))  # every block has a number of its own

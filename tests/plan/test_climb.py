@@ -1,0 +1,73 @@
+"""The climb finds the fastest settings that fit in made-up tables, and looks at few of them."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from lowmem.plan.search.climb import Climb, Found, Settings
+
+CHECKPOINTINGS = {"none": (100, 1.0), "selective": (50, 1.1), "every_layer": (10, 1.3)}  # bytes per sequence, slowness
+LOSSES = {"full": (40, 0.0), "chunked": (2, 0.2), "tiled": (1, 0.5)}  # bytes per sequence, more seconds
+SIZES = [8, 4, 2, 1]
+PER_MICRO_BATCH = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Made:
+    bytes: int
+    seconds: float
+
+
+def made(settings, per_micro_batch=PER_MICRO_BATCH):
+    size = SIZES[settings.size]
+    of_block, slowness = CHECKPOINTINGS[settings.checkpointing]
+    of_loss, more = LOSSES[settings.loss]
+    return Made(10 + size * (of_block + of_loss), 8 * slowness + more + per_micro_batch * 8 / size)
+
+
+def climbed(room, per_micro_batch=PER_MICRO_BATCH, known=None):
+    looked = {}
+
+    def look(settings):
+        return looked.setdefault(settings, made(settings, per_micro_batch))
+
+    climb = Climb([*CHECKPOINTINGS], [*LOSSES], len(SIZES) - 1, look, lambda recipe: recipe.bytes <= room)
+    return climb.fastest(known), looked
+
+
+def every(room, per_micro_batch=PER_MICRO_BATCH):
+    settings = [Settings(*way) for way in product(CHECKPOINTINGS, LOSSES, range(len(SIZES)))]
+    return [each for each in settings if made(each, per_micro_batch).bytes <= room]
+
+
+@pytest.mark.parametrize("per_micro_batch", [0.01, PER_MICRO_BATCH, 2.0])
+@pytest.mark.parametrize("room", [2000, 1000, 600, 300, 160, 115, 100, 70, 60, 40, 30, 22])
+def test_it_finds_settings_within_a_twentieth_of_the_fastest(room, per_micro_batch):
+    found, looked = climbed(room, per_micro_batch)
+    best = min(made(each, per_micro_batch).seconds for each in every(room, per_micro_batch))
+    assert found.recipe.bytes <= room
+    assert found.recipe.seconds <= 1.05 * best
+    assert len(looked) <= 12
+
+
+def test_what_fits_with_nothing_saved_is_looked_at_alone():
+    found, looked = climbed(10**6)
+    assert found.settings == Settings("none", "full", 0) and len(looked) == 1
+
+
+def test_nothing_is_found_where_nothing_fits():
+    found, looked = climbed(20)
+    assert found is None
+    assert Settings("every_layer", "tiled", 3) in looked  # also with the smallest of all
+
+
+def test_what_is_known_of_another_route_saves_looks():
+    """The same settings are slower here: nothing else is looked at. They are faster: they are taken."""
+    settings = Settings("selective", "chunked", 3)
+    slower, looked = climbed(70, known=Found(settings, Made(60, 1.0)))
+    assert slower is None and len(looked) == 1
+    faster, looked = climbed(70, known=Found(settings, Made(60, 100.0)))
+    assert faster.settings == settings and len(looked) == 1
+    other, looked = climbed(30, known=Found(settings, Made(60, 100.0)))  # they do not fit here
+    assert other.settings == Settings("every_layer", "chunked", 3) and len(looked) > 1

@@ -1,0 +1,175 @@
+"""A recipe extended from a few blocks needs what the full model needs when it is traced."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lowmem.config import cards
+from lowmem.memory.tracker import Point
+from lowmem.plan.cost.machine import Machine
+from lowmem.plan.cost.step_time import of_trace
+from lowmem.plan.prediction import needs
+from lowmem.plan.search import extend
+from lowmem.plan.search.extend import Line, _line, beyond, extended, line_of
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.trace import trace
+
+DEPTH = 7
+ON_CARD = Target(on_card=True)
+SHAPE = [
+    *("model.architecture.n_embd=64", f"model.architecture.n_layer={DEPTH}", "model.architecture.n_head=2"),
+    *("model.architecture.vocab_size=1000", "seq_len=128"),
+]
+PARTS = {"loss=chunked": ["loss.rows=256"], "loss=tiled": ["loss.columns=256"]}
+RECIPES = [
+    "precision=bf16 optim=adamw gradient_checkpointing=none loss=full batch_size=8",
+    "precision=bf16 optim=adam8bit gradient_checkpointing=every_layer loss=chunked batch_size=8",
+    "precision=bf16 optim=adafactor gradient_checkpointing=selective loss=full batch_size=2 accumulation.batches=4",
+    "precision=bf16-sr optim=adafactor gradient_checkpointing=none loss=chunked batch_size=8",
+    "precision=bf16-sr optim=adam8bit gradient_checkpointing=offload loss=chunked batch_size=1 accumulation.batches=8",
+    "precision=bf16-master optim=adamw gradient_checkpointing=none loss=full batch_size=2 accumulation.batches=4",
+    "precision=bf16-master optim=adamw8bit gradient_checkpointing=every_layer loss=tiled batch_size=4",
+    "precision=16 optim=adamw gradient_checkpointing=every_layer loss=full batch_size=8 tile.tokens=50",
+    "precision=16-true optim=adafactor gradient_checkpointing=offload_attention loss=tiled batch_size=2",
+    "precision=bf16 optim=adamw gradient_checkpointing=none batch_size=2 clip=null optim.in_backward=true",
+    "precision=bf16 optim=adamw gradient_checkpointing=none batch_size=2 adapter=lora",
+    "precision=bf16-master optim=adamw gradient_checkpointing=every_layer batch_size=8 weights=streamed",
+    "precision=bf16-sr optim=adafactor gradient_checkpointing=selective batch_size=8 weights=streamed",
+    "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked batch_size=2 weights=streamed "
+    "accumulation.batches=8 clip=null",
+    "precision=bf16 optim=adamw strategy=fsdp devices=2 batch_size=2",
+]
+# an update on the host, offloaded boundaries and a loss in chunks
+FIRST = "precision=bf16-master optim=adafactor gradient_checkpointing=offload loss=chunked batch_size=4"
+
+
+@pytest.fixture
+def composed(config):
+    def make(words):
+        lines = words.split()
+        more = ["accumulation=fixed"] if any("accumulation." in line for line in lines) else []
+        parts = [part for line in lines for part in PARTS.get(line, [])]
+        return config(*SHAPE, *more, *lines, *parts).resolved()
+
+    return make
+
+
+def rates():
+    return Machine("a card", **cards.named(cards.REFERENCE).rates | {"overhead": 0.0})
+
+
+@pytest.mark.parametrize("words", [FIRST, *(pytest.param(words, marks=pytest.mark.matrix) for words in RECIPES)])
+def test_an_extended_recipe_is_the_one_that_is_traced(composed, words):
+    """Within 1 %: places whose highest operator changes with the depth, and scalars that are rounded to 512 bytes."""
+    run = composed(words)
+    found, full = extended(run, ON_CARD), replace(trace(run, on_card=True), events=[])  # an extended one has none
+    card = rates()
+    assert of_trace(card, run, found).seconds == pytest.approx(of_trace(card, run, full).seconds, rel=0.01)
+    short, exact = (needs(one, run, ON_CARD, 0) for one in (found, full))
+    for phase, need in exact.phases.items():
+        assert short.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
+        assert short.phases[phase].device == pytest.approx(need.device, rel=0.01), phase
+    assert (found.parameters, found.streamed, found.trained_parameters) == (
+        full.parameters,
+        full.streamed,
+        full.trained_parameters,
+    )
+
+
+@pytest.mark.wrong
+def test_an_extension_to_another_depth_differs_from_the_trace(composed, monkeypatch):
+    run = composed(RECIPES[0])
+    exact = needs(replace(trace(run, on_card=True), events=[]), run, ON_CARD, 0).phases
+    monkeypatch.setattr(extend, "line_of", lambda run: Line(3, 4, DEPTH - 4))
+    short = needs(extended(run, ON_CARD), run, ON_CARD, 0).phases
+    assert short["backward"].device != pytest.approx(exact["backward"].device, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "line"),
+    [
+        ("A" * 48, Line(3, 4, 45)),
+        ("AB" * 13, Line(4, 6, 11)),  # Gemma 2
+        ("AB" * 4 + "A", Line(3, 5, 3)),
+        ("AAAAAB" * 5, Line(6, 12, 4)),  # Gemma 3
+        ("D" + "M" * 26, Line(3, 4, 24)),  # a mixture with a dense block
+        ("DDD" + "M" * 58, Line(4, 5, 57)),
+        ("A" * 5 + "B", None),  # the last block is the only one of its kind
+        ("A" * 4 + "B" * 4, Line(5, 6, 3)),  # half of the blocks frozen
+        ("ABCDEFG", None),
+        ("AAA", None),
+    ],
+)
+def test_short_models_have_the_kinds_of_blocks_of_the_rest(kinds, line):
+    assert _line(kinds) == line
+
+
+def test_beyond_follows_a_line_in_every_field():
+    near = {
+        "a": 1,
+        "b": Counter(x=2),
+        "c": Point("forward", {"weights": 4}, 1),
+        "d": "a word",
+        "e": [1],
+        "f": (3, True),
+    }
+    far = {
+        "a": 3,
+        "b": Counter(x=2, y=1),
+        "c": Point("forward", {"weights": 5}, 1),
+        "d": "a word",
+        "e": [],
+        "f": (4, True),
+    }
+    assert beyond(near, far, 10) == {
+        "a": 21,
+        "b": Counter(x=2, y=10),
+        "c": Point("forward", {"weights": 14}, 1),
+        "d": "a word",
+        "e": [],
+        "f": (13, True),
+    }
+
+
+@pytest.mark.parametrize("words", ["gradient_checkpointing=sqrt", "gradient_checkpointing=every_k"])
+def test_recipes_whose_segments_depend_on_the_depth_are_traced_in_full(composed, words):
+    assert line_of(composed(f"{words} batch_size=1")) is None
+    assert line_of(composed("gradient_checkpointing=every_layer batch_size=1")) == Line(3, 4, DEPTH - 3)
+    assert extended(composed(f"{words} batch_size=1"), ON_CARD).events
+
+
+def test_frozen_blocks_are_of_another_kind(composed):
+    """Blocks that are trained below frozen ones and above them are traced in full."""
+    assert line_of(composed("freeze=[transformer.h.0.*] batch_size=1")) == Line(3, 4, DEPTH - 3)
+    assert line_of(composed("freeze=[transformer.h.6.*] batch_size=1")) is None
+
+
+def taking_turns(config, depth):
+    """Gemma 2's blocks see a window of 4 tokens or all, in turns. Without a flash kernel the scores are T x T."""
+    keys = {"model_type": "gemma2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    keys |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "num_hidden_layers": depth}
+    keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos")], 0)
+    lines = ["model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16", "batch_size=4"]
+    return config(*lines).replacing("model.architecture", keys).resolved()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("depth", "line"), [(9, Line(3, 5, 3)), (10, Line(4, 6, 3)), (10, Line(3, 4, 7))])
+def test_kinds_of_blocks_that_take_turns_are_extended_by_turns(config, monkeypatch, depth, line):
+    """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+
+    plain = Gemma2DecoderLayer.forward
+
+    def heavier(self, hidden_states, *args, **kwargs):
+        out = plain(self, hidden_states, *args, **kwargs)
+        return out.exp().log() if self.self_attn.sliding_window else out  # keeps two more of its size
+
+    monkeypatch.setattr(Gemma2DecoderLayer, "forward", heavier)
+    run, right = taking_turns(config, depth), depth % 2 == line.near % 2
+    assert (line_of(run) == line) == right
+    monkeypatch.setattr(extend, "line_of", lambda run: line)
+    found, full = extended(run, ON_CARD), trace(run, on_card=True)
+    both = [one.phases["backward"].bytes for one in (found, full)]
+    assert (both[0]["activations"] == pytest.approx(both[1]["activations"], rel=0.002)) == right

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from lowmem.plan.search.climb import Climb, Found, Settings
+from lowmem.plan.search.climb import Climb, Fitting, Settings
 
 CHECKPOINTINGS = {"none": (100, 1.0), "selective": (50, 1.1), "every_layer": (10, 1.3)}  # bytes per sequence, slowness
 LOSSES = {"full": (40, 0.0), "chunked": (2, 0.2), "tiled": (1, 0.5)}  # bytes per sequence, more seconds
@@ -65,9 +65,9 @@ def test_nothing_is_found_where_nothing_fits():
 def test_what_is_known_of_another_route_saves_looks():
     """The same settings are slower here: nothing else is looked at. They are faster: they are taken."""
     settings = Settings("selective", "chunked", 3)
-    slower, looked = climbed(70, known=Found(settings, Made(60, 1.0)))
+    slower, looked = climbed(70, known=Fitting(settings, Made(60, 1.0)))
     assert slower is None and len(looked) == 1
-    faster, looked = climbed(70, known=Found(settings, Made(60, 100.0)))
+    faster, looked = climbed(70, known=Fitting(settings, Made(60, 100.0)))
     assert faster.settings == settings and len(looked) == 1
-    other, looked = climbed(30, known=Found(settings, Made(60, 100.0)))  # they do not fit here
+    other, looked = climbed(30, known=Fitting(settings, Made(60, 100.0)))  # they do not fit here
     assert other.settings == Settings("every_layer", "chunked", 3) and len(looked) > 1

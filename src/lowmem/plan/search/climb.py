@@ -26,7 +26,7 @@ class Looked(Protocol):
     seconds: float  # of an optimizer step
 
 
-class Found(NamedTuple):
+class Fitting(NamedTuple):
     """Pairs settings that fit with their recipe."""
 
     settings: Settings
@@ -55,7 +55,7 @@ class Climb:
         self.checkpointings, self.losses, self.smallest = checkpointings, losses, smallest
         self.look, self.fits = look, fits
 
-    def fastest(self, known: Found | None = None) -> Found | None:
+    def fastest(self, known: Fitting | None = None) -> Fitting | None:
         """Returns the fastest settings that fit; None: none fit, or none is faster than `known`.
 
         Args:
@@ -66,18 +66,18 @@ class Climb:
             if same.seconds >= known.recipe.seconds:
                 return None
             if self.fits(same):
-                return Found(known.settings, same)
+                return Fitting(known.settings, same)
         return self._everything() or (self._anything() and self._with_less_memory())
 
-    def _everything(self) -> Found | None:
+    def _everything(self) -> Fitting | None:
         """Returns the fastest settings of all if they fit."""
-        return self._found(Settings(self.checkpointings[0], self.losses[0], 0))
+        return self._if_it_fits(Settings(self.checkpointings[0], self.losses[0], 0))
 
-    def _anything(self) -> Found | None:
+    def _anything(self) -> Fitting | None:
         """Returns the smallest settings of all if they fit."""
-        return self._found(Settings(self.checkpointings[-1], self.losses[-1], self.smallest))
+        return self._if_it_fits(Settings(self.checkpointings[-1], self.losses[-1], self.smallest))
 
-    def _with_less_memory(self) -> Found | None:
+    def _with_less_memory(self) -> Fitting | None:
         """Goes through the slower choices. Each must be worth it by a larger micro-batch than those before it."""
         found = None
         for loss in self.losses[1:] or self.losses:
@@ -90,25 +90,25 @@ class Climb:
                 if found is not None and looked is not None and looked.seconds >= found.recipe.seconds:
                     break
                 if looked is not None and self.fits(looked):
-                    found = self._largest(Found(settings, looked))
+                    found = self._largest(Fitting(settings, looked))
         return found and self._faster(found, found.settings._replace(loss=self.losses[0]))
 
-    def _largest(self, found: Found) -> Found:
+    def _largest(self, found: Fitting) -> Fitting:
         """Returns the largest micro-batch that fits, by bisection. Args: found: it fits."""
         too_large = -1  # index of a micro-batch
         while found.settings.size - too_large > 1:
             middle = (too_large + found.settings.size) // 2
-            larger = self._found(found.settings._replace(size=middle))
+            larger = self._if_it_fits(found.settings._replace(size=middle))
             too_large, found = (middle, found) if larger is None else (too_large, larger)
         return found
 
-    def _faster(self, found: Found, settings: Settings) -> Found:
-        other = self._found(settings)
+    def _faster(self, found: Fitting, settings: Settings) -> Fitting:
+        other = self._if_it_fits(settings)
         return other if other is not None and other.recipe.seconds < found.recipe.seconds else found
 
-    def _found(self, settings: Settings) -> Found | None:
+    def _if_it_fits(self, settings: Settings) -> Fitting | None:
         recipe = self.look(settings)
-        return Found(settings, recipe) if recipe is not None and self.fits(recipe) else None
+        return Fitting(settings, recipe) if recipe is not None and self.fits(recipe) else None
 
     def _at(self, checkpointing: str, loss: str, size: int) -> Looked | None:
         known = checkpointing in self.checkpointings and loss in self.losses

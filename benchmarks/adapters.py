@@ -47,14 +47,14 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
     size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
     summary = run_train([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
     predicted = summary["predicted"]
-    libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
+    libraries, before = predicted["host"]["libraries"], summary["rss_before_model_bytes"]
     return {
         "parameters": summary["parameters"],
         "trained_parameters": summary["trained_parameters"],
-        "predicted_bytes": predicted["device_peak_bytes"],
+        "predicted_bytes": predicted["allocated"],
         "measured_bytes": summary["peak_bytes"]["device"],
         **{f"{kind}_bytes": summary["peak_bytes_by_category"][kind] for kind in ("weights", "gradients", "optimizer")},
-        "predicted_growth": predicted["host_peak_bytes"] - libraries,
+        "predicted_growth": max(need["host"] for need in predicted["phases"].values()) - libraries,
         "measured_growth": summary["peak_bytes"]["host_rss"] - before,
         "seconds_per_step": summary["seconds_per_step"],
     }

@@ -14,10 +14,14 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from benchmarks.runner import RESULTS, measure, medians, write
 from lowmem.system.units import GIB
+
+if TYPE_CHECKING:
+    from lowmem.plan.prediction import Prediction
 
 LLAMA = ["model=llama-3.1-8b", "seq_len=2048"]
 STREAMED = ["experiment=llama_8b_4gb"]  # it sets LLAMA, too
@@ -103,14 +107,14 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
     return {
         "overrides": lines,
         "card": on,
-        "card_bytes": need.device_need,
+        "card_bytes": need.device.total,
         "card_size_bytes": target.device_memory,
-        "peak_bytes": need.device_peak,
+        "peak_bytes": need.allocated,
         "reserved_bytes": need.reserved,
-        "smallest_cap_bytes": need.smallest,
-        "tensor_bytes_by_category": dict(need.by_category),
-        "host_bytes": need.host_need(target.device_memory),
-        "drive_bytes": need.drive,
+        "smallest_cap_bytes": need.device.total - need.device.context,
+        "tensor_bytes_by_category": by_category(need),
+        "host_bytes": need.host.total,
+        "drive_bytes": need.drive.total,
         "parameters": need.parameters,
         "tokens_per_step": tokens,
         "seconds_per_step": window.seconds,
@@ -118,6 +122,12 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
         "of_them_passes": 1000 * window.passes / tokens,
         "fits": need.fits(target),
     }
+
+
+def by_category(need: "Prediction") -> dict[str, int]:
+    """Returns the bytes that torch has allocated at the peak, by category; what is in no other category is `other`."""
+    named = {kind: getattr(need.device, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
+    return named | {"other": need.allocated - sum(named.values())}
 
 
 def pace(counted: Callable, cores: int) -> Callable:

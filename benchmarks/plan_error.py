@@ -89,17 +89,18 @@ def row(arguments: list[str]) -> dict:
     """Runs train.py once and returns its predicted and measured bytes."""
     summary = run_train([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
-    libraries, before = predicted["host_bytes_by_category"]["libraries"], summary["rss_before_model_bytes"]
+    libraries, before = predicted["host"]["libraries"], summary["rss_before_model_bytes"]
+    host = max(need["host"] for need in predicted["phases"].values())
     return {
-        "peak": [predicted["device_peak_bytes"], summary["peak_bytes"]["device"]],
-        "growth": [predicted["host_peak_bytes"] - libraries, summary["peak_bytes"]["host_rss"] - before],
+        "peak": [predicted["allocated"], summary["peak_bytes"]["device"]],
+        "growth": [host - libraries, summary["peak_bytes"]["host_rss"] - before],
         "phases": {
             phase: [predicted["phases"][phase]["device"], measured[phase]["device"]]
             for phase in ("load", "forward", "backward", "step", "evaluation")
             if measured.get(phase, {}).get("device")
         },
-        "state": predicted["peak_bytes_by_category"]["optimizer"],
-        "tensors": max(need["host"] for need in predicted["phases"].values()) - libraries,
+        "state": predicted["device"]["optimizer"],
+        "tensors": host - libraries,
         "estimate": predicted["estimate"],
     }
 

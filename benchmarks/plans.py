@@ -32,9 +32,12 @@ def row(model: str, card: str) -> dict:
         cli.start(plan.main, config="plan")
     content = json.loads((Path(folder) / "plan.json").read_text())
     first = content["recipes"][0]
-    keys = ("overrides", "changes", "fits", "device_need_bytes", "reserved_peak_bytes", "device_peak_bytes")
-    keys += ("host_peak_bytes", "peak_phase")
-    return {key: first[key] for key in keys} | {
+    return {key: first[key] for key in ("overrides", "changes", "fits")} | {
+        "device_need_bytes": first["device"]["total"],
+        "reserved_peak_bytes": first["reserved"],
+        "device_peak_bytes": first["allocated"],
+        "host_peak_bytes": first["host"]["total"],
+        "peak_phase": first["device"]["phase"],
         "seconds": content["seconds"],
         "recipes": len(content["recipes"]),
         "fitting": sum(recipe["fits"] for recipe in content["recipes"]),

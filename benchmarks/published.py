@@ -299,7 +299,7 @@ def predicted(figure: Published) -> int:
     prediction = predict(resolved(run_of(figure.overrides), on_card=True), Target(on_card=True))
     if prediction.estimate:
         raise SystemExit(f"{figure.name}: {prediction.estimate}")
-    return figure.untraced + (prediction.reserved if figure.measure == "reserved" else prediction.device_peak)
+    return figure.untraced + (prediction.reserved if figure.measure == "reserved" else prediction.allocated)
 
 
 def row(figure: Published) -> dict:

@@ -80,8 +80,12 @@ def on_paper(lines: tuple[str, ...], devices: int) -> dict:
             raise SystemExit(done.stderr)
         planned = json.loads((Path(folder) / "plan.json").read_text())
     need = planned["recipes"][0]
-    keys = ("device_need_bytes", "host_need_bytes", "exchanged_bytes_per_step")
-    return {key: need[key] for key in keys} | {"seconds": planned["seconds"]}
+    return {
+        "device_need_bytes": need["device"]["total"],
+        "host_need_bytes": need["host"]["total"],
+        "exchanged_bytes_per_step": need["exchanged_bytes_per_step"],
+        "seconds": planned["seconds"],
+    }
 
 
 def highest(file: Path) -> dict[str, int]:

@@ -35,7 +35,7 @@ def row(recipe: str, rows_of: str) -> dict[str, int]:
     masked = patch.object(packed_attention, "BY_DOCUMENT", MASKED if rows_of == ROWS_OF[0] else BY_DOCUMENT)
     with masked:
         return {
-            str(length): predict(run_of([*RECIPES[recipe], *LONG, f"seq_len={length}"]).resolved(), target).device_need
+            str(length): predict(run_of([*RECIPES[recipe], *LONG, f"seq_len={length}"]).resolved(), target).device.total
             for length in LENGTHS
         }
 

@@ -25,7 +25,7 @@ from statistics import median
 
 import psutil
 
-from benchmarks import anatomy, turns
+from benchmarks import anatomy, capacity, turns
 from benchmarks.runner import RESULTS, ROOT, environment, machine, measure, result, write
 from lowmem.plan.target import Target
 from lowmem.system.units import GIB, MIB
@@ -192,13 +192,13 @@ def by_shape(name: str, weights: str) -> dict:
     prediction = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
     return {
         "parameters": prediction.parameters,
-        "device": prediction.device_peak,
-        "need": prediction.device_need,
-        "phase": prediction.peak_phase,
-        "categories": dict(prediction.by_category),
-        "host": prediction.host_peak,
+        "device": prediction.allocated,
+        "need": prediction.device.total,
+        "phase": prediction.device.phase,
+        "categories": capacity.by_category(prediction),
+        "host": max(need.host for need in prediction.phases.values()),
         "host_phases": {phase: need.host for phase, need in prediction.phases.items()},
-        "host_categories": dict(prediction.host_categories),
+        "host_categories": prediction.host.rows,
         "estimate": prediction.estimate,
     }
 

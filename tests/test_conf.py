@@ -250,8 +250,8 @@ def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
     tensors, reserved = re.search(r"([\d.]+) GiB of tensors, ([\d.]+) GiB reserved", said).groups()
     found = predict(run_of([f"experiment={preset}", "device=cpu"]), Target(on_card=True)).based_on(LIBRARIES)
     host = float(re.search(r"([\d.]+) GiB of host memory", said)[1])
-    assert host == pytest.approx(found.host_need(None) / GIB, abs=0.2)  # what is imported differs by machine
-    assert f"{max(need.device for need in found.phases.values()) / GIB:.1f}" == tensors
+    assert host == pytest.approx(found.host.total / GIB, abs=0.2)  # what is imported differs by machine
+    assert f"{found.allocated / GIB:.1f}" == tensors
     assert f"{found.reserved / GIB:.1f}" == reserved
 
 

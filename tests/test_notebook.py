@@ -109,7 +109,7 @@ def test_weights_must_be_equal_to_the_bit_and_have_streamed(tmp_path, how, messa
     ],
 )
 def test_peaks_must_be_within_the_limit_and_as_predicted(card, predicted, measured, message):
-    summary = {"predicted": {"device_peak_bytes": predicted * MIB}, "peak_bytes": {"device": measured * MIB}}
+    summary = {"predicted": {"allocated": predicted * MIB}, "peak_bytes": {"device": measured * MIB}}
     scope = {"runs": {"streamed": summary}, "LIMIT": "16MiB", "CARD": card}
     if message is None:
         exec(cell("parse_bytes"), scope)

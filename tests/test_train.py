@@ -40,6 +40,9 @@ def test_a_run_leaves_what_it_promises(command, tmp_path):
     assert set(summary["peak_bytes"]) == {"device", "host_rss"}
     assert set(summary["peak_bytes_by_category"]) == {"weights", "gradients", "optimizer", "activations", "other"}
     assert sum(summary["peak_bytes_by_category"].values()) == summary["peak_bytes"]["device"]
+    measured = summary["measured"]
+    assert measured["allocated"] == summary["peak_bytes"]["device"] and measured["device"]["phase"] == "backward"
+    assert measured["host"]["total"] == summary["peak_bytes"]["host_rss"] > measured["host"]["libraries"]
     assert "max_steps=4" in summary["overrides"] and "torch" in summary["versions"]
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert [int(r["step"]) for r in rows if r["train_loss"]] == [1, 2, 3, 4]
@@ -189,8 +192,9 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
     monkeypatch.setattr(cross_entropy, "full", too_much)
     code, said = command("model.architecture.n_embd=256", "batch_size=64")
     assert code == 1 and "Traceback" not in said
-    held = {line.split()[0]: float(line.split()[1]) for line in said.splitlines() if line.endswith(" GiB")}
-    assert list(held) == ["weights", "gradients", "optimizer", "activations", "other"]
+    lines = [line for line in said.splitlines() if line.endswith(" GiB")]
+    held = {line[:18].strip(): float(line.split()[-2]) for line in lines}
+    assert list(held) == ["weights", "gradients", "optimizer state", "activations", "temporaries"]
     assert held["weights"] > 0 and held["activations"] > 0
     tries = said[said.index("Try") :]
     order = ["precision=bf16", "optim=adam8bit", "batch_size=32", "gradient_checkpointing=every_layer", "loss=chunked"]
@@ -246,5 +250,5 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
 def test_on_a_card_a_run_goes_from_its_plan_to_its_sample(fit, precision):
     summary, run = fit(f"precision={precision}", "device=cuda", "plan=check", "sample_tokens=8", "val_every=2")
     assert summary["steps"] == 4 and summary["device"] == torch.cuda.get_device_name()
-    assert summary["predicted"]["reserved_peak_bytes"] > 0 and summary["peak_bytes"]["device"] > 0
+    assert summary["predicted"]["reserved"] > 0 and summary["peak_bytes"]["device"] > 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (run / "model").iterdir()}

@@ -12,6 +12,7 @@ from conftest import ROOT
 from lowmem.command import help
 from lowmem.config import cards
 from lowmem.plan import at_start
+from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.prediction import PHASES, Need, Prediction
 from lowmem.plan.target import Target
 from lowmem.system.errors import Refused
@@ -73,7 +74,8 @@ def test_the_nearest_name_comes_first(word, first):
 def predicted(reserved, context_bytes):
     """Returns what README's recipe for 12 GiB needs. Args: reserved: by torch."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
-    return Prediction(phases, {}, {"libraries": 0}, reserved, reserved, 1, True, context_bytes=context_bytes)
+    device, host = DeviceBytes("step", activations=reserved, context=context_bytes), HostBytes("step", libraries=GIB)
+    return Prediction(phases, device, host, DriveBytes(), reserved, 1, True)
 
 
 RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve
@@ -101,7 +103,7 @@ def test_a_card_that_is_here_is_not_charged_for_its_context_again(monkeypatch, c
         with pytest.raises(Refused, match="it does not fit"):
             at_start.checked(cfg, [])
     else:
-        assert at_start.checked(cfg, []).device_need <= free
+        assert at_start.checked(cfg, []).device.total <= free
 
 
 def made_up(monkeypatch, free, capability=(8, 6)):

@@ -143,6 +143,7 @@ def test_what_was_there_before_counts_until_it_dies():
     points = list(tracker.timeline())
     assert [point.total for point in points] == [8 * KIB, 16 * KIB, 8 * KIB, 8 * KIB]
     assert [point.host for point in points] == [4 * KIB, 4 * KIB, 4 * KIB, 0]
+    assert [point.host_bytes["gradients"] for point in points] == [4 * KIB, 4 * KIB, 4 * KIB, 0]
     assert tracker.now == 8 * KIB and points[-1].bytes["optimizer"] == 8 * KIB
 
 

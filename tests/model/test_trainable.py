@@ -39,7 +39,8 @@ class Held(Callback):
     def on_train_batch_end(self, trainer, module, *_):
         self.state = sum(t.nbytes for t in ledger.optimizer_state(trainer.optimizers[0]) if t.dim())
         self.weights = sum({id(p): p.nbytes for p in module.parameters()}.values())
-        self.masters = sum(t.nbytes for t in module.optimizer.host_tensors())
+        on_host = (*module.optimizer.masters_on_host(), *module.optimizer.gradients_on_host())
+        self.masters = sum(t.nbytes for t in on_host)
 
 
 def counted(frozen=FROZEN):

@@ -12,6 +12,7 @@ import torch
 from devices import each_device
 from lowmem.config import cards
 from lowmem.plan import at_start
+from lowmem.plan.column import DeviceBytes
 from lowmem.plan.cost import machine, update_time
 from lowmem.system import process
 from lowmem.training import build
@@ -24,8 +25,11 @@ def test_predicted_stands_beside_measured(command, tmp_path):
     for phase in ("forward", "backward", "step", "evaluation"):
         predicted = summary["predicted"]["phases"][phase]["device"]
         assert predicted == summary["peak_bytes_by_phase"][phase]["device"], phase
-    libraries = summary["predicted"]["host_bytes_by_category"]["libraries"]
+    libraries = summary["predicted"]["host"]["libraries"]
     assert libraries == summary["rss_before_model_bytes"]
+    for row in ("weights", "gradients", "optimizer", "activations", "temporaries", "phase"):
+        assert summary["predicted"]["device"][row] == summary["measured"]["device"][row], row
+    assert set(summary["measured"]) <= set(summary["predicted"])
 
 
 def test_the_loggers_get_it(fit, tmp_path):
@@ -88,7 +92,9 @@ def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tm
     def searched(run, typed, card, may_change):
         cards_asked.append(card.size)
         overrides = ["batch_size=1", "gradient_checkpointing=every_layer"]
-        chosen = SimpleNamespace(overrides=overrides, says="made up", prediction=SimpleNamespace(device_need=0))
+        chosen = SimpleNamespace(
+            overrides=overrides, says="made up", prediction=SimpleNamespace(device=DeviceBytes("step"))
+        )
         return SimpleNamespace(chosen=chosen, fitting=[chosen], recipes=[chosen], too_large=0)
 
     monkeypatch.setattr(at_start, "_searched", searched)

@@ -125,5 +125,5 @@ def test_a_run_fits_in_the_smallest_cap_that_is_predicted_and_not_in_much_less(c
     sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
     cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()
     found = predict(cfg, Target(True, cards.here()) if device == "cuda" else Target(False))
-    caps = (found.smallest or found.device_peak, round(FAILS * found.device_peak))
+    caps = (found.device.total - found.device.context, round(FAILS * found.allocated))
     assert [batch_size.fits(cfg.knowing(memory={"limit": cap}), cfg.batch_size) for cap in caps] == [True, False]

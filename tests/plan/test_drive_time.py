@@ -14,7 +14,7 @@ from lowmem.config import drives
 from lowmem.config.drives import FOLDER, DriveSpace
 from lowmem.offload import drive as swap_files
 from lowmem.offload.drive import Sizes, SwapFiles
-from lowmem.plan import prediction
+from lowmem.plan import host_bytes, prediction
 from lowmem.plan.cost import drive_time, machine, step_time
 from lowmem.plan.cost.drive_time import ASSUMED, DriveRates, drive_rates
 from lowmem.plan.target import Target
@@ -68,18 +68,21 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
         sum(written),
         0,
         sum(written),
+        sum(swap_file.masters for swap_file in every),
+        sum(swap_file._file.size for swap_file in on_drive._weights._every),
     )
+    assert (traced.drive.masters == 0) == (precision == "bf16-sr") and (traced.drive.weights > 0) == (holds == "all")
     assert 0.95 * traced.drive.room < room <= traced.drive.room  # as if all parts were as large as the largest
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
     )
     moved, step = needed.as_dict()["drive_bytes_per_step"], measured(folder)["step"]
-    assert needed.drive == moved["written"] == step["drive_written_bytes"] == sum(written)
+    assert needed.drive.total == moved["written"] == step["drive_written_bytes"] == sum(written)
     assert moved["read"] == pytest.approx(step["drive_read_bytes"], rel=0.01 if holds == "all" else 0)
-    assert in_memory.drive == 0
+    assert in_memory.drive.total == 0
 
     def on_host(needed):  # beside its device and what its threads wake
-        return needed.phases["evaluation"].host - needed.phases["evaluation"].device - prediction.WOKEN
+        return needed.phases["evaluation"].host - needed.phases["evaluation"].device - host_bytes.WOKEN
 
     # between two steps there may be less inside than during one
     highest = resting + traced.drive.room - sum(tensor.nbytes for tensor in on_drive.memory())
@@ -91,12 +94,12 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
 
 def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memory(config, monkeypatch, tmp_path):
     for name in ("read_in", "stored_in"):
-        monkeypatch.setattr(prediction, name, lambda *_, plans: torch.bfloat16)
+        monkeypatch.setattr(host_bytes, name, lambda *_, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
     runs = [config(*typed, f"weights.drive_holds={holds}").resolved() for holds in ("state", "all")]
     traces = [trace(run, on_card=True) for run in runs]
     state, both = (prediction.needs(t, run, Target(on_card=True), 0) for t, run in zip(traces, runs, strict=True))
-    more = traces[1].drive.room - traces[0].drive.room + 2 * prediction.SLOT_BYTES  # larger blocks, and staging
+    more = traces[1].drive.room - traces[0].drive.room + 2 * host_bytes.SLOT_BYTES  # larger blocks, and staging
     assert state.phases["load"].host - both.phases["load"].host == traces[1].streamed - more
 
 
@@ -182,7 +185,7 @@ def exact(*more):
 def hosts(planned, *more):  # noqa: F811
     """Returns GiB of the host that the run needs in memory, and with a drive."""
     runs = [planned(*exact("search=false", "ram=64GiB", *more, *drive))[2] for drive in ((), ("weights.drive=there",))]
-    return [run["recipes"][0]["host_need_bytes"] for run in runs]
+    return [run["recipes"][0]["host"]["total"] for run in runs]
 
 
 @pytest.mark.matrix
@@ -190,7 +193,7 @@ def hosts(planned, *more):  # noqa: F811
 def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive, probes):  # noqa: F811
     """Counts the libraries of a model of 40M parameters as nothing."""
     monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
-    monkeypatch.setattr(prediction, "CUDA_ON_HOST", 0)
+    monkeypatch.setattr(host_bytes, "CUDA_ON_HOST", 0)
     large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=12", "n_head=8"))
     memory, less = hosts(planned, *large)
     assert less < 0.95 * memory
@@ -199,7 +202,7 @@ def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, d
     code, said, written = planned(*exact(*large, ram, f"drive={'200GB' if drive == '200GB' else folder}"))
     chosen = written["recipes"][0]
     assert code == 0 and f"weights.drive={folder}" in written["chosen"] and chosen["traced"], said
-    assert chosen["drive_bytes"] > 2**26 and "TB written per 1,000 steps" in said
+    assert chosen["drive"]["total"] > 2**26 and "TB written per 1,000 steps" in said
     assert ("FOLDER stands for a folder on it." in said) == (drive == "200GB")
     assert "as assumed" in said if drive == "200GB" else f"as measured on the drive of {folder}" in said
     code, said, written = planned(*exact(*large, ram))
@@ -215,4 +218,4 @@ def test_a_run_that_a_drive_has_no_room_for_does_not_fit(planned):  # noqa: F811
     assert planned(*typed, "drive=200GB")[0] == 0
     code, said, written = planned(*typed, "drive=20KiB")
     assert code == 2 and "It does not fit a card of 2.0 GiB and a host of 64.0 GiB and a drive of 0.0 GiB." in said
-    assert json.loads(json.dumps(written))["recipes"][0]["drive_bytes"] > 20 * 2**10
+    assert json.loads(json.dumps(written))["recipes"][0]["drive"]["total"] > 20 * 2**10

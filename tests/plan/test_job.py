@@ -46,12 +46,10 @@ def test_the_first_line_is_the_command_to_copy(planned):
     assert code == 0
     first = said.splitlines()[0]
     assert first == " ".join(["python train.py", *written["chosen"]]) and "gpu=" not in first
-    assert {"overrides", "device_peak_bytes", "host_peak_bytes", "peak_phase", "peak_bytes_by_category"} <= set(
-        written["recipes"][0]
-    )
+    assert {"overrides", "device", "host", "drive", "allocated", "reserved", "phases"} <= set(written["recipes"][0])
     for recipe in written["recipes"]:
         assert tuple(recipe["phases"]) == PHASES and recipe["fits"] and recipe["relative_step_time"] >= 1
-        assert recipe["device_peak_bytes"] == max(need["device"] for need in recipe["phases"].values())
+        assert recipe["allocated"] == max(need["device"] for need in recipe["phases"].values())
     assert min(recipe["relative_step_time"] for recipe in written["recipes"]) == 1
     assert "recipes fit" in said and "as typed" in said
 
@@ -88,7 +86,8 @@ def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     changes = table[table.index(head) + 1]
     assert changes.startswith("as typed:")
     first = table[table.index(head) + 2].split()
-    need, reserves = (written["recipes"][0][key] / 2**30 for key in ("device_need_bytes", "reserved_peak_bytes"))
+    best = written["recipes"][0]
+    need, reserves = best["device"]["total"] / 2**30, best["reserved"] / 2**30
     assert first[:4] == ["1.00", f"{need:.2f}", f"{0.98 * 2 - need:+.2f}", f"{reserves + 0.5:.2f}"]
 
 
@@ -122,8 +121,10 @@ def test_if_nothing_fits_it_says_which_model_would(planned):
 def test_one_run_by_phase(planned):
     code, said, written = planned("gpu=2GiB", "ram=64GiB", "search=false", "precision=16-master", "optim=adamw8bit")
     (recipe,) = written["recipes"]
-    assert code == 0 and "<- the device's peak" in said and "It fits a card of 2.0 GiB and a host of 64.0 GiB." in said
-    assert recipe["peak_phase"] == "backward" and recipe["fits"] and recipe["reserved_peak_bytes"] >= 2**21
+    need = recipe["device"]["total"] / 2**30
+    assert code == 0 and "It fits a card of 2.0 GiB and a host of 64.0 GiB." in said
+    assert "device, highest in backward" in said and f"Needs a {need:.1f} GiB card" in said
+    assert recipe["device"]["phase"] == "backward" and recipe["fits"] and recipe["reserved"] >= 2**21
     assert all(f"\n{phase} " in f"\n{said}" for phase in PHASES)
 
 

@@ -18,9 +18,11 @@ def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, s
     cfg = cfg.knowing(model={"pretrained": True, "name": str(tmp_path / "model")})
     loaded = predict(cfg, Target(on_card=False))
     assert (drawn.mapped, loaded.mapped) == (0, file if counted else 0)
-    growths = [one.phases["load"].host - one.host_categories["libraries"] for one in (drawn, loaded)]
+    growths = [one.phases["load"].host - one.host.libraries for one in (drawn, loaded)]
     assert growths[1] - growths[0] == loaded.mapped
-    assert loaded.host_need(None) <= loaded.host_peak  # the system takes a file's pages back before it runs out
+    assert loaded.host.total <= max(
+        need.host for need in loaded.phases.values()
+    )  # the system takes a file's pages back before it runs out
 
 
 def test_rank_0_does_not_count_pages_that_it_widens_as_it_sends_them(config, tmp_path):
@@ -32,6 +34,6 @@ def test_rank_0_does_not_count_pages_that_it_widens_as_it_sends_them(config, tmp
         network.to(getattr(torch, saved)).save_pretrained(folder)
         divided = config("model=hf", f"model.name={folder}", "seq_len=16", "strategy=fsdp", "devices=2", "plan=off")
         predicted = predict(divided.resolved(), Target(on_card=True))
-        needs[saved] = predicted.phases["load"].host - predicted.host_categories["libraries"] - predicted.mapped
+        needs[saved] = predicted.phases["load"].host - predicted.host.libraries // 2 - predicted.mapped
     full = 4 * sum(p.numel() for p in network.parameters())
     assert needs["float32"] - needs["bfloat16"] == pytest.approx(full / 2, rel=0.1)  # the other half is the shard

@@ -25,7 +25,7 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     cfg = of_family(config, name)
     measured = fit(cfg, tmp_path / "run")["peak_bytes"]["device"]
     found = predict(cfg, Target(on_card=False))
-    assert abs(found.device_peak / measured - 1) < OFF
+    assert abs(found.device.total / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
     monkeypatch.setattr(
@@ -33,7 +33,7 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     )  # and not that each gradient is as large as those of all
     cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
     wrong = predict(cfg, Target(on_card=False))
-    assert abs(wrong.device_peak / measured - 1) > OFF
+    assert abs(wrong.device.total / measured - 1) > OFF
 
 
 def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_off(config, monkeypatch):
@@ -42,13 +42,13 @@ def test_what_cannot_be_traced_all_the_same_is_counted_and_says_how_far_that_is_
     assert "100 operators" in found.estimate and "from a third too little to a fifth too much" in found.estimate
     one, two = (of_family(config, "mixtral", num_experts_per_tok=count) for count in (1, 2))
     fewer, more = (
-        needs(outline(cfg, Target(on_card=False)), cfg, Target(on_card=False), 0).device_peak for cfg in (one, two)
+        needs(outline(cfg, Target(on_card=False)), cfg, Target(on_card=False), 0).device.total for cfg in (one, two)
     )
-    assert fewer < more == found.device_peak
+    assert fewer < more == found.device.total
 
 
 def test_muons_state_of_fused_experts_is_predicted_to_the_byte(config, tmp_path):
     cfg = of_family(config, "mixtral", "optim=muon", "batch_size=2", "seq_len=32", num_hidden_layers=2)
     found, measured = predict(cfg, Target(on_card=False)), fit(cfg, tmp_path / "run")
     assert found.estimate is None
-    assert found.by_category["optimizer"] == measured["peak_bytes_by_category"]["optimizer"]
+    assert found.device.optimizer == measured["peak_bytes_by_category"]["optimizer"]

@@ -1,7 +1,5 @@
 """State that CUDA pages: in no figure of the card's, on the host where the card has no room for it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from bitsandbytes import functional
@@ -12,7 +10,9 @@ from conftest import beside
 from devices import each_device_slowly
 from lowmem.config.cards import Card
 from lowmem.memory.ledger import optimizer_state, paged_state
-from lowmem.plan.prediction import Need, outline, predict
+from lowmem.plan.column import HostBytes
+from lowmem.plan.host_bytes import BY_HOST, of_host
+from lowmem.plan.prediction import outline, pages_on_host, predict
 from lowmem.plan.target import Target
 from lowmem.plan.tracing import stand_in, trace
 from lowmem.system.units import GIB
@@ -50,13 +50,13 @@ def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
     for phase in ("forward", "backward", "step", "evaluation", "save", "resume"):
         spared = unpaged.phases[phase].device - paged.phases[phase].device
         assert (spared == state) == counted, phase
-    assert (paged.device_need < unpaged.device_need) == counted
+    assert (paged.device.total < unpaged.device.total) == counted
 
 
 def test_without_a_card_nothing_is_paged(config):
     found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
-    assert found[1].by_category["optimizer"] > 8 * large(composed(config))
+    assert found[1].device.optimizer > 8 * large(composed(config))
 
 
 def test_an_estimate_knows_it_too(config):
@@ -67,23 +67,30 @@ def test_an_estimate_knows_it_too(config):
     assert held[1] - held[0] == on_card.paged
 
 
-def target(gpu, ram):
-    return Target(True, Card(gpu, "made up"), ram)
+def test_it_is_where_there_is_room():
+    # 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room
+    assert {gpu: pages_on_host(4, 3, gpu) for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
+    assert pages_on_host(4, 3, None) == 0
 
 
-def test_it_lies_where_there_is_room_and_never_makes_a_run_unfit(config):
-    phases = {name: Need(GIB, GIB) for name in ("load", "forward", "step", "evaluation")} | {"save": Need(GIB, 5 * GIB)}
-    found = predict(composed(config, "optim=paged_adamw8bit"), Target(True, Card(0, "", GIB)))
-    found = replace(found, phases=phases, reserved=2 * GIB, smallest=GIB, paged=4 * GIB)
-    # gpu: 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room
-    assert {gpu: found.paged_on_host(gpu * GIB) / GIB for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
-    assert found.paged_on_host(None) == 0
-    assert found.fits(target(2 * GIB, 5 * GIB))
-    assert not found.fits(target(2 * GIB, 5 * GIB - 1))  # all of it, to be written
-    crowded = replace(found, phases=phases | {"step": Need(GIB, 3 * GIB)})
-    assert [crowded.host_need(gpu * GIB) / GIB for gpu in (2, 4, 5, 8)] == [7, 6, 5, 5]
-    assert crowded.fits(target(8 * GIB, 5 * GIB)) and not crowded.fits(target(2 * GIB, 5 * GIB))
-    assert not found.fits(target(2 * GIB - 1, None))
+def test_the_host_holds_pages_in_every_phase_but_all_of_them_while_they_are_read_or_written():
+    phases = {name: HostBytes(name, optimizer=GIB) for name in ("load", "forward", "step", "evaluation")}
+    phases["save"] = HostBytes("save", optimizer=5 * GIB)
+    crowded = phases | {"step": HostBytes("step", optimizer=3 * GIB)}
+    assert of_host(phases, 1, pages=4 * GIB).total == 5 * GIB  # all of it, to be written
+    assert [of_host(crowded, 1, pages=pages * GIB).total / GIB for pages in (4, 3, 2, 0)] == [7, 6, 5, 5]
+
+
+def test_pages_never_make_a_run_unfit_for_a_card(config):
+    cfg = composed(config, "optim=paged_adamw8bit")
+    room, crowded = (predict(cfg, Target(True, Card(size, "made up", GIB))) for size in (9 * GIB, GIB))
+    assert room.device == crowded.device and room.paged_on_host == 0
+    assert crowded.paged_on_host == crowded.paged == 2 * large(cfg)
+    for one, pages in ((room, 0), (crowded, crowded.paged)):
+        assert one.host.phase in BY_HOST or one.host.optimizer >= pages
+        assert one.fits(Target(True, Card(one.device.total, "made up"), one.host.total))
+        assert not one.fits(Target(True, Card(one.device.total - 1, "made up"), one.host.total))
+        assert not one.fits(Target(True, Card(one.device.total, "made up"), one.host.total - 1))
 
 
 def test_bitsandbytes_pages_from_this_size_on(monkeypatch):

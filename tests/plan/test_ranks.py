@@ -14,9 +14,11 @@ from benchmarks import ranks
 
 from lowmem.config.cards import COMMUNICATOR, Card
 from lowmem.memory.tracker import StorageTracker
+from lowmem.plan.column import HostBytes
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.cost.step_time import window
-from lowmem.plan.prediction import PHASES, Need, Prediction, outline, predict
+from lowmem.plan.host_bytes import of_host
+from lowmem.plan.prediction import PHASES, outline, predict
 from lowmem.plan.table import command
 from lowmem.plan.target import Target
 from lowmem.plan.tracing import shapes
@@ -140,9 +142,9 @@ def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
     lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
     cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
     stages = [max(point.total for point in trace(cfg, False, rank=rank).phases.values()) for rank in range(4)]
-    assert predict(cfg, Target(on_card=False)).device_peak == max(stages)
+    assert predict(cfg, Target(on_card=False)).device.total == max(stages)
     monkeypatch.setattr(Pipeline, "neediest", (0, 3))
-    assert predict(cfg, Target(on_card=False)).device_peak < max(stages)
+    assert predict(cfg, Target(on_card=False)).device.total < max(stages)
 
 
 def test_an_outline_knows_what_waits_in_host_memory(typed):
@@ -189,11 +191,11 @@ def test_what_an_engine_sends_hides_behind_a_pass_and_a_sum_does_not(config):
 
 
 def test_a_host_must_have_room_for_all_who_share_it():
-    phases = dict.fromkeys(PHASES, Need(GIB, 2 * GIB)) | {"load": Need(GIB, 10 * GIB)}
-    one = Prediction(phases, {}, {"libraries": 0}, GIB, GIB, 1, True, devices=16, node=8)
-    assert one.host_need(None) == 80 * GIB  # two hosts, of eight each
-    once = Prediction(phases, {}, {"libraries": 0}, GIB, GIB, 1, True, devices=16, node=8, first=9 * GIB)
-    assert once.host_need(None) == 17 * GIB  # rank 0 alone has the whole model
+    phases = {name: HostBytes(name, libraries=GIB, weights=GIB) for name in PHASES}
+    phases["load"] = HostBytes("load", libraries=GIB, weights=9 * GIB)
+    assert of_host(phases, processes=8).total == 80 * GIB
+    once = of_host(phases, processes=8, first=9 * GIB)  # rank 0 alone has the whole model
+    assert (once.phase, once.libraries, once.weights, once.total) == ("load", 8 * GIB, 9 * GIB, 17 * GIB)
     assert torch.distributed.is_available() and not torch.distributed.is_initialized()
 
 
@@ -220,4 +222,4 @@ def test_two_processes_need_what_is_predicted():
 def test_a_card_has_nccls_buffers_for_each_group_that_exchanges(typed, lines, groups):
     cfg = typed(*lines)
     on_card, on_cpu = (predict(cfg, Target(on_card, Card(0, "", GIB))) for on_card in (True, False))
-    assert on_card.context_bytes == GIB + groups * COMMUNICATOR and on_cpu.context_bytes == 0
+    assert on_card.device.context == GIB + groups * COMMUNICATOR and on_cpu.device.context == 0

@@ -13,6 +13,7 @@ from lowmem.config.declarations import CHANGEABLE, COMPUTED, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import CONF, replaced
+from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.prediction import Need, Prediction
 from lowmem.plan.search import recipes
@@ -227,7 +228,9 @@ def ranked(monkeypatch):
 
         def traced(_, run, overrides, training):
             size, seconds = made(training)
-            need = Prediction({"step": Need(size, 0)}, {}, {}, size, size, 0, True, trace=SimpleNamespace(streamed=0))
+            columns = DeviceBytes("step", size), HostBytes("step"), DriveBytes()
+            facts = {"reserved": size, "parameters": 0, "on_card": True, "trace": SimpleNamespace(streamed=0)}
+            need = Prediction({"step": Need(size, 0)}, *columns, **facts)
             return recipes.Recipe(overrides, need, seconds, training.changes, traced=True)
 
         found = [one for one in trainings(asked) if tuple(one.chosen.values()) in recipes_]
@@ -320,7 +323,7 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
     (whole,) = recipes.search(asked, Target(True, card(2**40), 2**40)).recipes
     assert whole.traced and whole.overrides == ()  # everything fits: nothing else is looked at
-    some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device_need)), 2**40))
+    some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device.total)), 2**40))
     fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and sum(fits) < len(fits)
     assert some.chosen.traced and some.chosen.seconds == min(recipe.seconds for recipe in some.fitting)
@@ -421,9 +424,9 @@ def test_what_fits_on_the_device_stays_there():
 
     (only,) = planned(2**40).recipes
     assert only.overrides == () and only.traced
-    plan = planned(int(0.95 * only.prediction.device_need))
+    plan = planned(int(0.95 * only.prediction.device.total))
     assert plan.chosen.overrides == ("weights=streamed", "weights.resident_blocks=4")
     assert plan.chosen.traced and plan.chosen.changes == ()
     none = next(recipe for recipe in plan.recipes if recipe.overrides == ("weights=streamed",))
-    assert none.seconds > plan.chosen.seconds and none.prediction.device_peak < plan.chosen.prediction.device_peak
-    assert planned(none.prediction.device_peak // 2).chosen is None
+    assert none.seconds > plan.chosen.seconds and none.prediction.device.total < plan.chosen.prediction.device.total
+    assert planned(none.prediction.device.total // 2).chosen is None

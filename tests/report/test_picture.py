@@ -25,7 +25,7 @@ def no_picture():
 
 def points(size: int = MIB) -> list[Point]:
     levels = [("forward", 1), ("forward", 3), ("backward", 5), ("backward", 2), ("step", 2)]
-    return [Point(phase, dict.fromkeys(CATEGORIES, level * size)) for phase, level in levels]
+    return [Point(phase, dict.fromkeys(CATEGORIES, level * size), {}) for phase, level in levels]
 
 
 def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
@@ -102,6 +102,8 @@ def test_left_and_right_a_colour_is_a_category_and_a_line_is_none(draw):
     shown = draw(rows(cuda=True), points())
     for axes in (shown.inside, shown.device):
         assert [to_hex(area.get_facecolor()[0]) for area in axes.collections] == [*colours.OF_CATEGORY.values()]
+    legend = [text.get_text() for text in shown.inside.get_legend().get_texts()]
+    assert legend == ["weights", "gradients", "optimizer state", "activations", "temporaries"]
     lines = {to_hex(line.get_color()) for axes in (shown.device, shown.process) for line in axes.lines}
     assert lines == {colours.INK} and not lines & set(colours.OF_CATEGORY.values())
     # before, lines had the first colours of matplotlib's own cycle, of which the second was read as "gradients"

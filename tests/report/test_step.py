@@ -13,7 +13,7 @@ from lowmem.system.units import CATEGORIES
 def test_a_thinned_timeline_keeps_the_peak_of_each_phase(count):
     levels = [(7919 * i) % 1009 for i in range(count)]
     phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # of which one is not the highest
-    timeline = [Point(*one) for one in zip(phases, [dict.fromkeys(CATEGORIES, size) for size in levels], strict=True)]
+    timeline = [Point(phase, dict.fromkeys(CATEGORIES, size), {}) for phase, size in zip(phases, levels, strict=True)]
     kept = list(tracker.thinned(iter(timeline), count))
     assert len(kept) <= tracker.MOST + 1 and (count > tracker.MOST or kept == timeline)
     assert tracker.highest(kept) == tracker.highest(timeline)

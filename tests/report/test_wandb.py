@@ -15,7 +15,7 @@ import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lowmem.report import wandb as reporting
-from lowmem.system.units import CATEGORIES
+from lowmem.system.units import WORDS
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path
     assert on_device | {"memory/host_forward_rss_peak_gib"} <= names
     assert any(point.get("memory/picture/_type") == "images/separated" for point in history)
     (chart,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/plotly/memory/by_category*.json")
-    assert {trace["name"] for trace in json.loads(chart.read_text())["data"]} == {*CATEGORIES}
+    assert {trace["name"] for trace in json.loads(chart.read_text())["data"]} == {*WORDS.values()}
     assert all(trace["stackgroup"] == "all" for trace in json.loads(chart.read_text())["data"])
     metrics = [r.metric for r in kinds if r.WhichOneof("record_type") == "metric"]
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem.system.torch_private import is_traceable_wrapper_subclass, storage_key
-from lowmem.system.units import CATEGORIES
+from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
 
@@ -54,7 +54,7 @@ class Ledger:
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
         """Returns the bytes that owners on one side hold now, by category."""
-        total, seen = dict.fromkeys(CATEGORIES, 0), set()
+        total, seen = dict.fromkeys(HOST_CATEGORIES if side == "host" else CATEGORIES, 0), set()
         for owner in self.owners:
             counts = owner.side == side
             for tensor in owner.tensors():

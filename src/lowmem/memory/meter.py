@@ -98,8 +98,10 @@ class MemoryMeter(Callback):
         side = side if module.ranks.side == "device" else module.ranks.side
         self.ledger.own("optimizer", lambda: ledger.optimizer_state(optimizer), side)
         self.ledger.own("optimizer", trainer.precision_plugin.device_tensors)
-        self.ledger.own("other", optimizer.host_tensors, "host")
-        self.ledger.own("other", module.weights.host_tensors, "host")
+        self.ledger.own("masters", optimizer.masters_on_host, "host")
+        self.ledger.own("gradients", optimizer.gradients_on_host, "host")
+        self.ledger.own("weights", module.weights.host_tensors, "host")
+        self.ledger.own("other", module.weights.drive_buffers, "host")
         if self.compiled:
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None
@@ -204,7 +206,7 @@ class MemoryMeter(Callback):
             keys += ["num_alloc_retries", "num_ooms"]
             row |= {column: stats.get(key, 0) for column, key in zip(CUDA_COLUMNS, keys, strict=True)}
         if phase == "load":
-            row |= self._live_row(Point(phase, self.ledger.bytes()))
+            row |= self._live_row(Point(phase, self.ledger.bytes(), {}))
         return row
 
     def _held_bytes(self, phase: str) -> int:
@@ -300,9 +302,13 @@ class MemoryMeter(Callback):
             peaks[phase] = measured | {"host": sizes["rss_peak_bytes"]}
         return peaks
 
+    def reserved(self) -> int:
+        """Returns the most bytes that CUDA's allocator had reserved; 0 on a CPU."""
+        return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
+
     def held_bytes(self) -> dict[str, int]:
         """Returns, of memory that stays from step to step, the most bytes of each category at any sampled point, and
-        the bytes that the host holds now, without gradients."""
+        the bytes that the host holds now."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]

@@ -19,21 +19,25 @@ from torch import Tensor, UntypedStorage
 
 from lowmem.memory.ledger import OwnedStorage, Owner, Side, plain_tensors
 from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
-from lowmem.system.units import CATEGORIES
+from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 
 MOST = 2000  # points of a thinned timeline: more than a screen has columns
 
 
 class Point(NamedTuple):
-    """Live bytes at one event of a phase: the device side's by category, and the host side's."""
+    """Live bytes at one event of a phase, by category: of the device side and of the host side."""
 
     phase: str
     bytes: dict[str, int]
-    host: int = 0
+    host_bytes: dict[str, int]
 
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
+
+    @property
+    def host(self) -> int:
+        return sum(self.host_bytes.values())
 
 
 _active: list["StorageTracker"] = []
@@ -107,7 +111,7 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None, device: str | None = None) -> None:
         super().__init__()
         self.limit, self.device = limit, device
-        self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), 0
+        self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(HOST_CATEGORIES, 0)
         self.phase = "forward"
         self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
         self._live: dict[int, int] = {}  # storage key -> serial
@@ -122,7 +126,7 @@ class StorageTracker(TorchDispatchMode):
             if owned.owner.side == "device":
                 self.base[owned.owner.category] += owned.bytes
             elif owned.owner.side == "host":
-                self.host_base += owned.bytes
+                self.host_base[owned.owner.category] += owned.bytes
         self.now = sum(self.base.values())  # live bytes of the device side
 
     def __enter__(self):
@@ -224,7 +228,7 @@ class StorageTracker(TorchDispatchMode):
         for phase, serial, size in self.events:
             owner = self._owner.get(serial)
             if self._side(serial) == "host":
-                host += size
+                host = host | {owner.category: host[owner.category] + size}  # points share the dictionary
             elif self._side(serial) == "device":
                 assumed = unowned.setdefault(serial, "other" if phase == "step" else "activations")
                 now[owner.category if owner else assumed] += size

@@ -32,6 +32,7 @@ BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first
 PARTS = 4  # of a block, about: with fewer more of it is in memory, and each part takes two file descriptors
 SMALL = 32  # weights this many times smaller than the block's largest stay in memory: swapping them costs more
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
+MASTERS = ("master", "rest")  # names of what `HostWeight.master_tensors` returns
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
 
@@ -43,6 +44,8 @@ class Sizes(NamedTuple):
     files: int = 0  # the same in full pages
     room: int = 0  # bytes of memory for what is inside
     stepped: int = 0  # those of the files that a step reads and writes: all but frozen weights
+    masters: int = 0  # those of `tensors` that are master weights, or the lower halves of master weights
+    weights: int = 0  # those of `files` that are 16-bit weights
 
 
 def goes_to_drive(tensor: object) -> bool:
@@ -167,6 +170,11 @@ class SwapFile:
     def tensors(self) -> list[Tensor]:
         return list(self._tensors.values())  # a list: another thread may ask
 
+    @property
+    def masters(self) -> int:
+        """Returns the bytes of master weights."""
+        return sum(tensor.nbytes for (_, name), tensor in self._tensors.items() if name in MASTERS)
+
     def mapped(self) -> Iterable[Tensor]:
         return self._mapped.values()
 
@@ -271,6 +279,7 @@ class SwapFiles:
             sum(sizes.values()),
             max((swap_file.buffers * size for swap_file, size in sizes.items()), default=0),
             sum(size for swap_file, size in sizes.items() if swap_file.stepped),
+            sum(swap_file.masters for swap_file in self._every),
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -398,7 +407,9 @@ class OnDrive:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(*map(sum, zip(self._masters.sizes, self._weights.sizes, strict=True)))
+        masters, weights = self._masters.sizes, self._weights.sizes
+        both = Sizes(*map(sum, zip(masters, weights, strict=True)))
+        return both._replace(weights=weights.files)
 
 
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:

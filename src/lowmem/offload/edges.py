@@ -125,7 +125,7 @@ class Edge(HeadSource):
         belongs(gradient, "gradients")
         with host_side():
             landed = torch.empty(gradient.shape, dtype=gradient.dtype)
-        belongs(landed, "other", "host")
+        belongs(landed, "gradients", "host")
         of_head = self._of_head.pop(self.under_way(), None)
         self.sink.link.fetch(gradient, partial(self._take_rows, at, landed, of_head))
         self.sink.complete(self.weight)

@@ -50,7 +50,7 @@ class HostBlock:
             self.flat = torch.empty(end, dtype=torch.uint8)  # with weights.drive_holds=all its data is elsewhere
             for p, view in self.within(self.flat).items():
                 view.copy_(p.data)
-        belongs(self.flat, "other", "host")
+        belongs(self.flat, "weights", "host")
 
     def tensor(self, p: Tensor) -> Tensor:
         """Returns a weight, where it waits now."""

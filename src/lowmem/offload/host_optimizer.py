@@ -167,10 +167,13 @@ class HostOptimizer(WindowOptimizer):
         self.link.finish()
         return super().state_dict()
 
-    def host_tensors(self) -> Iterator[Tensor]:
-        """Yields masters and gradients; the memory meter counts them as other."""
+    def masters_on_host(self) -> Iterator[Tensor]:
         for master in self.masters.values():
             yield from master.tensors()
+
+    def gradients_on_host(self) -> Iterator[Tensor]:
+        sums = (master.sum for master in self.masters.values())  # each is read once: the host's thread may drop it
+        return (buffer for buffer in sums if buffer is not None)
 
     def stored_beside(self) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
         """Yields (parameter, name, host tensors: master or remainder, and optimizer state)."""

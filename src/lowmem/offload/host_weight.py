@@ -67,10 +67,8 @@ class HostWeight:
         return {"master": self.wide}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors in host memory, except those in its `HostBlock`."""
+        """Yields the tensors in host memory, except `sum` and those in its `HostBlock`."""
         yield self.wide
-        if (buffer := self.sum) is not None:  # read once: the host's thread may drop it
-            yield buffer
 
     # --- its gradient ---------------------------------------------------------------------------------------------
 

@@ -97,7 +97,12 @@ class WeightsOnDevice:
         return ()
 
     def host_tensors(self) -> Iterator[Tensor]:
+        """Returns the host memory of weights."""
         return (host_block.flat for host_block in self.host_blocks)
+
+    def drive_buffers(self) -> Iterable[Tensor]:
+        """Returns host memory of what is read from a drive or written there."""
+        return ()
 
     @property
     def drive(self) -> Drive | None:

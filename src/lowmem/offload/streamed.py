@@ -122,11 +122,10 @@ class StreamedWeights(WeightsOnDevice):
     def host_block(self, p: nn.Parameter) -> HostBlock | None:
         return self._host_block_of.get(p)
 
-    def host_tensors(self) -> Iterator[Tensor]:
-        yield from self._waiting()
-        yield from () if self._on_drive is None else self._on_drive.memory()
+    def drive_buffers(self) -> Iterable[Tensor]:
+        return () if self._on_drive is None else self._on_drive.memory()
 
-    def _waiting(self) -> Iterator[Tensor]:
+    def host_tensors(self) -> Iterator[Tensor]:
         """Yields the memory from which weights are copied to the device."""
         yield from () if self._reads else super().host_tensors()
         yield from (self._host_block_of[edge.weight].flat for edge in self.edges if edge.weight in self._host_block_of)
@@ -185,7 +184,7 @@ class StreamedWeights(WeightsOnDevice):
             return
         self._sink = sink
         self.lane = self.lane or lane_of(self.device)
-        self._up = Registered(self.lane, [*self._waiting()], reads=self._reads)
+        self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
             share_heap()  # each micro-batch has a thread: 1.8 GiB of 8 x 256 tokens through blocks of GPT-2 XL
             # Let one block's 16-bit size of gradients queue on the card: its fp32 sums, twice that, leave in one burst.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from lowmem.config.declarations import groups, techniques
 from lowmem.memory.ledger import Side
+from lowmem.plan.column import LABELS
 from lowmem.system.units import GIB
 
 
@@ -24,7 +25,7 @@ def out_of_memory(
         planned: what the plan says.
     """
     lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]
-    lines += [f"  {category:<12}{size / GIB:8.3f} GiB" for category, size in held.items()]
+    lines += [f"  {LABELS[category]:<16}{size / GIB:8.3f} GiB" for category, size in held.items()]
     lines += [planned] if planned else []
     tries = advice(choices, batch_size, seq_len)
     if side == "host":  # other techniques save memory of the device, some of them by moving it to the host

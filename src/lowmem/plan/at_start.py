@@ -11,6 +11,7 @@ from lowmem.config.cards import Card
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import as_mapping, replaced, without
+from lowmem.plan import column
 from lowmem.plan.cost.machine import Machine, stored_rates
 from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.cost.update_time import knows_update
@@ -44,22 +45,22 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     typed = without(("plan", "may_change"), typed)
     plan = _searched(run.resolved(), typed, card, may_change)
     if plan.chosen is None:
-        least, gpu = plan.recipes[0], plan.target.device_memory
+        least = plan.recipes[0]
         others = [group for group in CHANGEABLE if group not in may_change]
         instead = f"may_change={','.join(CHANGEABLE)} to allow another {' or '.join(others)}, or " if others else ""
         typed_ones = f" with the typed {' and '.join(others)}" if others else ""
-        drive, size = plan.target.drive, least.prediction.drive
+        drive, size = plan.target.drive, least.prediction.drive.total
         if drive is not None and size > drive.size:
             instead += f"a weights.drive= with {size / MIB:,.0f} MiB free (it has {drive.size / MIB:,.0f}), or "
         raise Refused(
             f"plan={run.plan}: no recipe fits{typed_ones}; the smallest one, {command(typed, least)}, needs "
-            f"{least.prediction.device_need / GIB:.2f} GiB of device memory and "
-            f"{least.prediction.host_need(gpu) / GIB:.1f} GiB of host memory. Type {instead}a smaller seq_len or model."
+            f"{least.prediction.device.total / GIB:.2f} GiB of device memory and "
+            f"{least.prediction.host.total / GIB:.1f} GiB of host memory. Type {instead}a smaller seq_len or model."
         )
     log.info(
         f"plan={run.plan}: chose {' '.join(plan.chosen.overrides) or 'no changes'} ({plan.chosen.says}), the fastest "
         f"of {len(plan.fitting)} recipes that fit (of {len(plan.recipes)} considered). It needs "
-        f"{plan.chosen.prediction.device_need / GIB:.2f} GiB of device memory."
+        f"{plan.chosen.prediction.device.total / GIB:.2f} GiB of device memory."
     )
     return _composed(run, typed, as_mapping(plan.chosen.overrides))
 
@@ -80,7 +81,7 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
         log.info(f"The prediction is an estimate: {prediction.estimate}")
     elif not prediction.fits(target):
         raise Refused(_does_not_fit(run, typed, prediction, target))
-    if prediction.drive:
+    if prediction.drive.total:
         log.info(on_drive(prediction, target))
     return prediction
 
@@ -91,16 +92,16 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
     try:
-        less = round(LESS * prediction.device_need)
+        less = round(LESS * prediction.device.total)
         plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
     except Exception as error:  # it must not hide the error that ended the run
         log.info(f"No recipe was found: {error}")
         return None
-    predicted = f"{prediction.device_need / GIB:.2f} GiB"
+    predicted = f"{prediction.device.total / GIB:.2f} GiB"
     reason = f"The prediction was {predicted} of device memory: either the run used more, or less was free."
     if plan.chosen is None:
         return f"{reason} No recipe is predicted to need at least 10 % less: type a smaller seq_len or model."
-    need = plan.chosen.prediction.device_need / GIB
+    need = plan.chosen.prediction.device.total / GIB
     return (
         f"{reason} The fastest recipe that is predicted to need at least 10 % less, {need:.2f} GiB "
         f"({plan.chosen.says}):\n  " + command(typed, plan.chosen)
@@ -172,18 +173,18 @@ def _host() -> int:
 
 
 def _does_not_fit(run: Run, typed: Sequence[str], prediction: Prediction, target: Target) -> str:
-    by_category = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in prediction.by_category.items() if size)
+    device, needs = prediction.device, prediction.drive.total
+    rows = ", ".join(f"{column.LABELS[name]} {size / GIB:.2f}" for name, size in device.rows.items() if size)
     lines = [
-        f"This run is predicted to need {prediction.device_need / GIB:.2f} GiB of device memory ({by_category}; "
-        f"highest in {prediction.peak_phase}) and {prediction.host_need(target.device_memory) / GIB:.1f} GiB of host "
-        "memory."
+        f"This run is predicted to need {device.total / GIB:.2f} GiB of device memory ({rows}; highest in "
+        f"{device.phase}) and {prediction.host.total / GIB:.1f} GiB of host memory."
     ]
     if target.device_memory is not None:
         lines.append(f"The device has {target.device_memory / GIB:.2f} GiB free.")
     lines.append(f"The host has {target.host_memory / GIB:.1f} GiB.")
-    if prediction.drive and prediction.drive > target.drive.size:
+    if needs and needs > target.drive.size:
         lines.append(
-            f"weights.drive={target.drive.folder} needs {prediction.drive / MIB:,.0f} MiB and has "
+            f"weights.drive={target.drive.folder} needs {needs / MIB:,.0f} MiB and has "
             f"{target.drive.size / MIB:,.0f} MiB free: type a folder on a drive with more space."
         )
     try:

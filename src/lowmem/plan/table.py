@@ -8,6 +8,7 @@ from operator import attrgetter
 from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.drives import FOLDER
 from lowmem.config.typed_lines import as_mapping, replaced
+from lowmem.plan import column
 from lowmem.plan.cost.drive_time import ASSUMED, drive_rates
 from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.prediction import PHASES, Prediction
@@ -49,19 +50,19 @@ def nothing_fits(plan: Plan) -> str:
     least = plan.recipes[0]
     need, gpu, ram = least.prediction, plan.target.device_memory, plan.target.host_memory
     short = []
-    if gpu is not None and need.device_need > gpu:
-        short.append(f"{(need.device_need - gpu) / GIB:.1f} GiB of the card")
-    host = need.host_need(gpu)
+    if gpu is not None and need.device.total > gpu:
+        short.append(f"{(need.device.total - gpu) / GIB:.1f} GiB of the card")
+    host = need.host.total
     if ram is not None and host > ram:
         short.append(f"{(host - ram) / GIB:.1f} GiB of the host")
-    if plan.target.drive is not None and need.drive > plan.target.drive.size:
-        short.append(f"{(need.drive - plan.target.drive.size) / GIB:.1f} GiB of the drive")
+    if plan.target.drive is not None and need.drive.total > plan.target.drive.size:
+        short.append(f"{(need.drive.total - plan.target.drive.size) / GIB:.1f} GiB of the drive")
     drive = ", or drive=200GB for what a drive may hold" if host > (ram or host) and plan.target.drive is None else ""
     return "\n".join(
         [
             f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
             f"  {command(plan.typed.lines, least)}",
-            f"It needs {need.device_need / GIB:.1f} GiB of a card and {host / GIB:.1f} GiB of host memory. "
+            f"It needs {need.device.total / GIB:.1f} GiB of a card and {host / GIB:.1f} GiB of host memory. "
             f"Type a smaller seq_len or model{drive}; batch_size is 1 in the smallest.",
         ]
     )
@@ -77,11 +78,11 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
     need, gpu = recipe.prediction, plan.target.device_memory
     return (
         f"{recipe.seconds / plan.seconds:.2f}" if plan.fits(recipe) else "",
-        f"{'~' if need.estimate else ''}{need.device_need / GIB:.2f}",
-        "" if gpu is None else f"{(gpu - need.device_need) / GIB:+.2f}",
-        f"{(need.reserved + need.context_bytes) / GIB:.2f}" if need.on_card else "",
-        f"{need.host_need(gpu) / GIB:.1f}",
-        need.peak_phase,
+        f"{'~' if need.estimate else ''}{need.device.total / GIB:.2f}",
+        "" if gpu is None else f"{(gpu - need.device.total) / GIB:+.2f}",
+        f"{(need.reserved + need.device.context) / GIB:.2f}" if need.on_card else "",
+        f"{need.host.total / GIB:.1f}",
+        need.device.phase,
     )
 
 
@@ -112,10 +113,10 @@ def _facts(plan: Plan) -> list[str]:
         f"{_context(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:
-        notes.append(_paged(plan.recipes[0].prediction, plan.target.device_memory))
+        notes.append(_paged(plan.recipes[0].prediction))
     if plan.recipes[0].prediction.trace.streamed:
         notes.append(_streams(plan))
-    if plan.recipes[0].prediction.drive:
+    if plan.recipes[0].prediction.drive.total:
         notes.append(on_drive(plan.recipes[0].prediction, plan.target))
     if plan.recipes[0].prediction.devices > 1:
         notes.append(_ranks(plan.recipes[0].prediction))
@@ -125,7 +126,7 @@ def _facts(plan: Plan) -> list[str]:
 
 def _context(prediction: Prediction) -> str:
     users = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
-    return f"{prediction.context_bytes / GIB:.2f} GiB for {users}"
+    return f"{prediction.device.context / GIB:.2f} GiB for {users}"
 
 
 def _ranks(prediction: Prediction) -> str:
@@ -149,11 +150,11 @@ def _streams(plan: Plan) -> str:
     )
 
 
-def _paged(prediction: Prediction, gpu: int | None) -> str:
-    state, host = prediction.paged / GIB, prediction.paged_on_host(gpu) / GIB
+def _paged(prediction: Prediction) -> str:
+    state, host = prediction.paged / GIB, prediction.paged_on_host / GIB
     return (
-        f"A further {state:.2f} GiB of state are paged: {state - host:.2f} lie on the card, where there is room, and "
-        f"{host:.2f} on the host (all of it while a checkpoint is written or read)"
+        f"A further {state:.2f} GiB of optimizer state are paged: {state - host:.2f} are on the card, where there is "
+        f"room, and {host:.2f} in host memory (all of it while a checkpoint is written or read)."
     )
 
 
@@ -177,35 +178,45 @@ def _rounded(number: float) -> str:
 
 
 def of_prediction(prediction: Prediction, target: Target) -> str:
-    """Formats the prediction of a single run, phase by phase."""
-    gpu, ram = target.device_memory, target.host_memory
-    lines = [f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
+    """Formats the prediction of a single run: what adds up to its needs, and the needs of each phase."""
+    lines = [*_columns(prediction), "", f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:
         need = prediction.phases[name]
-        mark = "  <- the device's peak" if name == prediction.peak_phase else ""
-        lines.append(f"{name:<12}{need.device / GIB:>12.3f}{need.host / GIB:>12.3f}{mark}")
-    by = ", ".join(f"{kind} {size / GIB:.3f}" for kind, size in prediction.by_category.items())
-    lines.append(f"at the peak: {by} GiB")
-    lines.append(f"host, GiB: {', '.join(f'{k} {v / GIB:.2f}' for k, v in prediction.host_categories.items() if v)}")
-    if prediction.on_card:
-        reserved, need = prediction.reserved / GIB, prediction.device_need / GIB
-        lines.append(
-            f"CUDA reserves {reserved:.2f} GiB where there is room, and works with {prediction.smallest / GIB:.2f}. "
-            f"With {_context(prediction)}, that takes a card of {need:.2f}"
-        )
+        lines.append(f"{name:<12}{need.device / GIB:>12.3f}{need.host / GIB:>12.3f}")
+    lines += ["", *_verdict(prediction, target)]
     if prediction.paged:
-        lines.append(_paged(prediction, gpu))
-    if prediction.drive:
+        lines.append(_paged(prediction))
+    if prediction.mapped:
+        size = prediction.mapped / GIB
+        lines.append(
+            f"Loading also maps {size:.2f} GiB of weight files; the system frees this memory when it is short."
+        )
+    if prediction.drive.total:
         lines.append(on_drive(prediction, target))
     if prediction.devices > 1:
-        lines.append(f"{_ranks(prediction)}. Their host needs {prediction.host_need(gpu) / GIB:.1f} GiB")
-    verdict = "fits" if prediction.fits(target) else "does not fit"
-    drive = target.drive.size if target.drive and prediction.drive else None
-    sizes = (("a card", gpu), ("a host", ram), ("a drive", drive))
-    sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in sizes if size is not None]
-    lines.append(f"It {verdict} {' and '.join(sizes)}.")
-    if prediction.estimate:
-        lines.append(f"An estimate: {prediction.estimate}")
-    if prediction.advice:
-        lines.append(prediction.advice)
-    return "\n".join(lines)
+        lines.append(f"{_ranks(prediction)}.")
+    lines += [f"An estimate: {prediction.estimate}"] if prediction.estimate else []
+    return "\n".join([*lines, *([prediction.advice] if prediction.advice else [])])
+
+
+def _columns(prediction: Prediction) -> list[str]:
+    """Formats the columns of the device, the host and the drive."""
+    device, host = prediction.device, prediction.host
+    needed = "the smallest card that works" if prediction.on_card else "device"
+    room = round(1000 * (prediction.reserved + device.context) / GIB)
+    shared = f" for {prediction.on_host} processes" if prediction.on_host > 1 else ""
+    lines = column.lines(device, f"device, highest in {device.phase}", needed)
+    lines += [column.line("PyTorch takes, if there is room", room)] if prediction.on_card else []
+    lines += ["", *column.lines(host, f"host, highest in {host.phase}{shared}", "host memory")]
+    return [*lines, *(["", *column.lines(prediction.drive, "drive", "files")] if prediction.drive.total else [])]
+
+
+def _verdict(prediction: Prediction, target: Target) -> list[str]:
+    card, host = prediction.device.total / GIB, prediction.host.total / GIB
+    needs = "Device and host share one memory: host memory includes device memory."
+    if prediction.on_card:
+        needs = f"Needs a {card:.1f} GiB card and {host:.1f} GiB of host memory."
+    drive = target.drive.size if target.drive and prediction.drive.total else None
+    named = (("a card", target.device_memory), ("a host", target.host_memory), ("a drive", drive))
+    sizes = [f"{name} of {size / GIB:.1f} GiB" for name, size in named if size is not None]
+    return [needs, f"It {'fits' if prediction.fits(target) else 'does not fit'} {' and '.join(sizes)}."]

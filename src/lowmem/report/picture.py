@@ -24,7 +24,7 @@ from matplotlib.ticker import StrMethodFormatter
 from lowmem.memory.tracker import Point
 from lowmem.report import drive_figures
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
-from lowmem.system.units import CATEGORIES, unit
+from lowmem.system.units import CATEGORIES, WORDS, unit
 
 if TYPE_CHECKING:  # takes a third of a second, and W&B alone needs it
     import plotly.graph_objects
@@ -125,7 +125,10 @@ def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
     look = {"mode": "lines", "stackgroup": "all", "x": list(top)}
     traces = [
         graph_objects.Scatter(
-            name=category, y=[row[f"{category}_bytes"] / size for row in top.values()], line={"color": colour}, **look
+            name=WORDS[category],
+            y=[row[f"{category}_bytes"] / size for row in top.values()],
+            line={"color": colour},
+            **look,
         )
         for category, colour in OF_CATEGORY.items()
     ]
@@ -144,7 +147,7 @@ def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
 
 
 def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str, int]) -> None:
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in OF_CATEGORY.items()]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour, label=WORDS[name]) for name, colour in OF_CATEGORY.items()]
     _head(axes, "inside one optimizer step: live tensors on the device", patches)
     if not timeline:
         axes.text(0.5, 0.5, "not sampled", ha="center", transform=axes.transAxes)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
-from lowmem.system.units import byte_size, share_of_limit, unit
+from lowmem.system.units import WORDS, byte_size, share_of_limit, unit
 
 RANKS = 8  # at most so many ranks have a line each
 OF_RANK = ("device", "host_rss", "weights", "gradients", "optimizer")
@@ -58,7 +58,7 @@ def table(summary: Mapping) -> str:
         ("tokens/s", _number(summary["tokens_per_second"] or None, ",.0f")),
         ("seconds per step", _number(summary["seconds_per_step"], ".4f")),
         ("peak device memory", ", ".join(filter(None, (_size(peak["device"]), share)))),
-        *((f"  {category}", byte_size(size)) for category, size in categories.items()),
+        *((f"  {WORDS[category]}", byte_size(size)) for category, size in categories.items()),
         ("peak host memory", _host(peak["host_rss"], summary["rss_before_model_bytes"])),
         *drive_figures.lines(summary["drive"]),
         *_plan_rows(summary),

@@ -61,8 +61,12 @@ class WindowOptimizer(Optimizer):
         """Frees the window's gradients. Args: stepped: False: the step was skipped."""
         raise NotImplementedError
 
-    def host_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors in host memory besides the optimizer's state; the memory meter counts them as other."""
+    def masters_on_host(self) -> Iterable[Tensor]:
+        """Returns the master weights in host memory."""
+        return ()
+
+    def gradients_on_host(self) -> Iterable[Tensor]:
+        """Returns the sums of gradients in host memory."""
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:

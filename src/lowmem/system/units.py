@@ -5,6 +5,8 @@ import re
 
 MIB, GIB = 2**20, 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
+HOST_CATEGORIES = (*CATEGORIES, "masters")
+WORDS = {category: category for category in CATEGORIES} | {"optimizer": "optimizer state", "other": "temporaries"}
 
 
 def share_of_limit(size: int | None, limit: int | None) -> str | None:

@@ -49,6 +49,7 @@ def _numbers(training: Training, run: Run) -> dict:
         "device_bytes": run.device_bytes,
         "peak_bytes_by_category": meter.by_category(),
         "peak_bytes_by_phase": meter.by_phase(),
+        "measured": _measured(training),
         "drive": drive_figures.figures(module.weights.drive, meter.rows(), metrics.seconds_per_step()),
         "rss_before_model_bytes": training.rss_before_model,
         "batch_size": run.batch_size,
@@ -63,6 +64,19 @@ def _numbers(training: Training, run: Run) -> dict:
         "versions": versions(),
         "weights_bytes": sum(p.numel() * p.element_size() for p in module.model.parameters()),
         "ranks": module.ranks.all_gather(meter.peak_bytes | meter.held_bytes()),
+    }
+
+
+def _measured(training: Training) -> dict:
+    """Returns what was measured under the names of the prediction, which stands beside it."""
+    meter, drive = training.watchers.meter, training.module.weights.drive_tensors()
+    rows = {"temporaries" if name == "other" else name: size for name, size in meter.by_category().items()}
+    return {
+        "device": {"phase": meter.peak and meter.peak.phase} | rows,
+        "host": {"libraries": training.rss_before_model, "total": meter.peak_bytes["host_rss"]},
+        "drive": {"total": sum(tensor.nbytes for tensor in drive)},
+        "allocated": meter.peak_bytes["device"],
+        "reserved": meter.reserved(),
     }
 
 

@@ -59,4 +59,4 @@ def test_two_cards_train_with_their_share_of_the_weights(train, device, strategy
     if strategy == "fsdp_offload":
         assert pinned == {str(device == "cuda")}
     if device == "cuda":
-        assert max(rank["device"] for rank in ranks) <= MORE * summary["predicted"]["device_peak_bytes"]
+        assert max(rank["device"] for rank in ranks) <= MORE * summary["predicted"]["allocated"]

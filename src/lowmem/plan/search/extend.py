@@ -100,7 +100,9 @@ def _both(near: dict, far: dict, key: Hashable) -> tuple:
 
 
 def _nothing(value: float | Point) -> float | Point:
-    return Point(value.phase, dict.fromkeys(value.bytes, 0)) if isinstance(value, Point) else 0
+    if isinstance(value, Point):
+        return Point(value.phase, dict.fromkeys(value.bytes, 0), dict.fromkeys(value.host_bytes, 0))
+    return 0
 
 
 def line_of(run: Run) -> Line | None:

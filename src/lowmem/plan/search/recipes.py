@@ -105,7 +105,7 @@ def search(typed: Typed, target: Target) -> Plan:
     tried = state.tried.values()
     fitting = [recipe for recipe in tried if recipe.prediction.fits(target)]
     others = [recipe for recipe in tried if recipe not in fitting]
-    others.sort(key=lambda r: (r.prediction.device_need, r.prediction.host_peak))
+    others.sort(key=lambda r: (r.prediction.device.total, r.prediction.host.total))
     return Plan(typed, _best_first(fitting) + others, target, len(state.too_large), state.machine)
 
 
@@ -228,7 +228,7 @@ class _Search:
     def _seconds(self, run: Run, need: Prediction) -> float:
         seconds = of_trace(self.machine, run, need.trace).seconds
         if self.machine.link:  # each page of paged state that does not fit on the card comes and leaves
-            seconds += 2 * need.paged_on_host(self.target.device_memory) / self.machine.link
+            seconds += 2 * need.paged_on_host / self.machine.link
         return seconds
 
     def _with_resident_blocks(self, recipe: Recipe) -> None:
@@ -238,7 +238,7 @@ class _Search:
             return
         depth, _ = recipe.prediction.trace.blocks
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        room = int((memory - recipe.prediction.device_need) / block)
+        room = int((memory - recipe.prediction.device.total) / block)
         most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
         if (count := min(room, most)) > 0:
             overrides = (*recipe.overrides, f"{RESIDENT}={count}")

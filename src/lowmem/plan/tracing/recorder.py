@@ -99,8 +99,8 @@ class Recorder(MemoryMeter):
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
     """Returns the device's highest point at each place of a pass, with the host's highest bytes there.
 
-    On a CPU both sides lie in one memory, and their sum may be highest at another point than the device's: `host` is
-    then the difference between the highest sum and the device's highest point.
+    On a CPU both sides are in one memory, and their sum may be highest at another point than the device's: in each
+    category, `host_bytes` is then the difference between the point of the highest sum and the device's highest point.
 
     Args:
         points: of a `Recording`; marks: of its `Recorder`; without marks each phase is a place.
@@ -126,5 +126,8 @@ def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
 
 def _top(points: list[Point], on_card: bool) -> Point:
     top = max(points, key=attrgetter("total"))
-    host = max(point.host if on_card else point.total + point.host for point in points)
-    return top._replace(host=host if on_card else host - top.total)
+    if on_card:
+        return top._replace(host_bytes=max(points, key=attrgetter("host")).host_bytes)
+    most = max(points, key=lambda point: point.total + point.host)
+    more = {category: size - top.bytes[category] for category, size in most.bytes.items()}
+    return top._replace(host_bytes={name: size + more.get(name, 0) for name, size in most.host_bytes.items()})

@@ -15,7 +15,7 @@ from lowmem.report.compare.charts import Unit
 from lowmem.report.compare.figures import Figures, Stack, front, read
 from lowmem.report.compare.labels import labels
 from lowmem.report.folders import RunFolder
-from lowmem.system.units import CATEGORIES, unit
+from lowmem.system.units import CATEGORIES, WORDS, unit
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
         "LEAD": _lead(every),
         "TABLE": _table(every, size),
         "FRONT": "".join(_line_of_front(figures, size) for figures in best),
-        "KEY": "".join(f"<li>{_swatch(OF_CATEGORY[category])}{category}</li>" for category in CATEGORIES),
+        "KEY": "".join(f"<li>{_swatch(OF_CATEGORY[category])}{WORDS[category]}</li>" for category in CATEGORIES),
         "PARETO": _written("pareto", charts.pareto(every, best, size)),
         "LOSS": _written("loss", charts.loss(every)),
         "MEMORY": _written("memory", charts.memory(every, size)),

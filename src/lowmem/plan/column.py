@@ -1,0 +1,100 @@
+"""Columns of bytes: the rows of a column add up to what a run needs of a device, of its host, or of a drive."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from math import floor
+from typing import Self
+
+from lowmem.system.units import GIB, WORDS
+
+LABELS = WORDS | {
+    "temporaries": WORDS["other"],
+    "in_flight": "copies under way",
+    "workspaces": "workspaces (cuBLAS)",
+    "fragments": "rounding and fragments of the allocator",
+    "context": "CUDA context (and NCCL)",
+    "libraries": "Python and its libraries",
+    "threads": "threads and code of the first step",
+    "cuda": "CUDA libraries",
+    "generator": "torch.compile",
+    "masters": "master weights",
+    "staging": "staging buffers",
+    "state": "master weights and optimizer state",
+}
+
+
+class Column:
+    """Adds up the fields that are bytes: all but `phase`."""
+
+    @property
+    def rows(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "phase"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.rows.values())
+
+    def plus(self, **more: int) -> Self:
+        return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
+
+    def as_dict(self) -> dict[str, int | str]:
+        return asdict(self) | {"total": self.total}
+
+
+@dataclass(frozen=True)
+class DeviceBytes(Column):
+    """Bytes of a device in the phase that needs most; `total` is the smallest card on which the run works."""
+
+    phase: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0  # tensors of the optimizer's step that do not stay
+    in_flight: int = 0  # gradients that are being copied to the host, and shards in both directions
+    workspaces: int = 0
+    fragments: int = 0  # what the allocator must be able to reserve beyond all tensors and workspaces
+    context: int = 0  # of CUDA, and of NCCL's communicators; torch does not reserve these bytes
+
+
+@dataclass(frozen=True)
+class HostBytes(Column):
+    """Bytes of all processes on a host in the phase that needs most; on a CPU they include the device's bytes."""
+
+    phase: str
+    libraries: int = 0
+    threads: int = 0  # code that is loaded and threads that are started by the first step
+    cuda: int = 0
+    generator: int = 0
+    weights: int = 0
+    masters: int = 0
+    optimizer: int = 0  # includes paged state that has no room on the card
+    gradients: int = 0
+    activations: int = 0  # includes the rounding of pinned memory
+    temporaries: int = 0  # of the host's steps, and tensors that are being loaded or written
+    staging: int = 0  # pinned buffers of the link, and room for what passes through memory to or from a drive
+
+    def times(self, processes: int) -> "HostBytes":
+        return replace(self, **{name: processes * size for name, size in self.rows.items()})
+
+
+@dataclass(frozen=True)
+class DriveBytes(Column):
+    """Bytes of files on a drive."""
+
+    state: int = 0  # masters and optimizer state
+    weights: int = 0
+
+
+def lines(column: Column, title: str, sum_is: str) -> list[str]:
+    """Formats a column in GiB. Rows are rounded up or down so that they add up to the sum that is shown."""
+    exact, total = {name: 1000 * size / GIB for name, size in column.rows.items()}, round(1000 * column.total / GIB)
+    shown = {name: floor(size) for name, size in exact.items()}
+    by_rest = sorted(exact, key=lambda name: shown[name] - exact[name])
+    for name in by_rest[: total - sum(shown.values())]:
+        shown[name] += 1
+    rows = [(LABELS[name], size) for name, size in shown.items() if size]
+    return [f"{title:<42}{'GiB':>10}", *(line(*row) for row in rows), f"{'-' * 8:>52}", line(sum_is, total)]
+
+
+def line(label: str, thousandths: int) -> str:
+    return f"  {label:<40}{thousandths / 1000:>10,.3f}"

@@ -1,0 +1,118 @@
+"""Columns add up: in bytes, as they are printed, and to what the allocator and the host must have."""
+
+import random
+import re
+from dataclasses import fields, replace
+
+import pytest
+
+from lowmem.config import cards
+from lowmem.plan import column, table
+from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
+from lowmem.plan.cost import allocator
+from lowmem.plan.prediction import PHASES, needs, predict
+from lowmem.plan.target import Target
+from lowmem.plan.tracing.trace import trace
+from lowmem.system.units import CATEGORIES, GIB, HOST_CATEGORIES
+
+CARD = Target(True, cards.card("12GiB"), 64 * GIB)
+CPU = Target(on_card=False)
+
+
+def printed(lines: list[str]) -> tuple[list[int], int]:
+    """(thousandths of a GiB in each row, in the sum) of a column as a reader finds it."""
+    _, *rows, rule, total = (line.replace(",", "") for line in lines)
+    assert re.fullmatch(r" *-+", rule)
+    size = lambda line: round(1000 * float(line.split()[-1]))  # noqa: E731
+    return [size(row) for row in rows], size(total)
+
+
+def random_column(draw: random.Random) -> DeviceBytes:
+    names = [field.name for field in fields(DeviceBytes) if field.name != "phase"]
+    sizes = {name: draw.choice((0, draw.randrange(4 * GIB), draw.randrange(GIB // 900))) for name in names}
+    return DeviceBytes("step", **sizes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rows_that_are_shown_add_up_to_the_sum_that_is_shown(seed):
+    shown = random_column(random.Random(seed))
+    lines = column.lines(shown, "device", "card")
+    rows, total = printed(lines)
+    assert sum(rows) == total == round(1000 * shown.total / GIB) and all(rows)
+    by_name = {line[2:42].strip(): row for line, row in zip(lines[1:-2], rows, strict=True)}
+    for name, size in shown.rows.items():
+        assert abs(by_name.get(column.LABELS[name], 0) - 1000 * size / GIB) < 1
+
+
+def test_each_row_rounded_by_itself_does_not_add_up():
+    """Three rows of 0.0004 GiB: the wrong variant of the test above."""
+    size = round(0.0004 * GIB)
+    thirds = DeviceBytes("step", weights=GIB + size, gradients=GIB + size, optimizer=GIB + size)
+    assert sum(round(1000 * size / GIB) for size in thirds.rows.values()) != round(1000 * thirds.total / GIB)
+    rows, total = printed(column.lines(thirds, "device", "card"))
+    assert sum(rows) == total
+
+
+def test_a_column_is_no_wider_than_a_terminal_and_every_row_has_a_name():
+    for kind in (DeviceBytes, HostBytes, DriveBytes):
+        names = [field.name for field in fields(kind) if field.name != "phase"]
+        made = kind(*(["step"] if kind is not DriveBytes else []), **dict.fromkeys(names, 200 * GIB))
+        shown = column.lines(made, "device, highest in evaluation", "the smallest card that works")
+        assert len(shown) == len(names) + 3 and max(map(len, shown)) <= 80
+    assert {*CATEGORIES, *HOST_CATEGORIES} <= column.LABELS.keys()
+
+
+RUNS = {
+    "as shipped": (),
+    "masters": ("precision=bf16-master", "optim=adamw8bit"),
+    "offload": ("gradient_checkpointing=offload", "precision=bf16"),
+    "paged": ("optim=paged_adamw8bit",),
+}
+
+
+@pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
+@pytest.mark.parametrize("name", RUNS)
+def test_columns_add_up_to_what_is_traced(config, name, target):
+    """The device's to what the allocator must be able to reserve, and to the tensors of the highest phase."""
+    cfg = config(*RUNS[name]).resolved()
+    traced = trace(cfg, target.on_card)
+    found = needs(traced, cfg, target, libraries=GIB)
+    device, host, point = found.device, found.host, traced.phases[found.device.phase]
+    tensors = device.weights + device.gradients + device.optimizer + device.activations + device.temporaries
+    assert tensors - point.total == (traced.unseen if device.phase == "step" and target.on_card else 0)
+    assert host.total == max(need.host for need in found.phases.values())
+    assert host.phase == max(PHASES, key=lambda phase: found.phases[phase].host) and host.libraries == GIB
+    assert min(*device.rows.values(), *host.rows.values()) >= 0
+    if target.on_card:
+        least = allocator.smallest_limit(traced.events)
+        assert device.total - device.context - device.in_flight == least
+        assert device.workspaces == traced.workspace and device.context == cards.CONTEXT
+    else:
+        assert device.total == point.total == found.allocated
+        assert host.total - host.libraries - host.threads == device.total + point.host
+
+
+def test_a_row_left_out_is_missed(config):
+    """Wrong on purpose: each row of a run's columns in turn."""
+    found = predict(config("precision=bf16-master").resolved(), CARD)
+    for whole in (found.device, found.host):
+        for name, size in whole.rows.items():
+            assert (replace(whole, **{name: 0}).total == whole.total) == (size == 0)
+    for name in ("weights", "activations", "workspaces", "context"):
+        assert replace(found, device=replace(found.device, **{name: 0})).fits(small(found))
+    assert not found.fits(small(found))
+
+
+def small(found) -> Target:
+    """A card of which one byte is missing."""
+    return Target(True, cards.Card(found.device.total - 1, "made up"), None)
+
+
+def test_json_and_table_have_the_same_figures(config):
+    found = predict(config("precision=bf16-master").resolved(), CARD)
+    stored = found.as_dict()
+    assert stored["device"]["total"] == sum(found.device.rows.values()) == found.device.total
+    assert {"phase", "total", *found.host.rows} == set(stored["host"])
+    said = table.of_prediction(found, CARD)
+    assert max(map(len, said.partition("Needs a")[0].splitlines())) <= 80
+    assert f"{found.device.total / GIB:.3f}" in said and f"{found.host.total / GIB:.3f}" in said

@@ -6,16 +6,14 @@ python -m benchmarks.capacity            # about five minutes on two cores; noth
 Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
 `python -m benchmarks.pages` copies the second one into README.md.
 
-The optimizer of masters runs on the host's CPU. To time it, the planner would measure the CPU that happens to be here;
-this benchmark takes the time of benchmarks/results/host_optimizer.json, which was measured with nothing beside it.
+The optimizer of masters runs on the host's CPU. The planner takes the bandwidth of the CPU that is here; this benchmark
+takes the one that an update reached in benchmarks/results/host_optimizer.json.
 """
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 from benchmarks.runner import RESULTS, measure, medians, write
 from lowmem.system.units import GIB
@@ -67,6 +65,7 @@ ROWS = RECIPES | {
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
 PER = 10_000_000  # parameters, to which its milliseconds belong
+MOVED = 16  # bytes of an update per parameter: 2 of gradient, 4 of master and 2 of state twice, and 2 of the new weight
 CORES = 2  # that it was measured with
 MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: half of eight channels of DDR5-4800
 
@@ -85,24 +84,21 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
         cores: of the host, which runs the optimizer of masters.
     """
     from lowmem.config.cards import card
-    from lowmem.config.drives import FOLDER, space
+    from lowmem.config.drives import space
     from lowmem.config.settle import run_of
-    from lowmem.plan.cost import step_time, update_time
     from lowmem.plan.cost.machine import machine
+    from lowmem.plan.cost.step_time import of_trace
     from lowmem.plan.job import resolved
     from lowmem.plan.prediction import predict
     from lowmem.plan.target import Target
 
-    # the rates of a drive in this machine would be measured
-    run = resolved(run_of([line.replace("=scratch", f"={FOLDER}") for line in lines]), on_card=True)
+    run = resolved(run_of(lines), on_card=True)
     drive = space("200GB", run.drive_folder) if run.drive_folder else None
     target = Target(on_card=True, card=card(on), drive=drive)
     need = predict(run, target)
     rates = machine(on_card=True, card=target.card, products=run.multiplies_in)
-    if cores > CORES:
-        rates.host = replace(rates.host, bandwidth=max(rates.host.bandwidth, MANY_CORES))
-    with patch.object(step_time, "pace_of_update", pace(update_time.counted, cores)):
-        window = step_time.of_trace(rates, run, need.trace)
+    rates = replace(rates, host=replace(rates.host, bandwidth=bandwidth(cores)))
+    window = of_trace(rates, run, need.trace)
     tokens = run.windows.largest * run.batch_size * run.seq_len
     return {
         "overrides": lines,
@@ -130,16 +126,12 @@ def by_category(need: "Prediction") -> dict[str, int]:
     return named | {"other": need.allocated - sum(named.values())}
 
 
-def pace(counted: Callable, cores: int) -> Callable:
-    """Returns a stand-in for `pace_of_update`, which brings a counted update to the stored milliseconds.
-
-    More cores than those of the measurement are taken to be faster in proportion.
-    """
-    from lowmem.plan.cost.update_time import MATRIX
-
+def bandwidth(cores: int) -> float:
+    """Returns the bytes per second of a host's memory. More cores than those of the measurement are taken to be faster
+    in proportion, up to MANY_CORES."""
     stored = json.loads((RESULTS / "host_optimizer.json").read_text())["rounds"]
-    seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000 * MATRIX[0] * MATRIX[1] / PER
-    return lambda machine, run: CORES / cores * seconds / counted(machine, run)
+    seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000
+    return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)
 
 
 def table(results: dict) -> str:

@@ -1,23 +1,30 @@
-"""Tests whether the planner ranks recipes by speed as a stopwatch does: it compares counted and measured step times.
+"""Tests whether the planner ranks recipes by speed as a stopwatch does, and fits the two efficiencies of its roofline.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
 The twelve recipes were fixed before anything was measured. Each runs in a process of its own, in alternating rounds.
-The result is Kendall's tau over all pairs whose measured times differ by more than five per cent.
+The result is Kendall's tau over all pairs whose measured times differ by more than five per cent. The efficiencies
+(`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) are those with the smallest squared error of log(seconds).
 """
 
 import argparse
 import json
-from itertools import combinations
+from dataclasses import asdict, replace
+from itertools import combinations, product
+from math import exp, log
 from pathlib import Path
+from statistics import median
 
 from benchmarks.runner import RESULTS, measure, medians, run_train, write
+from lowmem.plan.cost.machine import COMPUTE, MEMORY, Machine, measured
+from lowmem.plan.cost.step_time import of_trace
 
 SHORT = ["max_steps=7", "val_every=1000", "val_sequences=4", "sample_tokens=0", "save_every=1000", "scheduler=constant"]
 MODEL = [
     *("model=gpt2", "model.pretrained=false", "model.architecture.n_layer=6", "seq_len=256", "batch_size=4"),
     *(f"model.architecture.{name}_pdrop=0.0" for name in ("resid", "embd", "attn")),
 ]
+SHARES = [number / 20 for number in range(4, 31)]  # efficiencies that are tried
 RECIPES = {  # five precisions, seven optimizers
     "32": ["precision=32"],
     "32, every_layer": ["precision=32", "gradient_checkpointing=every_layer"],
@@ -44,19 +51,33 @@ def row(name: str) -> dict:
     return {"seconds": run_train([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
 
 
-def counted() -> dict[str, float]:
-    """Returns the planner's seconds per step of each recipe."""
+def traced() -> dict[str, tuple]:
+    """Returns (run, trace) of each recipe."""
     from lowmem.config.settle import run_of
-    from lowmem.plan.cost.machine import machine
-    from lowmem.plan.cost.step_time import of_trace
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
 
-    here, seconds = machine(on_card=False), {}
-    for name in RECIPES:
-        cfg = resolved(run_of(typed(name)), on_card=False)
-        seconds[name] = of_trace(here, cfg, trace(cfg, on_card=False)).seconds
-    return seconds
+    runs = {name: resolved(run_of(typed(name)), on_card=False) for name in RECIPES}
+    return {name: (run, trace(run, on_card=False)) for name, run in runs.items()}
+
+
+def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float) -> dict[str, float]:
+    """Returns the planner's seconds per step of each recipe. Args: rates: of this machine; compute, memory: shares of
+    the rates of products and of the bandwidth that operators reach."""
+    here = Machine(**rates)
+    flops = {dtype: compute * rate for dtype, rate in here.flops.items()}
+    reached = replace(here, flops=flops, bandwidth=memory * here.bandwidth)
+    return {name: of_trace(reached, run, trace).seconds for name, (run, trace) in traces.items()}
+
+
+def fitted(rates: dict, traces: dict[str, tuple], timed: dict[str, float]) -> tuple[float, float]:
+    """Returns the efficiencies (compute, memory) that fit the measured seconds best."""
+
+    def error(shares: tuple[float, float]) -> float:
+        guess = counted(rates, traces, *shares)
+        return sum(log(guess[name] / seconds) ** 2 for name, seconds in timed.items())
+
+    return min(product(SHARES, SHARES), key=error)
 
 
 def tau(guess: dict[str, float], timed: dict[str, float]) -> float:
@@ -66,20 +87,26 @@ def tau(guess: dict[str, float], timed: dict[str, float]) -> float:
     return (2 * agree - len(pairs)) / len(pairs)
 
 
-def table(results: dict, guess: dict[str, float]) -> str:
+def table(results: dict, guess: dict[str, float], shares: tuple[float, float]) -> str:
     seconds = medians(results, "seconds")
     fastest = {"counted": min(guess.values()), "measured": min(seconds.values())}
     close = sum(s <= 1.5 * fastest["measured"] for s in seconds.values())
+    errors = {name: abs(log(guess[name] / seconds[name])) for name in seconds}
+    worst = max(errors, key=errors.get)
     lines = [
         f"Kendall's tau {tau(guess, seconds):.2f} (asked: at least 0.9). {close} of the {len(seconds)} recipes take at "
-        "most 1.5 times the fastest.",
+        f"most 1.5 times the fastest. The counted seconds are off by a factor of {exp(median(errors.values())):.2f} "
+        f"(median) and {exp(errors[worst]):.2f} (worst, {worst}).",
         "",
-        "| recipe | measured s per step | relative | counted, relative |",
-        "|---|---|---|---|",
+        f"The efficiencies that fit these times best: {shares[0]:.2f} of the rate of matrix products, {shares[1]:.2f} "
+        f"of the bandwidth. The planner uses {COMPUTE:.2f} and {MEMORY:.2f}.",
+        "",
+        "| recipe | measured s per step | counted | measured, relative | counted, relative |",
+        "|---|---|---|---|---|",
     ]
     for name in sorted(seconds, key=lambda name: seconds[name]):
-        relative = seconds[name] / fastest["measured"], guess[name] / fastest["counted"]
-        lines.append(f"| {name} | {seconds[name]:.2f} | {relative[0]:.2f} | {relative[1]:.2f} |")
+        cells = f"{seconds[name]:.2f} | {guess[name]:.2f} | {seconds[name] / fastest['measured']:.2f}"
+        lines.append(f"| {name} | {cells} | {guess[name] / fastest['counted']:.2f} |")
     return "\n".join(lines)
 
 
@@ -93,11 +120,16 @@ def main() -> None:
         print(json.dumps(row(options.row)), flush=True)
         return
     if options.table:
-        results = json.loads(Path(RESULTS / "plan_time.json").read_text())["rounds"]
+        stored = json.loads(Path(RESULTS / "plan_time.json").read_text())
+        results, rates = stored["rounds"], stored["rates"]
     else:
+        rates = asdict(measured(on_card=False))
         results = measure({name: ["-m", "benchmarks.plan_time", "--row", name] for name in RECIPES}, options.rounds)
-    guess = counted()
-    write("plan_time", {"rounds": results, "counted": guess}, table(results, guess))
+    traces = traced()
+    guess = counted(rates, traces, COMPUTE, MEMORY)
+    shares = fitted(rates, traces, medians(results, "seconds"))
+    content = {"rates": rates, "rounds": results, "counted": guess, "fitted": shares}
+    write("plan_time", content, table(results, guess, shares))
 
 
 if __name__ == "__main__":

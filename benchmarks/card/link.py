@@ -1,25 +1,51 @@
 """Describes the card, and measures the rates that the planner uses: products, memory, and the link in both directions.
 
-`lowmem.plan` measures them itself and stores them for a week, so that a plan on this machine uses them.
+They are stored for a week, so that a plan on this machine uses them. The planner itself would measure the same except
+the link with copies in both directions, of which it assumes a share.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+
+import torch
 
 from benchmarks.card.case import Here
+from lowmem.plan.cost.machine import measured, store
 
-BYTES = 1 << 30  # that are copied over the link at once
+FLOATS = 1 << 25  # that are copied over the link at once
+OTHER_WAY = 4  # copies that come down while one goes up: so many that they are still coming when it has arrived
 
 
 def rates(here: Here) -> Iterator[dict]:
     """Yields one row with the measured rates in `found`."""
-    from lowmem.plan.cost.machine import machine
-
-    this = machine(on_card=here.on_card)
-    known = asdict(this) | {"host": None}
+    this = measured(here.on_card)
     found = {f"{dtype} TFLOPS": rate / 1e12 for dtype, rate in this.flops.items()}
-    found |= {"memory GB/s": this.bandwidth / 1e9, "microseconds per operator": 1e6 * this.overhead}
+    found["memory GB/s"] = this.bandwidth / 1e9
     if this.link:
-        found |= {"link GB/s": this.link / 1e9, "share of it against the other direction": this.against}
-    yield {"run": "rates", "by": "lowmem", "found": found, "rates": json.loads(json.dumps(known))}
+        duplex = min(1.0, 4 * FLOATS / this.link.up / seconds_both_ways())
+        this = replace(this, link=this.link._replace(duplex=duplex))
+        store(this, here.on_card)
+        found |= {"link GB/s up": this.link.up / 1e9, "link GB/s down": this.link.down / 1e9}
+        found["share of the link up while copies come down"] = duplex
+    yield {"run": "rates", "by": "lowmem", "found": found, "rates": asdict(this)}
+
+
+def seconds_both_ways() -> float:
+    """Measures a copy to a card while other bytes come down on a second stream, as nvbandwidth does (its issues 11, 15
+    and 53 show why). Returns the seconds of the fastest of five copies, after one to warm up."""
+    down, up, taken = torch.cuda.Stream(), torch.cuda.Stream(), []
+    pinned, received = (torch.empty(FLOATS, pin_memory=True) for _ in range(2))
+    sent, to = (torch.empty(FLOATS, device="cuda") for _ in range(2))
+    for _ in range(6):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(down):
+            for _ in range(OTHER_WAY):
+                received.copy_(sent, non_blocking=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(up):
+            start.record()
+            to.copy_(pinned, non_blocking=True)
+            end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end) / 1000)
+    return min(taken[1:])

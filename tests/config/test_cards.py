@@ -19,7 +19,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
 NAMES = ["rtx3060", "rtx4060ti-16gb", "rtx4090", "rtx5090", "a10g", "t4", "a100-40gb", "a100-80gb", "h100", "h200"]
-FIELDS = {"total_gib", "context_mib", "tflops", "bandwidth", "link", "against", "peer", "network"}
+FIELDS = {"total_gib", "context_mib", "tflops", "bandwidth", "link", "duplex", "peer", "network"}
 FIELDS |= {"capability", "source"}
 PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
 
@@ -30,9 +30,9 @@ def test_a_card_has_every_field_and_says_where_from(name):
     assert said.keys() == FIELDS and said["tflops"].keys() == PRODUCTS and said["source"].startswith("https://")
     assert (
         all(rate > 0 for rate in said["tflops"].values())
-        and min(said[key] for key in ("bandwidth", "link", "against", "peer", "network")) > 0
+        and min(said[key] for key in ("bandwidth", "link", "duplex", "peer", "network")) > 0
     )
-    assert said["against"] <= 1
+    assert said["duplex"] <= 1
     card = cards.card(name)
     assert card.size == round(said["total_gib"] * GIB)
     assert card.context_bytes - cards.LATER == said["context_mib"] * MIB and 0.1 * GIB < card.context_bytes < GIB

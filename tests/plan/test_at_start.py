@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from devices import each_device
 from lowmem.config import cards
 from lowmem.plan import at_start
 from lowmem.plan.column import DeviceBytes
-from lowmem.plan.cost import machine, update_time
+from lowmem.plan.cost import machine
 from lowmem.system import process
 from lowmem.training import build
 
@@ -179,32 +178,25 @@ def test_a_run_says_how_long_it_takes_if_rates_are_stored(fit, monkeypatch, tmp_
         return summary["predicted"]["seconds_per_step"]
 
     assert counted(14) is None and not machine.CACHE.exists()
-    rates = machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat())
-    rates.save()
-    assert counted(15) is None  # what an update takes is not known, and not measured then
     assert "steps of about" not in caplog.text
-    monkeypatch.setattr(update_time, "_kind", lambda cfg: cfg.optim.target)
-    rates.updates["torch.optim.AdamW"] = 1.0
-    rates.save()
-    caplog.clear()
+    machine.store(machine.Machine("this", {"float32": 1e10}, 1e10), on_card=False)
     assert (seconds := counted(16)) > 0
     assert f"16 steps of about {seconds:.2g} s each take about" in caplog.text
 
 
-@pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "measured_on": null}'])
+@pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "flops": {}, "bandwidth": 1.0}'])
 def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     machine.CACHE.mkdir()
-    machine._file(machine._name(False)).write_text(said)
+    machine._file(False).write_text(said)
     summary, _ = fit("plan=check", "max_steps=16")
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
 
 
 def test_an_error_in_the_time_of_a_step_ends_no_run(fit, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
-    machine.Machine(machine._name(False), {"float32": 1e10}, 1e10, 1e-6, measured_on=date.today().isoformat()).save()
+    machine.store(machine.Machine("this", {"float32": 1e10}, 1e10), on_card=False)
     monkeypatch.setattr(at_start, "of_trace", lambda *_: 1 / 0)
-    monkeypatch.setattr(at_start, "knows_update", lambda *_: True)
     caplog.set_level("INFO")
     summary, _ = fit("plan=check", "max_steps=16")
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None

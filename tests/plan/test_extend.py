@@ -56,7 +56,7 @@ def composed(config):
 
 
 def rates():
-    return Machine("a card", **cards.named(cards.REFERENCE).rates | {"overhead": 0.0})
+    return Machine("a card", **cards.named(cards.REFERENCE).rates | {"launch": 0.0})
 
 
 @pytest.mark.parametrize("words", [FIRST, *(pytest.param(words, marks=pytest.mark.matrix) for words in RECIPES)])

@@ -175,13 +175,14 @@ def test_what_is_in_no_node_comes_once_over_the_links_of_all_who_are_in_it():
 
 
 def test_what_an_engine_sends_hides_behind_a_pass_and_a_sum_does_not(config):
-    machine = Machine("card", {"float32": 1e12}, 1e12, 1e-6, link=1e10, peer=1e9, network=1e8)
+    machine = Machine("card", {"float32": 1e12}, 1e12, 1e-6, peer=1e9, network=1e8)
     cfg, pair = config("precision=32").resolved(), (0, 1)
     taken = dict.fromkeys(("forward", "backward", "sum", "step", "update"), 1.0)
 
     def waits(sent):
-        shapes = SimpleNamespace(sent=sent, offloaded=0, steps_on_host=False, waits_on_host=False, paged=0)
-        return window(machine, cfg, shapes, taken, 1).transfers
+        none = {"offloaded": 0, "head": 0, "streamed": 0, "blocks": (0, 0), "paged": 0}
+        shapes = SimpleNamespace(sent=sent, steps_on_host=False, waits_on_host=False, **none)
+        return window(machine, cfg, shapes, taken, 1).transfers - taken["sum"]
 
     whole = 4e9  # half of it comes, in two seconds
     assert waits({("backward", Sent("gather", pair, False)): whole}) == pytest.approx(1.0)

@@ -19,7 +19,6 @@ from lowmem.plan.prediction import Need, Prediction
 from lowmem.plan.search import recipes
 from lowmem.plan.search.candidates import Training, Typed, micro_batches, routes, stands_alone, trainings
 from lowmem.plan.target import Target
-from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
 
@@ -342,25 +341,6 @@ def test_a_model_that_cannot_be_traced_is_refused_a_search(monkeypatch):
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
-
-
-def test_an_operator_takes_what_is_slower():
-    import torch
-
-    rates = Machine("", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
-    assert rates.operator(Work(torch.float32, 1000, 20)) == 10 + 1
-    assert rates.operator(Work(torch.bfloat16, 1000, 20)) == 2.5 + 1
-    assert rates.operator(Work(torch.float32, 0, 20)) == 2 + 1
-
-
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float64", "int64"])
-def test_products_of_a_dtype_without_a_rate_are_refused(name):
-    import torch
-
-    rates = Machine("a card", {"float32": 1e12}, 10.0, 1.0)
-    with pytest.raises(Refused, match=f"of a card is known for float32, but .* matrices in {name},.*search=false"):
-        rates.operator(Work(getattr(torch, name), 10**12, 0))
-    assert rates.operator(Work(getattr(torch, name), 0, 20)) == 2 + 1  # reading and writing asks for no rate
 
 
 def test_recomputation_costs_a_forward_pass_of_the_blocks():

@@ -1,13 +1,15 @@
 """Computes the duration of an optimizer step by hand, with everything that overlaps in a run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lowmem.config import cards
 from lowmem.config.settle import run_of
-from lowmem.plan.cost import step_time, update_time
-from lowmem.plan.cost.machine import Machine
-from lowmem.plan.cost.step_time import Window
+from lowmem.plan.cost import step_time
+from lowmem.plan.cost.machine import COMPUTE, Machine, machine
+from lowmem.plan.cost.step_time import Load, Window
 from lowmem.plan.job import resolved
 from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.trace import Trace
@@ -20,11 +22,10 @@ def cfg(*typed):
     return resolved(run_of(["model=gpt2", "batch_size=1", *typed]), on_card=True)
 
 
-def card(link, bandwidth=1.0, updates=1.0, against=None):
-    """With a host whose updates take `updates` times what they are counted for. Rates are per second."""
-    host = Machine("host", FLOPS, bandwidth, 0.0)
-    host.updates = dict.fromkeys((update_time._kind(cfg(f"precision={of}")) for of in ("bf16-master", "32")), updates)
-    return Machine("card", FLOPS, 1.0, 0.0, link=link, against=against, host=host)
+def card(link, bandwidth=1.0, duplex=1.0, **rates):
+    """Returns a card whose link has this rate both ways, with a host of this bandwidth. Rates are per second."""
+    host = Machine("host", FLOPS, bandwidth, 0.0, **rates)
+    return Machine("card", FLOPS, 1.0, 0.0, link=cards.Link(link, link, duplex), host=host, **rates)
 
 
 def shapes(**said):
@@ -34,11 +35,9 @@ def shapes(**said):
 
 
 def test_on_a_processor_everything_is_one_after_the_other():
-    here = card(1.0).host
-    here.updates = dict.fromkeys(here.updates, 2.0)
     taken = TAKEN | {"sum": 0.25}
-    found = step_time.window(here, cfg("precision=bf16-master"), shapes(), taken, 3)
-    assert found == Window(3 * (2 + 4), 3 * 0.25, 0.5 + 2 * 3) and found.seconds == 18 + 0.75 + 6.5
+    found = step_time.window(card(1.0).host, cfg("precision=bf16-master"), shapes(), taken, 3)
+    assert found == Window(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5
 
 
 def test_boundaries_leave_in_forward_and_come_back_in_backward():
@@ -64,8 +63,9 @@ def test_the_host_updates_beside_the_next_forward_pass():
     bytes a parameter. Weights that come back more slowly than the host updates are what is waited for."""
     typed = cfg("precision=bf16-master", "clip=1.0")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)
-    assert step_time.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 12 - 2)
-    assert step_time.window(card(1e9, 40.0, updates=4.0), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 13 - 2)
+    slow = TAKEN | {"update": 12.0}
+    assert step_time.window(card(1e9, 1e9), typed, shapes(), slow, 1).step == pytest.approx(0.5 + 12 - 2)
+    assert step_time.window(card(1e9, 40.0), typed, shapes(), slow, 1).step == pytest.approx(0.5 + 13 - 2)
     assert step_time.window(card(2.0, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 10 - 2)
 
 
@@ -73,12 +73,12 @@ def test_an_early_step_hides_behind_backward():
     """The norm is part of it then. What the last backward pass does not hide is the rest, or the embeddings' update."""
     typed = cfg("precision=bf16-master", "clip=null")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1) == (6.0, 0.0, pytest.approx(1.2))
-    slow = step_time.window(card(1e9, 1e9, updates=4.0), typed, shapes(), TAKEN, 2)
+    slow = step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN | {"update": 12.0}, 2)
     assert slow == (12.0, 0.0, pytest.approx(0.5 + 12 - 4))
 
 
 def test_sums_and_steps_of_masters_are_at_the_hosts_pace():
-    there = Machine("card", FLOPS, 100.0, 0.0, link=1.0, host=Machine("host", FLOPS, 2.0, 0.0))
+    there = Machine("card", FLOPS, 100.0, 0.0, host=Machine("host", FLOPS, 2.0, 0.0))
     work = {(phase, Work(torch.float32, 0, 200)): 1 for phase in ("forward", "sum", "step", "update")}
     found = shapes(work=work)
     at_host = {"sum": 100, "step": 100, "update": 100}
@@ -87,32 +87,17 @@ def test_sums_and_steps_of_masters_are_at_the_hosts_pace():
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adam8bit"])
-@pytest.mark.parametrize("precision", ["32", "bf16-sr", "bf16-master"])
-def test_an_update_is_timed_over_what_is_counted(monkeypatch, precision, optim):
-    """As the precision does it: fp32 AdamW moves 28 bytes per parameter; a kernel with 8-bit state reads the gradient,
-    and reads and writes weight and state."""
-    monkeypatch.setattr(update_time, "MATRIX", (256, 256))
-    monkeypatch.setattr(update_time, "fastest", lambda call, device: (call(), 1.0)[1])
-    monkeypatch.setattr(update_time, "others_compute", lambda device: False)
-    here, typed = Machine("host", FLOPS, 256 * 256, 0.0), cfg(f"precision={precision}", f"optim={optim}")
-    bytes_each = update_time.counted(here, typed)
-    alone = {"adamw": 28, "adam8bit": 12 + 2 * 2 * (1 + 4 / 256)}[optim]
-    assert bytes_each == pytest.approx(alone, rel=0.01) if precision == "32" else bytes_each > alone
-    assert update_time.pace_of_update(here, typed) == pytest.approx(1 / bytes_each) and len(here.updates) == 1
-
-
 # --- weights that come from the host ----------------------------------------------------------------------------------
 
 FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
 
 
-def streamed(link, *typed, micro_batches=1, against=None, **said):
+def streamed(link, *typed, micro_batches=1, duplex=1.0, **said):
     """Returns a trace of 10 parameters, 8 of which wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in
     backward."""
     asked = cfg("precision=bf16-master", *typed)
     found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
-    return step_time.window(card(link, 1e9, against=against), asked, found, TAKEN, micro_batches)
+    return step_time.window(card(link, 1e9, duplex), asked, found, TAKEN, micro_batches)
 
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
@@ -149,29 +134,29 @@ def test_boundaries_come_back_beside_the_weights_and_leave_against_them():
 
 
 @pytest.mark.parametrize(
-    ("against", "up", "down", "takes"),
-    [(None, 6, 4, 6), (1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
+    ("duplex", "up", "down", "takes"),
+    [(1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
 )
-def test_what_goes_up_against_what_comes_down_has_a_share_of_the_link(against, up, down, takes):
+def test_copies_up_have_a_share_of_the_link_while_others_come_down(duplex, up, down, takes):
     """A share of 0.5: in 4 seconds 2 of 6 seconds' bytes have gone up, and the other 4 follow alone."""
-    assert step_time._both_ways(card(1.0, against=against), up, down) == takes
+    assert Load(up=up, down=down).seconds(cards.Link(1.0, 1.0, duplex)) == takes
 
 
 def test_weights_come_more_slowly_while_gradients_leave():
     """10 seconds of gradients beside 6 of weights, which have half of the link meanwhile: 5 of 6, and 1 follows."""
-    assert streamed(2.0, "clip=1.0", against=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
-    assert streamed(2.0, "clip=1.0", against=0.9).transfers == pytest.approx(6 + 6)  # they fit beside the gradients
-    assert streamed(2.0, "clip=1.0", **FROZEN, against=0.5).transfers == pytest.approx(6 + 2 + 0.5 * 2)
+    assert streamed(2.0, "clip=1.0", duplex=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
+    assert streamed(2.0, "clip=1.0", duplex=0.9).transfers == pytest.approx(6 + 6)  # they fit beside the gradients
+    assert streamed(2.0, "clip=1.0", **FROZEN, duplex=0.5).transfers == pytest.approx(6 + 2 + 0.5 * 2)
 
 
 def test_boundaries_that_leave_slow_down_the_weights_that_come():
     """2 seconds of boundaries in forward, and 2 of gradients in backward: half of that is added."""
-    alone, against = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, against=share) for share in (1.0, 0.5))
-    assert against.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
+    alone, shared = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, duplex=share) for share in (1.0, 0.5))
+    assert shared.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
 
 
 def both_shares(asked, found):
-    return [step_time.window(card(2.0, against=share), asked, found, TAKEN, 2) for share in (None, 0.5)]
+    return [step_time.window(card(2.0, duplex=share), asked, found, TAKEN, 2) for share in (1.0, 0.5)]
 
 
 def test_runs_that_move_one_way_at_a_time_are_predicted_as_before():
@@ -181,17 +166,17 @@ def test_runs_that_move_one_way_at_a_time_are_predicted_as_before():
         (cfg("precision=bf16-master", "clip=1.0"), shapes()),
         (cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6)),
     ):
-        alone, against = both_shares(asked, found)
-        assert alone == against
+        alone, shared = both_shares(asked, found)
+        assert alone == shared
 
 
 def test_weights_of_an_early_step_come_back_against_gradients_that_leave():
     """10 seconds each: half of the weights have come back when the last gradient has left, and 5 seconds follow."""
-    alone, against = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
+    alone, shared = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
     host = 0.5 + 3 + 2 * 20 / 1 - 10  # which reads and writes slots at one byte a second, and is slower here
-    assert alone.step == against.step == pytest.approx(host)
+    assert alone.step == shared.step == pytest.approx(host)
     early = cfg("precision=bf16-master", "clip=null")
-    fast = [step_time.window(card(2.0, 1e9, against=share), early, shapes(), TAKEN, 1) for share in (None, 0.5)]
+    fast = [step_time.window(card(2.0, 1e9, share), early, shapes(), TAKEN, 1) for share in (1.0, 0.5)]
     assert [one.step for one in fast] == pytest.approx([1.2, 5.0])
 
 
@@ -216,16 +201,16 @@ def test_on_a_processor_each_copy_takes_its_time():
 )
 def test_streaming_is_free_from_as_many_tokens_as_a_card_computes_per_byte_of_its_link(name, tokens):
     """0.65 x FLOP/s over bytes/s: 0.65 x 25.5e12 / 25e9."""
-    there = Machine(name, **cards.named(name).rates)
+    there = machine(True, cards.named(name))
     assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 
 
 def test_that_is_where_a_forward_pass_takes_as_long_as_its_weights():
     """There are 1000 weights, and as many operations and bytes a second as make it 50 tokens."""
-    there = card(4.0)
-    there.flops = {"bfloat16": 50 * 4.0 / step_time.REACHED}
+    share = step_time.REACHED / COMPUTE
+    there = replace(card(4.0), flops={"bfloat16": 50 * 4.0 / share})
     for tokens, waits in ((50, 0.0), (25, 250.0)):
-        forward = 2 * 1000 * tokens / (step_time.REACHED * there.flops["bfloat16"])
+        forward = 2 * 1000 * tokens / (share * there.flops["bfloat16"])
         taken = TAKEN | {"forward": forward, "backward": 3 * forward}
         found = step_time.window(there, cfg("precision=bf16-master"), shapes(streamed=2000), taken, 1)
         assert found.transfers == pytest.approx(waits + max(0.0, 500 - 3 * forward))

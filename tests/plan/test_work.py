@@ -1,16 +1,17 @@
 """Bytes and operations of single operators: by hand."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lowmem.plan.cost.machine import Machine
-from lowmem.plan.tracing.operator_cost import Work
+from lowmem.config.settle import run_of
+from lowmem.plan.job import resolved
 from lowmem.plan.tracing.shapes import ShapeMode
+from lowmem.plan.tracing.stand_in import stand_in
 from lowmem.step.stochastic import stochastically
+from lowmem.training import build
 
 N = 1 << 12
 
@@ -39,6 +40,22 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
         return optimizer.step
 
     assert work(make) == pytest.approx(28, rel=0.01)
+
+
+@pytest.mark.parametrize(("optim", "bytes_each"), [("adamw", 28), ("adam8bit", 12 + 2 * 2 * (1 + 4 / 256))])
+def test_a_stand_in_reads_the_gradient_and_reads_and_writes_weight_and_state(optim, bytes_each):
+    """As one kernel does: fp32 state, or state in 8 bits with an fp32 scale for each block of 256."""
+    run = resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", f"optim={optim}"]), on_card=False)
+    standing_in = stand_in(build.optimizer(run), one_kernel=True, pages=False)
+
+    def make():
+        layer = nn.Linear(N >> 6, 1 << 6, bias=False)
+        layer.weight.grad = torch.full_like(layer.weight, 1e-3)
+        optimizer = standing_in(layer)
+        optimizer.step()
+        return optimizer.step
+
+    assert work(make) == pytest.approx(bytes_each, rel=0.01)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -83,15 +100,3 @@ def test_rounding_at_random_is_many_passes():
     5, with itself 9 or 5, both 3), the choice 13, and the copy in 16 bits 6."""
     found = work(lambda: partial(stochastically, torch.ones(N), torch.ones(N, dtype=torch.bfloat16)))
     assert 60 <= found <= 72
-
-
-def test_new_tensors_of_32_mib_or_more_are_asked_of_the_system():
-    """malloc finds room for smaller ones in what was freed."""
-    large, small = (partial(torch.ones, size >> 2) for size in (32 << 20, 16 << 20))
-    assert work(lambda: partial(torch.neg, large()), "fresh") * N == 32 << 20
-    assert work(lambda: partial(torch.empty_like, large()), "fresh") * N == 32 << 20
-    assert work(lambda: large().neg_, "fresh") == work(lambda: large().t, "fresh") == 0
-    assert work(lambda: partial(torch.neg, small()), "fresh") == 0
-    rates = Machine("", {"float32": 1.0}, bandwidth=10.0, overhead=0.0, fresh=2.0)
-    assert rates.operator(Work(torch.float32, 0, 100, fresh=40)) == 10 + 20
-    assert replace(rates, fresh=None).operator(Work(torch.float32, 0, 100, fresh=40)) == 10  # a card

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from typing import NamedTuple
 
 import yaml
 
@@ -22,8 +23,6 @@ SPARE = 0.02  # share of a bare size that stays free
 CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
 COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 to 1 GiB were seen (nccl#864, nccl#1685)
 LATER = 160 * MIB  # for kernels that load at their first call: 20 to 70 MiB were published, an H200 took 158
-REACHED = 0.85  # share of a data sheet's bandwidth that a run reaches
-OVERHEAD = 5e-6  # seconds per operator
 # The first compute capability whose cards multiply in a dtype. One without tensorfloat32 computes it in fp32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
 # Bytes of cuBLAS's workspace, which torch's allocator holds once for each thread that has multiplied matrices:
@@ -31,6 +30,15 @@ MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 
 WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
 WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large one
 REFERENCE = "rtx3060"  # its rates are assumed for a bare size if no card is here
+
+
+class Link(NamedTuple):
+    """The link between host and card. Args: up, down: bytes per second to the card and from it, one direction alone;
+    duplex: share of `up` that is left while other bytes come down at their full rate."""
+
+    up: float
+    down: float
+    duplex: float
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,8 @@ def named(name: str) -> Card:
     section = cards()[name]
     rates = {
         "flops": {dtype: 1e12 * rate for dtype, rate in section["tflops"].items()},
-        "bandwidth": REACHED * 1e9 * section["bandwidth"],
-        "overhead": OVERHEAD,
-        "link": 1e9 * section["link"],
-        "against": section["against"],
+        "bandwidth": 1e9 * section["bandwidth"],
+        "link": Link(1e9 * section["link"], 1e9 * section["link"], section["duplex"]),
         "peer": 1e9 * section["peer"],
         "network": 1e9 * section["network"],
     }

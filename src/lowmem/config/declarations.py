@@ -56,6 +56,7 @@ class Technique:
         pages: its state moves to host memory by itself.
         steps_on_shapes: its step consists of torch operators, which compute shapes too.
         needs_whole: its step on some rows of a matrix differs from its step on the full matrix.
+        cpu_factor: how many times longer than its bytes at the bandwidth of memory its update takes on a CPU.
     gradient_checkpointing:
         keeps_all: it stores every activation, and nothing is computed again.
         joins_blocks: several blocks are computed again at once.
@@ -88,6 +89,7 @@ class Technique:
     on_host: str | None = None
     pages: bool = False
     steps_on_shapes: bool = False
+    cpu_factor: float = 1.0
     generates_code: bool = False
     keeps_all: bool = False
     joins_blocks: bool = False

@@ -12,9 +12,8 @@ from lowmem.config.declarations import CHANGEABLE
 from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import as_mapping, replaced, without
 from lowmem.plan import column
-from lowmem.plan.cost.machine import Machine, stored_rates
+from lowmem.plan.cost import machine
 from lowmem.plan.cost.step_time import of_trace
-from lowmem.plan.cost.update_time import knows_update
 from lowmem.plan.prediction import Prediction, predict
 from lowmem.plan.search.candidates import Typed
 from lowmem.plan.search.recipes import Plan, search
@@ -109,13 +108,13 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the seconds of a step as counted with the stored rates of this machine; None: nothing has been measured
-    yet that this run needs."""
-    rates = _rates(run, prediction)
+    """Returns the seconds of a step as counted with the stored rates of this machine; None: none are stored, or they do
+    not apply to this run."""
+    on_card = run.device == "cuda"
+    if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored, {on_card, False})):
+        return None
     try:
-        if rates is None or not knows_update(rates, run):
-            return None
-        return of_trace(rates, run, prediction.trace).seconds
+        return of_trace(machine.machine(on_card, products=run.multiplies_in), run, prediction.trace).seconds
     except Exception as error:  # an estimate must not end a run
         log.info(f"The time per step is not known: {error}")
         return None
@@ -127,15 +126,6 @@ def log_duration(steps: int, seconds: float) -> None:
         log.info(
             f"{steps} steps of about {seconds:.2g} s each take about {duration(steps * seconds)}, without evaluation."
         )
-
-
-def _rates(run: Run, prediction: Prediction) -> Machine | None:
-    """Returns the stored rates of this machine; None: there are none, or they do not apply to this run."""
-    rates = stored_rates(on_card=run.device == "cuda")
-    if rates is None or prediction.estimate or prediction.devices > 1:
-        return None
-    rates.host = stored_rates(on_card=False) if run.device == "cuda" else None
-    return rates
 
 
 def could_fit(run: Run) -> bool:

@@ -6,10 +6,9 @@ from itertools import groupby
 from operator import attrgetter
 
 from lowmem.config.declarations import CHANGEABLE
-from lowmem.config.drives import FOLDER
+from lowmem.config.drives import FOLDER, READ, WRITTEN
 from lowmem.config.typed_lines import as_mapping, replaced
 from lowmem.plan import column
-from lowmem.plan.cost.drive_time import ASSUMED, drive_rates
 from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.prediction import PHASES, Prediction
 from lowmem.plan.search.recipes import Plan, Recipe
@@ -159,15 +158,13 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Says what a run stores on a drive, what each step costs there, and how fast the drive is."""
+    """Says what a run stores on a drive, and what each step costs there at the assumed rates."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
-    rates = drive_rates(folder)
-    seconds = _rounded(rates.seconds(read, written))
-    known = "as assumed" if rates is ASSUMED else f"as measured on the drive of {folder}"
+    seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
         f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
         f"{_rounded(written / 1e9)} TB written per 1,000 steps. The drive takes {seconds} s of it, at "
-        f"{rates.read / 1e9:.1f} GB/s read and {rates.written / 1e9:.1f} written, {known}."
+        f"{READ / 1e9:.1f} GB/s read and {WRITTEN / 1e9:.1f} written, as assumed."
     )
     return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
 

@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +21,6 @@ import psutil
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 23  # bytes that a thread moves at once
 THREADS = 4  # with fewer a fast drive waits for the next request
-PROBE = 1 << 28  # bytes that measure a drive's rates
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows have none
 
 
@@ -135,19 +133,6 @@ class Drive:
             self._threads.shutdown()
             self._threads = None
 
-    def rates(self, size: int = PROBE) -> tuple[float, float]:
-        """Measures the drive. Returns: bytes per second (read, written)."""
-        file, memory = self.file(), buffer(size)
-        memory.write(os.urandom(PIECE) * (size // PIECE))  # a drive may compress zeros
-        try:
-            file.grow(size)
-            written = _seconds(lambda: file.write(0, memoryview(memory)).result())
-            file.sync()
-            read = _seconds(lambda: file.read(0, memoryview(memory)).result())
-        finally:
-            file.close()
-        return size / read, size / written
-
 
 class Moving:
     """An access that is under way."""
@@ -214,9 +199,3 @@ def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memo
         if count <= 0:
             raise OSError(errno.EIO, "less than a page could be moved")
         done += count
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

@@ -226,9 +226,9 @@ class _Search:
         return Recipe(overrides, need, self._seconds(run, need), training.changes, traced=bool(found.events))
 
     def _seconds(self, run: Run, need: Prediction) -> float:
-        seconds = of_trace(self.machine, run, need.trace).seconds
-        if self.machine.link:  # each page of paged state that does not fit on the card comes and leaves
-            seconds += 2 * need.paged_on_host / self.machine.link
+        seconds = of_trace(self.machine, run, need.trace, self.target.node).seconds
+        if link := self.machine.link:  # each page of paged state that does not fit on the card comes and leaves
+            seconds += need.paged_on_host * (1 / link.up + 1 / link.down)
         return seconds
 
     def _with_resident_blocks(self, recipe: Recipe) -> None:

@@ -10,8 +10,6 @@ from torch.utils.flop_counter import flop_registry
 
 from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
 
-MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: smaller tensors reuse freed memory
-
 
 class Work(NamedTuple):
     """Holds the work of one operator."""
@@ -19,7 +17,6 @@ class Work(NamedTuple):
     dtype: torch.dtype  # of the products
     flops: int  # of matrix products and attention; 0: the operator only reads and writes
     moved: int  # bytes read and written; a tensor changed in place counts twice
-    fresh: int = 0  # bytes in new tensors so large that malloc asks the system for each, page by page
 
 
 class Touched(NamedTuple):
@@ -30,10 +27,9 @@ class Touched(NamedTuple):
 
 
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
-    """Returns the work of an operator; None: a view, a small allocation or a query, which move nothing."""
+    """Returns the work of an operator; None: a view, an allocation or a query, which move nothing."""
     if _allocates(func):
-        outputs = _tensors(out)
-        return Work(outputs[0].dtype, 0, 0, fresh) if (fresh := _fresh(outputs)) else None
+        return None
     names, touched = _touched(func)
     arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
     changed = _tensors([value for name, value in arguments.items() if name in touched.changed])
@@ -47,16 +43,12 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
-    return Work((read or changed or outputs)[0].dtype, flops, moved, _fresh(outputs))
+    return Work((read or changed or outputs)[0].dtype, flops, moved)
 
 
 def _tensors(value: object) -> list[Tensor]:
     """Returns the tensors in `value`, each once."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
-
-
-def _fresh(outputs: list[Tensor]) -> int:
-    return sum(size for size in map(_bytes, outputs) if size >= MAPPED)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -59,22 +59,22 @@ class Climb:
         """Returns the fastest settings that fit; None: none fit, or none is faster than `known`.
 
         Args:
-            known: the best of another route that needs no more memory with the same settings. If these fit here, better
-            ones would have fitted there; if they are slower here, so is all that fits.
+            known: the best of another route, which is faster with the smallest settings. If the best settings of that
+            route are slower here, nothing is faster here; if they fit and are faster, they are taken.
         """
         if known is not None and (same := self._at(*known.settings)) is not None:
             if same.seconds >= known.recipe.seconds:
                 return None
             if self.fits(same):
                 return Fitting(known.settings, same)
-        return self._everything() or (self._anything() and self._with_less_memory())
+        return self._everything() or self._with_less_memory()
 
     def _everything(self) -> Fitting | None:
         """Returns the fastest settings of all if they fit."""
         return self._if_it_fits(Settings(self.checkpointings[0], self.losses[0], 0))
 
-    def _anything(self) -> Fitting | None:
-        """Returns the smallest settings of all if they fit."""
+    def smallest_that_fits(self) -> Fitting | None:
+        """Returns the smallest settings of all if they fit. With them a route is either refused or can be compared."""
         return self._if_it_fits(Settings(self.checkpointings[-1], self.losses[-1], self.smallest))
 
     def _with_less_memory(self) -> Fitting | None:

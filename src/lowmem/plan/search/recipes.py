@@ -171,22 +171,32 @@ class _Search:
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
         """Looks for recipes until one fits that was traced at full depth: only such a recipe is recommended."""
-        hopeful, memory = [], self.target.device_memory
-        for size, route in sorted(((self._least(route), route) for route in ways), key=itemgetter(0)):
-            (self.too_large if memory is not None and size > memory else hopeful).append(route)
+        hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
-                self._with_resident_blocks(best)
-            if self._confirmed():
+                best = self._with_resident_blocks(best)
+            if self._fits_in_full(best):
                 return True
         return False
 
+    def _hopeful(self, ways: Sequence[Route]) -> list[Route]:
+        """Returns the routes that fit with their smallest settings, the fastest with these first."""
+        hopeful = []
+        for route in ways:
+            memory = self.target.device_memory
+            if memory is not None and self._least(route) > memory:
+                self.too_large.append(route)
+            elif (smallest := self._climb(route).smallest_that_fits()) is not None:
+                hopeful.append((smallest.recipe.seconds, route))
+        return [route for _, route in sorted(hopeful, key=itemgetter(0))]
+
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
-        """Returns the fastest recipe that fits. Args: ways: those that need least memory first."""
+        """Returns the best recipe that fits, of all that were tried. Args: ways: to climb, the fastest first."""
         best = None
         for route in ways:
             best = self._climb(route).fastest(best) or best
-        return best and best.recipe
+        fitting = [recipe for recipe in self.tried.values() if recipe.prediction.fits(self.target)]
+        return _best_first(fitting)[0] if fitting else None
 
     def _climb(self, route: Route) -> Climb:
         def look(settings: Settings) -> Recipe | None:
@@ -231,29 +241,28 @@ class _Search:
             seconds += need.paged_on_host * (1 / link.up + 1 / link.down)
         return seconds
 
-    def _with_resident_blocks(self, recipe: Recipe) -> None:
-        """Adds the recipe with as many of the streamed blocks resident on the card as fit."""
+    def _with_resident_blocks(self, recipe: Recipe) -> Recipe:
+        """Returns the recipe with as many of the streamed blocks resident on the card as fit."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
-        if memory is None or RESIDENT in self.typed.values:
-            return
         depth, _ = recipe.prediction.trace.blocks
-        block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        room = int((memory - recipe.prediction.device.total) / block)
         most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
-        if (count := min(room, most)) > 0:
-            overrides = (*recipe.overrides, f"{RESIDENT}={count}")
-            need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
-            self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
+        if memory is None or RESIDENT in self.typed.values or most < 1:
+            return recipe
+        block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
+        count = min(int((memory - recipe.prediction.device.total) / block), most)
+        overrides = (*recipe.overrides, f"{RESIDENT}={count}")
+        if count < 1 or overrides in self.tried:
+            return recipe
+        need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
+        self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
+        return self.tried[overrides] if need.fits(self.target) else recipe
 
-    def _confirmed(self) -> bool:
-        """Traces recipes at full depth, best first, and returns whether one fits."""
-        while fitting := [recipe for recipe in self.tried.values() if recipe.prediction.fits(self.target)]:
-            best = _best_first(fitting)[0]
-            if best.traced:
-                return True
-            exact = predict(self.typed.config(as_mapping(best.overrides)), self.target)
-            self.tried[best.overrides] = replace(best, prediction=exact, traced=True)
-        return False
+    def _fits_in_full(self, recipe: Recipe) -> bool:
+        """Traces a recipe at full depth, and returns whether it fits."""
+        if not recipe.traced:
+            exact = predict(self.typed.config(as_mapping(recipe.overrides)), self.target)
+            self.tried[recipe.overrides] = recipe = replace(recipe, prediction=exact, traced=True)
+        return recipe.prediction.fits(self.target)
 
     def trace_the_smallest(self) -> None:
         """Traces the smallest recipe of the smallest route if none was traced."""
@@ -294,7 +303,7 @@ def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # stable: of ties the fastest stays ahead
-    return as_fast[:1] + [r for r in by_seconds if r is not as_fast[0]]
+    return as_fast[:1] + [r for r in by_seconds if r not in as_fast[:1]]
 
 
 def largest_model(plan: Plan) -> str | None:

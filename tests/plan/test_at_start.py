@@ -10,7 +10,7 @@ import torch
 
 from devices import each_device
 from lowmem.config import cards
-from lowmem.plan import at_start
+from lowmem.plan import at_start, prediction
 from lowmem.plan.column import DeviceBytes
 from lowmem.plan.cost import machine
 from lowmem.system import process
@@ -82,6 +82,27 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
 def test_with_plan_off_a_run_starts_without_a_prediction(fit):
     summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
+
+
+def test_a_model_that_cannot_be_traced_trains_without_a_prediction(command, monkeypatch, tmp_path):
+    def asks(*_, **__):
+        raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
+
+    monkeypatch.setattr(prediction, "trace", asks)
+    code, said = command("plan=check", "max_steps=2")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert code == 0 and summary["steps"] == 2 and summary["predicted"] is None, said
+    assert "cannot be predicted: this model cannot be traced by shape (RuntimeError: data-dependent" in said
+    assert "This run starts without one." in said
+
+
+def test_a_batch_size_that_cannot_be_predicted_is_tried(config, monkeypatch):
+    def asks(*_, **__):
+        raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
+
+    monkeypatch.setattr(prediction, "trace", asks)
+    assert at_start.could_fit(config("plan=check", "memory.limit=1KiB", "batch_size=2"))
+    assert at_start.smaller_recipe(config(), [], None) is None
 
 
 def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tmp_path):

@@ -330,16 +330,6 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     assert none.chosen is None and len(none.recipes) == 1
 
 
-def test_a_model_that_cannot_be_traced_is_refused_a_search(monkeypatch):
-    def numbers(*_, **__):
-        raise RuntimeError("numbers are asked for")
-
-    monkeypatch.setattr(recipes, "extended", numbers)
-    monkeypatch.setattr(recipes, "untraceable", lambda error: f"this model cannot be traced ({error}).")
-    with pytest.raises(Refused, match=r"numbers are asked for.*Type plan=off memory\.limit=<bytes>"):
-        recipes.search(typed("batch_size=1", "device=cpu"), Target(True, card(2**40)))
-
-
 # --- time -------------------------------------------------------------------------------------------------------------
 
 

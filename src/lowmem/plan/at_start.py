@@ -14,7 +14,7 @@ from lowmem.config.typed_lines import as_mapping, replaced, without
 from lowmem.plan import column
 from lowmem.plan.cost import machine
 from lowmem.plan.cost.step_time import of_trace
-from lowmem.plan.prediction import Prediction, predict
+from lowmem.plan.prediction import NotPredicted, Prediction, predict
 from lowmem.plan.search.candidates import Typed
 from lowmem.plan.search.recipes import Plan, search
 from lowmem.plan.table import command, on_drive
@@ -65,7 +65,7 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
 
 
 def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
-    """Predicts what the run will need; None with plan=off.
+    """Predicts what the run will need; None: with plan=off, or of a model that cannot be traced.
 
     Raises:
         Refused: it needs more than the device or the host has; the message has the numbers and a recipe that fits.
@@ -73,7 +73,11 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
     if run.plan == "off":
         return None
     target = _target(run)
-    prediction = _predicted(run, target)
+    try:
+        prediction = _predicted(run, target)
+    except NotPredicted as error:
+        log.info(f"{error} This run starts without one.")
+        return None
     if prediction.advice is not None:
         log.info(prediction.advice)
     if prediction.estimate is not None:
@@ -131,7 +135,10 @@ def log_duration(steps: int, seconds: float) -> None:
 def could_fit(run: Run) -> bool:
     """Returns whether a run may be tried: it is predicted to fit, or cannot be predicted."""
     target = _target(run)
-    prediction = _predicted(run.resolved(), target)
+    try:
+        prediction = _predicted(run.resolved(), target)
+    except NotPredicted:
+        return True
     return prediction.estimate is not None or prediction.fits(target)
 
 

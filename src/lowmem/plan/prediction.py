@@ -32,15 +32,23 @@ from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 from lowmem.techniques.optim.build import PAGED_FROM
 from lowmem.training import build
 
-OUTLINED = (
-    "This counts a transformer of the same widths, which in small runs was from a third too little to a fifth too much."
-)
+COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
 # The single allocations of a derived recipe are not known. Its reserved bytes, and the least that must be reserved, are
 # taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03 to
 # 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
+
+
+class NotPredicted(Refused):
+    """The model cannot be traced. Args: why: a sentence, without its capital."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"The memory of this run cannot be predicted: {why} Type plan=off memory.limit=10GiB (or another limit) to "
+            "train without a prediction."
+        )
 
 
 @dataclass(frozen=True)
@@ -120,26 +128,23 @@ def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None)
     Args: run: resolved, with a number for batch_size; other: traces instead of `trace`, in another process.
 
     Raises:
+        NotPredicted: the model cannot be traced.
         Refused: the run itself would be refused for the same reason.
     """
-    traces = partial(other or trace, on_card=target.on_card, capability=target.capability)
-    libraries = process.rss_bytes()  # this process has imported what the run will import
-    if run.any("compiles_blocks"):
+    compiled, libraries = run.any("compiles_blocks"), process.rss_bytes()  # imported is what the run will import
+    if compiled:
         run = run.replacing("compile", choice("compile", "none") | {"declares": {"compiles_blocks": True}})
-        why = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
-        return replace(needs(traces(run), run, target, libraries), estimate=why)
+    traces = partial(other or trace, run, on_card=target.on_card, capability=target.capability)
     try:
-        rank_0 = traces(run)
-        by_rank = [rank_0, *(traces(run, rank=rank) for rank in rank_0.neediest if rank)]
-        return max((needs(traced, run, target, libraries) for traced in by_rank), key=attrgetter("device.total"))
+        rank_0 = traces()
+        by_rank = [rank_0, *(traces(rank=rank) for rank in rank_0.neediest if rank)]
     except Refused:
         raise
-    except NotTraced as error:
-        why = f"{error} {OUTLINED}"
-        return replace(needs(outline(run, target), run, target, libraries), estimate=why)
     except Exception as error:
-        why, estimated = f"{untraceable(error)} {OUTLINED}", outline(run, target)
-        return replace(needs(estimated, run, target, libraries), estimate=why)
+        raise NotPredicted(str(error) if isinstance(error, NotTraced) else untraceable(error)) from error
+    needed = (needs(traced, run, target, libraries) for traced in by_rank)
+    most = max(needed, key=attrgetter("device.total"))
+    return replace(most, estimate=COMPILED) if compiled else most
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:

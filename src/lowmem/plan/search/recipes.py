@@ -18,7 +18,7 @@ from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_lines, as_mapping
 from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
-from lowmem.plan.prediction import LEAST_RESERVED, Prediction, needs, predict
+from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, needs, predict
 from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.climb import Climb, Settings
@@ -228,10 +228,7 @@ class _Search:
         except Refused:
             raise
         except Exception as error:
-            raise Refused(
-                f"model.name={run.model.name}: a search needs traces of the model, and {untraceable(error)} Type "
-                "plan=off memory.limit=<bytes> after python train.py to run it under a limit."
-            ) from None
+            raise NotPredicted(untraceable(error)) from None
         need = needs(found, run, self.target, self.libraries)
         return Recipe(overrides, need, self._seconds(run, need), training.changes, traced=bool(found.events))
 

@@ -80,9 +80,13 @@ def gpt2_block_keeps(s, mask):
     return sum(attention) + sum(mlp)
 
 
+def gpt2_state(s):
+    """Two moments in fp32, and of each tensor the number of steps."""
+    return 8 * gpt2_parameters(s) + 4 * (12 * s.L + 4)
+
+
 def gpt2_peak(s, mask=1):
-    parameters, tensors = gpt2_parameters(s), 12 * s.L + 4
-    weights_and_state = 4 * parameters + 8 * parameters + 4 * tensors  # two moments; of each tensor the number of steps
+    weights_and_state = 4 * gpt2_parameters(s) + gpt2_state(s)
     embedding = 8 * s.B * (s.T + 1) + 8 * s.T + mask * s.N * s.H  # tokens and positions (int64); dropout
     final = 2 * 4 * s.N * s.H + 2 * 4 * s.N  # the last norm's input and its numbers per row, and the head's input
     loss = 3 * 4 * s.N * s.V  # log_softmax's result, the gradient that reaches it, and that of the logits, made of both
@@ -183,14 +187,24 @@ def rounding(n):
     return (4 + 4 + 4) * n + (1 + 4 + 1 + 1) * n
 
 
+def llama_shapes(s):
+    """In the order in which they are stepped: matrices, embedding and head, norms."""
+    return [*s.L * llama_matrices(s), (s.V, s.H), (s.V, s.H), *(2 * s.L + 1) * [(s.H,)]]
+
+
+def adafactor_state(s):
+    """Of rows and of columns, or of a norm's elements; an RMS."""
+    return sum(4 * sum(shape) + 4 for shape in llama_shapes(s))
+
+
+def adafactor_step(s, scratch=rounding):
+    """Returns (gradients, scratch) at the peak: every other gradient waits until its parameter is stepped."""
+    sizes = [shape[0] * shape[-1] if len(shape) == 2 else shape[0] for shape in llama_shapes(s)]
+    return max(((2 * sum(sizes[number:]), scratch(size)) for number, size in enumerate(sizes, start=1)), key=sum)
+
+
 def adafactor_peak(s, scratch=rounding):
-    # in the order in which they are stepped: matrices, embedding and head, norms
-    shapes = [*s.L * llama_matrices(s), (s.V, s.H), (s.V, s.H), *(2 * s.L + 1) * [(s.H,)]]
-    sizes = [shape[0] * shape[-1] if len(shape) == 2 else shape[0] for shape in shapes]
-    state = sum(4 * sum(shape) + 4 for shape in shapes)  # of rows and of columns, or of a norm's elements; an RMS
-    # every other gradient waits until its parameter is stepped
-    step = max(2 * sum(sizes[number:]) + scratch(size) for number, size in enumerate(sizes, start=1))
-    return llama_weights(s) + 8 * s.B * (s.T + 1) + state + step
+    return llama_weights(s) + 8 * s.B * (s.T + 1) + adafactor_state(s) + sum(adafactor_step(s, scratch))
 
 
 def test_adafactor_and_weights_rounded_at_random(config):

@@ -5,8 +5,26 @@ import re
 from dataclasses import fields, replace
 
 import pytest
+from test_by_hand import (
+    FEW,
+    GPT2,
+    LLAMA,
+    MASTERS,
+    adafactor_state,
+    adafactor_step,
+    agree,
+    gpt2,
+    gpt2_parameters,
+    gpt2_peak,
+    gpt2_state,
+    llama,
+    llama_backward_peak,
+    llama_shapes,
+    llama_weights,
+)
 
 from lowmem.config import cards
+from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan import column, table
 from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost import allocator
@@ -116,3 +134,66 @@ def test_json_and_table_have_the_same_figures(config):
     said = table.of_prediction(found, CARD)
     assert max(map(len, said.partition("Needs a")[0].splitlines())) <= 80
     assert f"{found.device.total / GIB:.3f}" in said and f"{found.host.total / GIB:.3f}" in said
+
+
+# --- the recipes of test_by_hand.py ---------------------------------------------------------------------------------
+
+LIBRARIES = 100
+BESIDE = {"workspaces": 2 * cards.WORKSPACE, "context": cards.CONTEXT}  # of a card
+
+
+def columns(cfg, target):
+    cfg = cfg.resolved()
+    return needs(trace(cfg, target.on_card), cfg, target, LIBRARIES)
+
+
+def rows_agree(column, **derived):
+    """Whether the rows are those that were derived, to a few scalars, and the others are 0, but for the fragments."""
+    rows = {name: size for name, size in column.rows.items() if name != "fragments"}
+    return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
+
+
+def test_the_columns_of_gpt2(config):
+    found, state = columns(gpt2(config), CARD), gpt2_state(GPT2)
+    weights, kept = (
+        4 * gpt2_parameters(GPT2),
+        gpt2_peak(GPT2) - 4 * gpt2_parameters(GPT2) - state,
+    )
+    assert found.device.phase == "backward"
+    assert rows_agree(found.device, weights=weights, optimizer=state, activations=kept, **BESIDE)
+    assert not rows_agree(found.device, weights=weights, optimizer=state, **BESIDE)  # wrong: a row left out
+    assert found.host.phase == "save"  # the export is a copy in host memory
+    threads = {"threads": found.host.threads, "libraries": LIBRARIES}
+    assert rows_agree(found.host, temporaries=weights, cuda=GIB, **threads)
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_the_columns_of_masters_on_the_host(config, on_card):
+    """On a CPU there is one memory: the host's column has the device's rows too."""
+    found = columns(llama(config, LLAMA, *MASTERS, "optim=adamw"), CARD if on_card else Target(False))
+    parameters = (llama_weights(LLAMA) - 2 * 4 * (LLAMA.D // 2)) // 2
+    tensors = (
+        llama_weights(LLAMA),
+        llama_backward_peak(LLAMA) - llama_weights(LLAMA),
+    )
+    device = dict(zip(("weights", "activations"), tensors, strict=True))
+    sent = {"in_flight": 2 * LLAMA.V * LLAMA.H}  # the largest gradient, on its way to the host
+    assert rows_agree(found.device, **device, **(BESIDE | sent if on_card else {}))
+    state = 8 * parameters + 4 * len(llama_shapes(LLAMA))
+    host = {"masters": 4 * parameters, "optimizer": state, "gradients": 2 * parameters}
+    host |= {"libraries": LIBRARIES, "threads": found.host.threads}
+    host |= {"staging": 2 * SLOTS * SLOT_BYTES, "cuda": GIB, "temporaries": 4 * parameters} if on_card else device
+    assert rows_agree(found.host, **host)
+    assert not rows_agree(replace(found.host, masters=0), **host)  # wrong: a row left out
+
+
+def test_the_column_of_a_step(config):
+    found = columns(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"), CARD)
+    gradients, scratch = adafactor_step(FEW)
+    derived = {
+        "weights": llama_weights(FEW),
+        "optimizer": adafactor_state(FEW),
+        "gradients": gradients,
+    }
+    derived |= {"temporaries": scratch, "activations": 8 * FEW.B * (FEW.T + 1)} | BESIDE
+    assert found.device.phase == "step" and rows_agree(found.device, **derived)

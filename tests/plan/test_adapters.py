@@ -9,10 +9,9 @@ from test_recipes import card
 from test_trace import MODELS, PHASES, SCALARS, measured, traced
 
 import parity
-from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe
 from lowmem.model.trainable import trainable
-from lowmem.plan.prediction import needs, outline
+from lowmem.plan.prediction import needs
 from lowmem.plan.search.candidates import Typed, routes, trainings
 from lowmem.plan.search.extend import Line, extended, line_of
 from lowmem.plan.target import Target
@@ -136,20 +135,6 @@ def test_blocks_of_which_only_some_are_trained_are_of_two_kinds(composer):
     assert line_of(composer("freeze=[*.h.*.mlp.*]")({})) == Line(3, 4, DEPTH - 3)
     assert line_of(composer("freeze=['*.h.[0-3].*']")({})) == Line(5, 6, DEPTH - 5)
     assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # it is traced in full
-
-
-@pytest.mark.parametrize(("line", "precision"), list(product(("adapter=dora", FREEZE), ("bf16-true", "bf16-master"))))
-def test_an_outline_counts_what_is_trained(config, line, precision):
-    """A model that cannot be traced still has weights, gradients and state."""
-    cfg = config(line, f"precision={precision}").resolved()
-    outlined, itself = outline(cfg, Target(on_card=True)), trace(cfg, on_card=True)
-    for field in ("parameters", "trained_parameters", "largest", "largest_trained", "gradients"):
-        if (field, precision) != ("gradients", "bf16-master"):  # which the outline leaves to the host
-            assert getattr(outlined, field) == getattr(itself, field), field
-    assert outlined.weights == pytest.approx(itself.weights, rel=0.01)
-    held: Point = outlined.phases["step"]
-    state = itself.phases["step"].bytes["optimizer"]
-    assert held.bytes["optimizer"] == (pytest.approx(state, rel=0.01) if precision == "bf16-true" else 0)
 
 
 def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):

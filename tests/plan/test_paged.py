@@ -12,7 +12,7 @@ from lowmem.config.cards import Card
 from lowmem.memory.ledger import optimizer_state, paged_state
 from lowmem.plan.column import HostBytes
 from lowmem.plan.host_bytes import BY_HOST, of_host
-from lowmem.plan.prediction import outline, pages_on_host, predict
+from lowmem.plan.prediction import pages_on_host, predict
 from lowmem.plan.target import Target
 from lowmem.plan.tracing import stand_in, trace
 from lowmem.system.units import GIB
@@ -57,14 +57,6 @@ def test_without_a_card_nothing_is_paged(config):
     found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
     assert found[1].device.optimizer > 8 * large(composed(config))
-
-
-def test_an_estimate_knows_it_too(config):
-    cfg = composed(config, "optim=paged_adamw8bit")
-    on_card, beside = outline(cfg, Target(on_card=True)), outline(cfg, Target(on_card=False))
-    assert on_card.paged == 2 * large(cfg) and beside.paged == 0
-    held = [one.phases["evaluation"].bytes["optimizer"] for one in (on_card, beside)]
-    assert held[1] - held[0] == on_card.paged
 
 
 def test_it_is_where_there_is_room():

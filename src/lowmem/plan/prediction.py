@@ -5,32 +5,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
 from lowmem.config.cards import COMMUNICATOR
 from lowmem.config.declarations import choice
 from lowmem.config.settle import Run
-from lowmem.data.opening import source_class
-from lowmem.memory.tracker import Point
-from lowmem.model.blocks import stack_of
-from lowmem.model.loading import describe
-from lowmem.model.trainable import packed, parameters, trainable
-from lowmem.offload.drive import Sizes
 from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
 from lowmem.plan.host_bytes import by_row, host_phases, mapped, of_host
 from lowmem.plan.target import Target
-from lowmem.plan.tracing.as_card import workspaces
 from lowmem.plan.tracing.elsewhere import NotTraced
-from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
 from lowmem.plan.tracing.trace import Trace, trace, untraceable
 from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
 from lowmem.system import process
 from lowmem.system.errors import Refused
-from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
-from lowmem.techniques.optim.build import PAGED_FROM
-from lowmem.training import build
 
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
@@ -257,87 +243,3 @@ def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, le
     # The events lack the scratch of generated code, hence the comparison with the peak.
     smallest = smallest_limit(trace.events, free)
     return max(free.reserved + leaving, device_peak), max(smallest + leaving, device_peak)
-
-
-def outline(run: Run, target: Target) -> Trace:
-    """Estimates a model that cannot be traced: counts weights, gradients and state, divided as the strategy divides
-    them, and the activations of a transformer of the same dimensions."""
-    on_card = target.on_card
-    config = describe(run, plans=True).grown
-    text = config.get_text_config(decoder=True)
-    network = outlined(run, config)
-    every, own = list(network.parameters()), [p for _, p in trainable(network)]
-    sizes, buffers = [p.numel() for p in own], sum(buffer.nbytes for buffer in network.buffers())
-    element = run.product_bytes
-    count, narrow = sum(sizes), element * sum(p.numel() for p in every)
-    on_host = run.masters
-    streamed = [element * sum(p.numel() for p in block.parameters()) for block in stack_of(network) if run.streams]
-    narrow += run.weights.arguments.get("slots", 0) * max(streamed, default=0) - sum(streamed)
-    rate, pageable = state_bytes_per_parameter(build.optimizer(run))
-    paged = round(pageable * sum(n for n in sizes if n >= PAGED_FROM)) if on_card else 0
-    weights = buffers + (narrow if on_host else sum(p.nbytes for p in every))
-    state = round(count * rate) - paged
-    gradients = 0 if on_host else sum(p.nbytes for p in own)
-    rows = source_class(run.data.target).example(run.data.arguments, run.batch_size, 1).input_ids
-    tokens, layers = len(rows) * run.seq_len, getattr(text, "num_hidden_layers", 1)
-    if run.saves_parts:
-        weights, gradients, state = (size // run.devices for size in (weights, gradients, state))
-    feature_bytes = tokens * element
-    boundary = feature_bytes * getattr(text, "hidden_size", 1024)
-    blocks = 1 if run.technique("gradient_checkpointing").saves else layers
-    columns = min(text.vocab_size, run.loss.arguments.get("columns", text.vocab_size))
-    logits = 3 * 4 * min(tokens, run.loss.arguments.get("rows", tokens)) * columns
-    activations = boundary * layers + feature_bytes * _kept_per_token(text) * blocks + logits
-    master = getattr(torch, run.weights_dtype).itemsize
-    host = dict.fromkeys(HOST_CATEGORIES, 0)
-    if on_host:
-        sums = count * (4 if run.accumulates else element)
-        host |= {"masters": count * master, "gradients": sums, "optimizer": state}
-    beside = count * (master - element) + state if run.streams else 0
-    if run.any("offloads"):  # shards wait and are stepped on the host
-        host |= {"weights": weights, "gradients": gradients, "optimizer": state}
-        weights, gradients, state = 0, 0, 0
-
-    def point(phase: str, gradients: int, activations: int) -> Point:
-        by_category = {"weights": weights, "gradients": gradients, "optimizer": 0 if on_host else state}
-        return Point(phase, dict.fromkeys(CATEGORIES, 0) | by_category | {"activations": activations}, host)
-
-    phases = {name: point(name, gradients, activations) for name in ("forward", "backward")}
-    phases |= {"step": point("step", gradients, 0), "evaluation": point("evaluation", 0, boundary + logits)}
-    return Trace(
-        parameters=parameters(network),
-        largest=max(*(p.numel() for p in every), *packed(network)),
-        trained_parameters=count,
-        largest_trained=max(sizes),
-        weights=weights,
-        gradients=gradients,
-        steps_on_host=on_host,
-        phases=phases,
-        paged=paged,
-        workspace=sum(workspaces(run, target.capability)) if on_card else 0,
-        host_bytes=count * master if on_host else 0,
-        streamed=sum(streamed),
-        drive=Sizes(beside, beside, 2 * beside // layers, beside),  # parts of two blocks are in memory
-    )
-
-
-def outlined(run: Run, config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the run's model without memory or numbers, with the same parameters frozen."""
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.loaded_in))
-        build.choose_trained(run, network)
-    return network
-
-
-def _kept_per_token(text: PretrainedConfig) -> int:
-    """Returns the elements that a block keeps for each token, as Korthikanti et al. 2022 count them (arXiv 2205.05198).
-
-    Outside the MLP they are 9 x hidden. Inside an MLP with a gate they are four times its width, for each of a token's
-    experts, plus the input and output of each expert.
-    """
-    hidden = getattr(text, "hidden_size", 1024)
-    sizes = (getattr(text, key, None) for key in ("moe_intermediate_size", "intermediate_size", "n_inner"))
-    width = next((size for size in sizes if isinstance(size, int)), 4 * hidden)
-    used = (getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "top_k"))
-    experts = next((count for count in used if isinstance(count, int)), 0)
-    return 9 * hidden + max(1, experts) * 4 * width + 2 * experts * hidden

@@ -292,9 +292,20 @@ def test_the_tables_of_the_techniques_are_what_was_measured_and_what_is_refused(
     assert pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10  # shipped: no row
 
 
-def test_the_figure_of_the_planner_is_that_of_the_results():
+def test_the_figures_of_the_planner_are_those_of_the_results():
+    from lowmem.plan.cost.machine import COMPUTE, MEMORY
+
     written = re.search(r"Kendall's\s+tau\s+is\s+([\d.]+)\]", docs("planner"))[1]
-    assert f"Kendall's tau {written} " in (RESULTS / "plan_time.md").read_text()
+    results = (RESULTS / "plan_time.md").read_text()
+    assert f"Kendall's tau {written} " in results
+    median, worst = re.search(
+        r"off by a factor of ([\d.]+) in the\s+median and ([\d.]+) at most\]", docs("planner")
+    ).groups()
+    assert f"a factor of {median} (median) and {worst} (worst" in results
+    assert f"{100 * COMPUTE:.0f} % of the products and {100 * MEMORY:.0f} %\nof the bandwidth" in docs("planner")
+    assert (
+        f"fit these times best: {COMPUTE:.2f} of the rate of matrix products, {MEMORY:.2f} of the bandwidth" in results
+    )
 
 
 def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():

@@ -87,6 +87,20 @@ def test_sums_and_steps_of_masters_are_at_the_hosts_pace():
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
+def test_a_slow_update_of_a_cpu_takes_as_long_as_declared():
+    """adam8bit declares 6 times as long as its bytes. Wrong: as if a card's kernel were as slow."""
+    on_host, on_card = cfg("precision=bf16-master", "optim=adam8bit"), cfg("precision=32", "optim=adam8bit")
+    assert step_time.window(card(1.0).host, on_host, shapes(), TAKEN, 1).step == 0.5 + 6 * 3
+    assert step_time.window(card(1e9), on_card, shapes(steps_on_host=False), TAKEN, 1).step == 0.5 + 3
+
+
+@pytest.mark.parametrize(("duplex", "waits"), [(1.0, (5 - 2) + (5 - 4)), (0.5, (5 - 2) + (7.5 - 4))])
+def test_sharded_weights_that_wait_on_the_host_come_for_each_pass(duplex, waits):
+    """20 bytes at 4 a second come for forward, and come for backward while as many bytes of gradients leave."""
+    found = shapes(steps_on_host=False, waits_on_host=True)
+    assert step_time.window(card(4.0, duplex=duplex), cfg("precision=bf16"), found, TAKEN, 1) == (6, waits, 0.5 + 3)
+
+
 # --- weights that come from the host ----------------------------------------------------------------------------------
 
 FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves

@@ -1,5 +1,6 @@
 """Computes the duration of an optimizer step by hand, with everything that overlaps in a run."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 
 from lowmem.config import cards
 from lowmem.config.settle import run_of
+from lowmem.offload.drive import Sizes
 from lowmem.plan.cost import step_time
 from lowmem.plan.cost.machine import COMPUTE, Machine, machine
 from lowmem.plan.cost.step_time import Load, Window
 from lowmem.plan.job import resolved
 from lowmem.plan.tracing.operator_cost import Work
-from lowmem.plan.tracing.trace import Trace
+from lowmem.plan.tracing.traces import WorkTrace
 
 FLOPS = {"float32": 1.0}
 TAKEN = {"forward": 2.0, "backward": 4.0, "sum": 0.0, "step": 0.5, "update": 3.0}
@@ -29,9 +31,11 @@ def card(link, bandwidth=1.0, duplex=1.0, **rates):
 
 
 def shapes(**said):
-    """Returns a trace of 10 parameters, 4 of them in the largest."""
-    sizes = {"parameters": 10, "largest": 4, "trained_parameters": 10, "largest_trained": 4}
-    return Trace(**(sizes | {"weights": 20, "gradients": 20, "steps_on_host": True} | said))
+    """Returns the work of a model of 10 parameters, 4 of them in the largest; nothing streams or leaves the device."""
+    nothing = dict.fromkeys(("trained_in_blocks", "streamed", "outside", "head", "paged", "offloaded"), 0)
+    nothing |= {"waits_on_host": False, "blocks": (0, 0), "drive": Sizes(), "work": Counter(), "sent": Counter()}
+    sizes = {"trained_parameters": 10, "largest_trained": 4, "gradients": 20, "steps_on_host": True}
+    return WorkTrace(**(nothing | sizes | said))
 
 
 def test_on_a_processor_everything_is_one_after_the_other():

@@ -12,7 +12,7 @@ from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.column import DeviceBytes, HostBytes
-from lowmem.plan.tracing.trace import Trace
+from lowmem.plan.tracing.traces import MemoryTrace
 from lowmem.saving.export import FILE_BYTES
 from lowmem.system.units import GIB, MIB
 
@@ -24,7 +24,7 @@ GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its fir
 
 
 def host_phases(
-    trace: Trace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
+    trace: MemoryTrace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
 ) -> dict[str, HostBytes]:
     """Returns the bytes of a process by phase, without pages of weight files.
 
@@ -81,7 +81,7 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _bytes_of_loading(trace: Trace, run: Run, on_card: bool) -> dict[str, int]:
+def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
     """Returns the bytes of weights and masters while a model is loaded, and of the largest tensor of its file."""
     loaded, maps = _reading(run)
     read = 0 if maps and (_packs(run) or run.widens_as_sent) else trace.parameters * loaded
@@ -99,13 +99,13 @@ def _bytes_of_loading(trace: Trace, run: Run, on_card: bool) -> dict[str, int]:
     return largest | load | ({} if run.drive_folder is None else {"staging": trace.drive.room})
 
 
-def _kept_on_host(trace: Trace, on_card: bool) -> dict[str, int]:
+def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
     """None of these weights is on the device yet, and they are split into masters one at a time."""
     waiting = trace.streamed + trace.outside
     return {"weights": waiting + (trace.weights if on_card else 0), "masters": trace.host_bytes - waiting}
 
 
-def _masters_and(weights: int, trace: Trace, run: Run, on_card: bool) -> dict[str, int]:
+def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
     """On a CPU weights are loaded where they stay, and frozen ones are narrowed there."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
@@ -133,7 +133,7 @@ def _reading(run: Run) -> tuple[int, bool]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _bytes_after_loading(trace: Trace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
+def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
     """Returns the bytes of tensors of each phase after loading."""
     traced = {name: _rows(trace, run, point) for name, point in trace.phases.items()}
     for name in ("forward", "backward", "step"):
@@ -149,7 +149,7 @@ def _bytes_after_loading(trace: Trace, run: Run, on_card: bool) -> dict[str, dic
     }
 
 
-def _rows(trace: Trace, run: Run, point: Point) -> dict[str, int]:
+def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
     """Returns the host bytes of a point by row of the column, without what is on a drive."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
@@ -161,7 +161,7 @@ def _rows(trace: Trace, run: Run, point: Point) -> dict[str, int]:
     return sizes | {"staging": drive.room}
 
 
-def _copies(run: Run, trace: Trace) -> int:
+def _copies(run: Run, trace: MemoryTrace) -> int:
     """Returns the bytes of copies that are saved: a checkpoint's tensors are copied one after the other, and an
     export's file by file."""
     size = getattr(torch, run.weights_dtype).itemsize
@@ -170,7 +170,7 @@ def _copies(run: Run, trace: Trace) -> int:
     return max(trace.largest * size, min(FILE_BYTES, exported * size))
 
 
-def _merged(run: Run, trace: Trace, on_card: bool) -> int:
+def _merged(run: Run, trace: MemoryTrace, on_card: bool) -> int:
     """Returns the bytes of host memory that a model takes when an adapter is merged into it: the model comes from the
     card, and a base stored in fewer bits grows."""
     if not run.merge:

@@ -13,7 +13,8 @@ from lowmem.plan.cost.allocator import Allocator, replay, smallest_limit
 from lowmem.plan.host_bytes import by_row, host_phases, mapped, of_host
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.elsewhere import NotTraced
-from lowmem.plan.tracing.trace import Trace, trace, untraceable
+from lowmem.plan.tracing.trace import trace, untraceable
+from lowmem.plan.tracing.traces import Trace
 from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
 from lowmem.system import process
 from lowmem.system.errors import Refused

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lowmem.config.cards import Link
 from lowmem.config.settle import Run
 from lowmem.plan.cost.machine import COMPUTE, Machine
-from lowmem.plan.tracing.trace import Trace
+from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
@@ -60,12 +60,12 @@ class Load(NamedTuple):
         return max(*self, self.up + (1 - link.duplex) * self.down)
 
 
-def of_trace(machine: Machine, run: Run, trace: Trace, node: int = NODE) -> Window:
+def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> Window:
     """Returns the seconds of a window. Args: node: devices per node."""
     return window(machine, run, trace, seconds(machine, trace), run.windows.largest, node)
 
 
-def seconds(machine: Machine, trace: Trace) -> dict[str, float]:
+def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
     """Returns the seconds of a trace's operators by phase, each counted on the side where it runs."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
@@ -75,7 +75,7 @@ def seconds(machine: Machine, trace: Trace) -> dict[str, float]:
 
 
 def window(
-    machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], micro_batches: int, node: int = NODE
+    machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int, node: int = NODE
 ) -> Window:
     """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
     micro-batch, or of the full window if its micro-batches overlap."""
@@ -90,7 +90,7 @@ def window(
 
 
 def _passes(
-    machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], micro_batches: int
+    machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int
 ) -> tuple[Load, Load]:
     """Returns the loads of a forward and of a backward pass."""
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
@@ -106,7 +106,7 @@ def _passes(
     return forward._replace(drive=read * trace.streamed), backward._replace(drive=read * again)
 
 
-def _step(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], passes: tuple[Load, Load]) -> float:
+def _step(machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], passes: tuple[Load, Load]) -> float:
     """Returns the seconds of norm and update that no pass hides."""
     norm, update, link = taken["step"], taken["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
@@ -125,7 +125,7 @@ def _step(machine: Machine, run: Run, trace: Trace, taken: Mapping[str, float], 
     return max(exposed, beyond) + (0.0 if run.early else norm)
 
 
-def _gradients(run: Run, trace: Trace, micro_batches: int) -> int:
+def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
     """Returns the bytes of gradients that leave in a backward pass. If the micro-batches of a window pass through a
     block together, its gradients leave once, as sums in fp32."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks

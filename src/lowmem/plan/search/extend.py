@@ -29,7 +29,8 @@ from lowmem.model.loading import describe
 from lowmem.model.trainable import parameters, trainable
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.recorder import of_phases
-from lowmem.plan.tracing.trace import Trace, of_depth, quietly, trace
+from lowmem.plan.tracing.trace import of_depth, quietly, trace
+from lowmem.plan.tracing.traces import Trace
 from lowmem.training import build
 
 FEWEST = 3  # blocks: the fewest that have one between the first and the last

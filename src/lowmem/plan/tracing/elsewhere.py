@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 from lowmem.config.settle import Run
-from lowmem.plan.tracing.trace import Trace, trace
+from lowmem.plan.tracing.trace import trace
+from lowmem.plan.tracing.traces import Trace
 from lowmem.system.errors import Refused
 from lowmem.system.without_gc import undisturbed
 

@@ -159,3 +159,9 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
     top = max(point.total for point in tracker.timeline())
     state = [owned.bytes for owned in ledger.storages().values() if owned.owner.category == "optimizer"]
     return state, top - sum(ledger.bytes().values()), sum(t.nbytes for t in pageable(optimizer))
+
+
+def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
+    """Returns the state's (bytes, pageable bytes) per parameter of a large matrix, counted after real steps."""
+    state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
+    return sum(state) / SIDE**2, leaves / SIDE**2

@@ -16,10 +16,8 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 from pathlib import Path
 from unittest.mock import patch
@@ -38,7 +36,6 @@ from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.data.opening import source_class
 from lowmem.data.packing import with_positions
 from lowmem.memory.ledger import plain_tensors, weights
-from lowmem.memory.tracker import Point
 from lowmem.model import document_attention
 from lowmem.model import loading as model
 from lowmem.model.blocks import stack_of
@@ -50,11 +47,11 @@ from lowmem.offload.micro_batches import Generators
 from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
-from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.recorder import Recorder, by_place, of_phases
 from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
-from lowmem.plan.tracing.traffic import EARLIER, Sent
+from lowmem.plan.tracing.traces import Trace
+from lowmem.plan.tracing.traffic import EARLIER
 from lowmem.step.optimizer import WindowOptimizer
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.techniques.optim.build import MakeOptimizer
@@ -98,50 +95,6 @@ def _raised_by_a_model(error: Exception) -> bool:
 
 def _of_python(file: Path) -> bool:
     return PYTHON in file.parents and "site-packages" not in file.parts
-
-
-@dataclass
-class Trace:
-    """Holds the memory and the work of one window and one evaluation."""
-
-    parameters: int
-    largest: int  # elements of the largest parameter
-    trained_parameters: int  # parameters that require a gradient
-    largest_trained: int  # elements of the largest of these
-    weights: int  # bytes on the device
-    gradients: int  # bytes of all gradients, as backward computes them
-    steps_on_host: bool  # the optimizer steps on the host, while the weights are on the device
-    waits_on_host: bool = False  # weights, gradients and state wait on the host
-    trained_in_blocks: int = 0  # those of the trained parameters that blocks have
-    unseen: int = 0  # bytes of scratch inside the operators of a step, which the tracker does not see
-    generated: bool = False  # torch.compile generates the step
-    paged: int = 0  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
-    blocks: tuple[int, int] = (0, 0)  # (number of blocks, bytes of the largest on the device)
-    host_bytes: int = 0  # bytes of weights and masters in host memory
-    streamed: int = 0  # bytes of the blocks' weights that come from the host for each pass
-    outside: int = 0  # bytes of weights outside the blocks that wait on the host too
-    head: int = 0  # bytes of `outside` that come for each pass, in tiles
-    leaves: int = 0  # bytes of the largest gradient that leaves at once
-    ahead: int = 0  # bytes of gradients that may wait on the device for the link
-    drive: Sizes = field(
-        default_factory=Sizes
-    )  # of masters and state, if weights stream: what weights.drive would have them take
-    phases: dict[str, Point] = field(default_factory=dict)  # the highest point of each phase
-    # Device events, (serial, bytes): + born, - died. Those of a window begin with the tensors that exist before it; for
-    # a card they begin with the run's first window, see `from_the_start`.
-    events: list[tuple[Hashable, int]] = field(default_factory=list)
-    workspace: int = 0  # bytes of cuBLAS on a card, which the tracker does not see
-    # (phase, an operator's work) -> how often. Phases of a micro-batch: forward, backward, sum (the host sums its
-    # gradients) and travel (weights are copied for it). Phases of a window: step (all work on gradients before they are
-    # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
-    work: Counter[tuple[str, Work]] = field(default_factory=Counter)
-    sent: Counter[tuple[str, Sent]] = field(default_factory=Counter)  # (phase, exchange between devices) -> bytes
-    offloaded: int = 0  # bytes of activations in host memory
-    rounding: int = 0  # bytes by which these grow in pinned memory, which is allocated in powers of two
-    places: dict[str, Point] = field(default_factory=dict)  # the highest point at each place of a pass
-    advice: str | None = None  # set if attention takes the math kernel
-    estimate: str | None = None  # why the trace is only an estimate
-    neediest: tuple[int, ...] = (0,)  # ranks worth tracing: no other needs more memory than the worst of these
 
 
 def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:

@@ -287,6 +287,7 @@ class PlanKeys(Keys):
     ram: Room
     drive: DriveSpace
     search: Switch
+    longest: _words("seq_len, batch_size, model or null", Literal["seq_len", "batch_size", "model"] | None)
     node: Count
     rows: Count
 

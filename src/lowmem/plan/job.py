@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lowmem.model import loading
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.search.candidates import Typed
+from lowmem.plan.search.longest import answers
 from lowmem.plan.search.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
 from lowmem.system import process
@@ -24,7 +25,7 @@ from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
 # keys of plan.py that train.py's command does not need
-OURS = ("gpu", "ram", "drive", "search", "rows", "node", "may_change")
+OURS = ("gpu", "ram", "drive", "search", "longest", "rows", "node", "may_change")
 
 
 def plan(
@@ -58,10 +59,19 @@ def plan(
         ram = process.available_bytes()
     target = Target(on_card, card, ram, run.node, drives.space(run.drive, run.drive_folder))
     typed, gpu_lines = without(OURS, typed), [line for line in typed if key(line) == "gpu"]
-    if run.search:
+
+    def plan_of(lines: Sequence[str]) -> Plan:
+        asked = replaced(typed, as_mapping(lines))
+        this = resolved(shared(run_of([*asked, *gpu_lines], "plan"), asked), on_card)
+        loading.check_architecture(this)
         changeable = run.may_change and run.may_change.split(",")
-        typed_run = Typed(run, typed, partial(_composed, [*typed, *gpu_lines], on_card=on_card), changeable)
-        searched = search(typed_run, target)
+        return search(Typed(this, asked, partial(_composed, [*asked, *gpu_lines], on_card=on_card), changeable), target)
+
+    question = run.longest or ("model" if run.gpu and not typed else None)
+    if run.search and question:
+        text, content = "", _answered(question, plan_of)
+    elif run.search:
+        searched = plan_of([])
         print(table.command(typed, searched.chosen) if searched.chosen else folded(table.nothing_fits(searched)))
         text, content = f"\n{table.of_plan(searched, run.rows)}", _as_dict(searched, typed)
         if searched.chosen is None and any(line.startswith("model=") for line in typed):
@@ -80,6 +90,21 @@ def plan(
     print(folded(text))
     print(f"\nplanned in {content['seconds']:.1f} s; {output_dir / 'plan.json'} has all figures")
     return content
+
+
+def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
+    """Prints each answer as it is found, and then the command of the last one that fits. Returns what plan.json holds:
+    `chosen`, and `recipes`, the best of each value."""
+    chosen, recipes = None, []
+    print(table.ANSWERS)
+    for line, found in answers(question, plan_of):
+        print(table.of_answer(line, found), flush=True)
+        if isinstance(found, Plan):
+            recipes += _as_dict(found, found.typed.lines)["recipes"][:1]
+            chosen = found if found.chosen else chosen
+    if chosen is not None:
+        print(f"\n{table.command(chosen.typed.lines, chosen.chosen)}")
+    return {"chosen": chosen and replaced(chosen.typed.lines, as_mapping(chosen.chosen.overrides)), "recipes": recipes}
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:

@@ -27,6 +27,19 @@ def command(typed: Sequence[str], recipe: Recipe) -> str:
     return shlex.join([*program, "train.py", *replaced(typed, as_mapping(recipe.overrides))])
 
 
+ANSWERS = f"{'':<28}{'device':>8}{'host':>8}  GiB, with the fastest recipe that fits"
+
+
+def of_answer(line: str, found: Plan | str) -> str:
+    """Formats an answer of `longest=`. Args: line: what was tried; found: the plan with it, or why it is refused."""
+    if isinstance(found, str):
+        return f"{line:<28}{'-':>8}{'-':>8}  {found.partition(': ')[2] or found}"
+    recipe = found.recipes[0]
+    need, words = recipe.prediction, " ".join(recipe.overrides) or "as typed"
+    fits = "" if found.chosen else "nothing fits; the smallest: "
+    return f"{line:<28}{need.device.total / GIB:>8.2f}{need.host.total / GIB:>8.1f}  {fits}{words}"
+
+
 def of_plan(plan: Plan, rows: int) -> str:
     """Lists the recipes under headings that say what they change: each with its figures, and with the overrides to type
     after those of the heading."""

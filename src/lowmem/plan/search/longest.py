@@ -1,0 +1,61 @@
+"""Answers how far a card reaches: the longest sequence, the largest micro-batch, or the models of conf/model that fit.
+
+Each answer is a search of its own, so it comes with the recipe that fits. Lengths and micro-batches are tried as powers
+of two while a recipe fits, and then between the last that fits and the first that does not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lowmem.config.settle import run_of
+from lowmem.config.typed_lines import CONF
+from lowmem.plan.search.extend import network
+from lowmem.plan.search.recipes import Plan
+from lowmem.system.errors import Refused
+
+QUESTIONS = ("seq_len", "batch_size", "model")
+FIRST = {"seq_len": 256, "batch_size": 1}
+# A micro-batch is the whole optimizer step: with accumulation every size would fit that its micro-batches do.
+BESIDE = {"batch_size": ["accumulation=none"]}
+HALVINGS = 2  # of the distance between the last number that fits and the first that does not
+HOPELESS = 1 << 24  # no card reaches it
+
+PlanOf = Callable[[Sequence[str]], Plan]  # lines to type instead of those of the same key -> the search
+
+
+def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
+    """Yields (a line such as seq_len=4096, the plan with it, or why it is refused). Args: question: of `QUESTIONS`."""
+    if question == "model":
+        yield from _models(plan_of)
+        return
+
+    def planned(number: int) -> Plan | str:
+        try:
+            return plan_of([f"{question}={number}", *BESIDE.get(question, [])])
+        except Refused as error:  # more tokens than the model has positions
+            return str(error)
+
+    fits, fails = 0, FIRST[question]
+    while fails < HOPELESS:
+        yield f"{question}={fails}", (found := planned(fails))
+        if not _fits(found):
+            break
+        fits, fails = fails, 2 * fails
+    for _ in range(HALVINGS if fits else 0):
+        if (middle := (fits + fails) // 2) in (fits, fails):
+            return
+        yield f"{question}={middle}", (found := planned(middle))
+        fits, fails = (middle, fails) if _fits(found) else (fits, middle)
+
+
+def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
+    names = sorted(yaml.stem for yaml in (CONF / "model").glob("*.yaml") if yaml.stem != "hf")
+    sizes = {name: network(run_of([f"model={name}", "device=cpu"]).resolved()).parameters for name in names}
+    for name in sorted(names, key=sizes.get):
+        try:
+            yield f"model={name}", plan_of([f"model={name}"])
+        except Refused as error:  # freeze= or adapter.target= name what only some models have
+            yield f"model={name}", str(error)
+
+
+def _fits(found: Plan | str) -> bool:
+    return isinstance(found, Plan) and found.chosen is not None

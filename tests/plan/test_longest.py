@@ -1,0 +1,79 @@
+"""plan.py longest=: the largest value with which a recipe fits, and the recipe of each that was tried."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_job import TINY, planned  # noqa: F401
+
+from lowmem.plan.search import longest
+from lowmem.plan.search.longest import answers
+from lowmem.plan.search.recipes import Plan
+from lowmem.system.errors import Refused
+
+
+class Made(Plan):
+    """A plan that fits, or none does."""
+
+    def __init__(self, fits):
+        object.__setattr__(self, "fits_", fits)
+
+    chosen = property(lambda self: self.fits_ or None)
+
+
+def tried(question, most, positions=10**9):
+    asked = []
+
+    def plan_of(lines):
+        asked.append(lines)
+        number = int(lines[0].partition("=")[2])
+        if number > positions:
+            raise Refused(f"seq_len={number}: too many")
+        return Made(number <= most)
+
+    found = list(answers(question, plan_of))
+    return [int(line.partition("=")[2]) for line, _ in found], [longest._fits(answer) for _, answer in found], asked
+
+
+@pytest.mark.parametrize(
+    ("most", "numbers"),
+    [
+        (1000, [256, 512, 1024, 768, 896]),
+        (700, [256, 512, 1024, 768, 640]),
+        (512, [256, 512, 1024, 768, 640]),
+        (200, [256]),  # nothing between 0 and the first
+    ],
+)
+def test_powers_of_two_and_then_two_finer_steps(most, numbers):
+    found, fits, _ = tried("seq_len", most)
+    assert found == numbers and fits == [number <= most for number in numbers]
+
+
+def test_more_tokens_than_positions_end_the_powers():
+    found, fits, _ = tried("seq_len", 10**9, positions=1024)
+    assert found == [256, 512, 1024, 2048, 1536, 1280] and fits == [True] * 3 + [False] * 3
+
+
+def test_a_micro_batch_is_the_whole_step():
+    found, _, asked = tried("batch_size", 3)
+    assert found == [1, 2, 4, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
+
+
+def test_models_are_asked_from_the_smallest_on(monkeypatch):
+    sizes = {"tiny": 3, "gpt2": 2, "smollm2-135m": 1}
+    monkeypatch.setattr(longest, "run_of", lambda lines: SimpleNamespace(resolved=lambda: lines[0].split("=")[1]))
+    monkeypatch.setattr(longest, "network", lambda name: SimpleNamespace(parameters=sizes.get(name, 10)))
+    lines = [line for line, _ in answers("model", lambda lines: Made(fits=True))]
+    assert lines[:3] == ["model=smollm2-135m", "model=gpt2", "model=tiny"]
+    assert len(lines) > 10 and "model=hf" not in lines
+
+
+@pytest.mark.seam
+def test_the_longest_sequence_is_printed_with_its_recipe(planned):  # noqa: F811
+    code, said, written = planned(
+        *("gpu=1GiB", "ram=64GiB", "longest=seq_len", *TINY, "model.architecture.n_positions=512"),
+        *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),
+    )
+    assert code == 0, said
+    assert "seq_len=256" in said and "seq_len=512" in said and "supports sequences of up to 512 tokens" in said
+    assert written["chosen"][-1:] == ["seq_len=512"] and len(written["recipes"]) == 2
+    assert "python train.py" in said and said.index("seq_len=512") < said.index("python train.py")

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.runner import RESULTS, measure, medians, write
+from lowmem.plan.cost.machine import COMPUTE, MEMORY
 from lowmem.system.units import GIB
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ def table(results: dict) -> str:
         "micro-batch of `batch_size` sequences of 2,048 tokens. *card GiB* is the size of the smallest card that the "
         "recipe works on, CUDA context included. *host GiB* is the peak resident memory of the process.",
         "",
-        "Times are counted: operations and bytes at the rates that conf/gpu.yaml has of each card. A run takes longer, "
-        "because kernels do not always reach these rates.",
+        f"Times are counted: operations at {COMPUTE:.0%} of the products and bytes at {MEMORY:.0%} of the bandwidth "
+        "that conf/gpu.yaml has of each card. [These shares](plan_time.md) were fitted on a CPU, not on a card.",
         "",
         "Assumptions: two cores of the host run the optimizer of masters, in the time that [was measured on an AMD "
         "EPYC](host_optimizer.md). A drive reads 3.5 GB/s and writes 1.5 GB/s. A card with a bare size is as fast as "

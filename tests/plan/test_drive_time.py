@@ -51,7 +51,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     monkeypatch.setattr(SwapFiles, "_memory", watched)
     typed = [*RUN, f"precision={precision}", f"optim={optim}", f"weights.drive={tmp_path}/drive"]
     typed += [f"weights.drive_holds={holds}"]
-    _, folder = fit(*typed)
+    summary, folder = fit(*typed)
     weights, resting = ended[-1], measured(folder)["evaluation"]["host_tensor_bytes"]
     on_drive = weights._on_drive
     every = [*on_drive._masters._every, *on_drive._weights._every]
@@ -70,6 +70,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
         sum(swap_file._file.size for swap_file in on_drive._weights._every),
     )
     assert (traced.drive.masters == 0) == (precision == "bf16-sr") and (traced.drive.weights > 0) == (holds == "all")
+    assert summary["measured"]["drive"]["total"] == summary["drive"]["bytes"] == traced.drive.tensors
     assert 0.95 * traced.drive.room < room <= traced.drive.room  # as if all parts were as large as the largest
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))

@@ -28,7 +28,7 @@ FORMS = [
     rf"(parameters|optimizer steps|tokens|train loss|validation loss|perplexity|bits per byte|tokens/s) +{NUMBER}",
     r"optimizer                 [\w.]+",
     rf"(seconds per step) +({NUMBER}|-)",
-    rf"(peak device memory|  weights|  gradients|  optimizer|  activations|  other) +{BYTES}",
+    rf"(peak device memory|  weights|  gradients|  optimizer state|  activations|  temporaries) +{BYTES}",
     rf"peak host memory +{BYTES} \({BYTES} before the model was loaded\)",
     r"predicted / measured +",
     rf"  (load|forward|backward|step|evaluation|save) +((device|host) [\d.]+ / {BYTES}(, )?)+",

@@ -174,7 +174,8 @@ class _Search:
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
-                best = self._with_resident_blocks(best)
+                self._add_resident_blocks(best)
+                best = self._best()
             if self._fits_in_full(best):
                 return True
         return False
@@ -195,6 +196,9 @@ class _Search:
         best = None
         for route in ways:
             best = self._climb(route).fastest(best) or best
+        return self._best()
+
+    def _best(self) -> Recipe | None:
         fitting = [recipe for recipe in self.tried.values() if recipe.prediction.fits(self.target)]
         return _best_first(fitting)[0] if fitting else None
 
@@ -238,21 +242,19 @@ class _Search:
             seconds += need.paged_on_host * (1 / link.up + 1 / link.down)
         return seconds
 
-    def _with_resident_blocks(self, recipe: Recipe) -> Recipe:
-        """Returns the recipe with as many of the streamed blocks resident on the card as fit."""
+    def _add_resident_blocks(self, recipe: Recipe) -> None:
+        """Tries the recipe with as many of the streamed blocks resident on the card as fit."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
+        if memory is None or RESIDENT in self.typed.values:
+            return
         depth, _ = recipe.prediction.trace.blocks
-        most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
-        if memory is None or RESIDENT in self.typed.values or most < 1:
-            return recipe
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
+        most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
-        if count < 1 or overrides in self.tried:
-            return recipe
-        need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
-        self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
-        return self.tried[overrides] if need.fits(self.target) else recipe
+        if count > 0 and overrides not in self.tried:
+            need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
+            self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
         """Traces a recipe at full depth, and returns whether it fits."""

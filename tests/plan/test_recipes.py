@@ -320,8 +320,9 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
     lines = ("device=cpu", "precision=bf16", "optim=adamw", "loss=full")
     asked = typed(*SHAPE, *lines, may_change=[])
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
-    (whole,) = recipes.search(asked, Target(True, card(2**40), 2**40)).recipes
-    assert whole.traced and whole.overrides == ()  # everything fits: nothing else is looked at
+    plan = recipes.search(asked, Target(True, card(2**40), 2**40))
+    whole = plan.chosen
+    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # and the smallest
     some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device.total)), 2**40))
     fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and sum(fits) < len(fits)

@@ -388,7 +388,6 @@ PUBLIC_ALL_THE_SAME = {
     "_record_memory_history": "torch's notes on CUDA memory",
     "_dump_snapshot": "torch's notes on CUDA memory",
     "_asdict": "of a named tuple: Python's own",
-    "_fields": "of a named tuple: Python's own",
     "_replace": "of a named tuple: Python's own",
     "torch.utils._pytree": "a logger's name",
 }

@@ -11,7 +11,7 @@ from hydra.errors import ConfigCompositionException
 
 from lowmem.config.accumulation import divisors
 from lowmem.config.cards import Card
-from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, techniques
+from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, choice, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
@@ -23,6 +23,8 @@ RESIDENT = "weights.resident_blocks"  # override: blocks that stay on the device
 ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
 DRIVE = "weights.drive"  # override: a folder for masters and optimizer state of blocks whose weights stream
 DRIVE_HOLDS = "weights.drive_holds"  # override: what is there
+
+WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: the micro-batches of a step
 
 Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
 MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the sequences of an optimizer step
@@ -56,7 +58,11 @@ class Typed:
 
     def config(self, recipe: Mapping[str, str]) -> Run:
         """Composes the run of a recipe, once: it takes a tenth of a second. Groups that stand alone are composed
-        separately and then inserted."""
+        separately and then inserted, and so is a window of a fixed number of micro-batches."""
+        if recipe.get("accumulation") == "fixed" and recipe.keys() >= WINDOW:
+            run = self.config({key: value for key, value in recipe.items() if key not in WINDOW})
+            batches = choice("accumulation", "fixed") | {"batches": int(recipe["accumulation.batches"])}
+            return run.knowing(batch_size=int(recipe["batch_size"])).replacing("accumulation", batches)
         within = {key.split(".")[0] for key in recipe if "." in key}
         groups = {
             group: recipe[group] for group in recipe if group not in within and stands_alone(group, recipe[group])

@@ -92,7 +92,7 @@ def beyond(near: T, far: T, steps: float) -> T:
         }
         return replace(near, **values)
     values = (beyond(one, other, steps) for one, other in zip(near, far, strict=True))
-    return type(near)(*values) if hasattr(near, "_fields") else type(near)(values)
+    return tuple(values) if type(near) is tuple else type(near)(*values)  # else a named tuple
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:

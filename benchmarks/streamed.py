@@ -343,6 +343,7 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 def counted(micro_batches: int) -> dict:
     """Returns the bytes that are copied each way in the last of three accumulation windows."""
+    from lowmem.offload import master_weights
     from lowmem.offload.copy_lanes import AtOnceLane
     from lowmem.offload.link import StagedLink
     from lowmem.training import watchers
@@ -368,16 +369,16 @@ def counted(micro_batches: int) -> dict:
     class Watching(watchers.Stop):
         def setup(self, trainer, module, stage) -> None:
             module.weights.lane = lane
-            trainer.precision_plugin.link = StagedLink(lane)
 
         def on_train_batch_start(self, *_) -> None:
             lane.bytes = dict.fromkeys(lane.bytes, 0)
 
         def on_train_end(self, trainer, module) -> None:
-            trainer.precision_plugin.arrived()
+            module.arrived()
             self.seen = dict(lane.bytes)
 
     watchers.Stop = Watching
+    master_weights.link_to = lambda _: StagedLink(lane)
     window = ["accumulation=fixed", f"accumulation.batches={micro_batches}"]
     with running([*SMALL, STREAMED, *window, "+trainer.limit_val_batches=0"]) as run:
         host_blocks = run.module.weights.host_blocks

@@ -115,7 +115,7 @@ def composer(config):
 def test_a_recipe_with_an_adapter_is_extended_to_what_is_traced(composer, line, precision):
     recipe = {"precision": precision, "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     run = composer(line)(recipe | {"batch_size": "4"})
-    found, full = extended(run, Target(on_card=True)), replace(trace(run, on_card=True), events=[])
+    found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
     short, exact = (needs(one, run, Target(on_card=True), 0) for one in (found, full))
     for phase, need in exact.phases.items():
         assert short.phases[phase].device == pytest.approx(need.device, rel=0.01), phase

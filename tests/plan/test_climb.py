@@ -1,11 +1,12 @@
 """The climb finds the fastest settings that fit in made-up tables, and looks at few of them."""
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
-from lowmem.plan.search.climb import Climb, Fitting, Settings
+from lowmem.plan.search.climb import Climb, Settings
 
 CHECKPOINTINGS = {"none": (100, 1.0), "selective": (50, 1.1), "every_layer": (10, 1.3)}  # bytes per sequence, slowness
 LOSSES = {"full": (40, 0.0), "chunked": (2, 0.2), "tiled": (1, 0.5)}  # bytes per sequence, more seconds
@@ -26,14 +27,14 @@ def made(settings, per_micro_batch=PER_MICRO_BATCH):
     return Made(10 + size * (of_block + of_loss), 8 * slowness + more + per_micro_batch * 8 / size)
 
 
-def climbed(room, per_micro_batch=PER_MICRO_BATCH, known=None):
+def climbed(room, per_micro_batch=PER_MICRO_BATCH, than=math.inf):
     looked = {}
 
     def look(settings):
         return looked.setdefault(settings, made(settings, per_micro_batch))
 
     climb = Climb([*CHECKPOINTINGS], [*LOSSES], len(SIZES) - 1, look, lambda recipe: recipe.bytes <= room)
-    return climb.fastest(known), looked
+    return climb.fastest(than), looked
 
 
 def every(room, per_micro_batch=PER_MICRO_BATCH):
@@ -62,12 +63,21 @@ def test_nothing_is_found_where_nothing_fits():
     assert Settings("every_layer", "tiled", 3) in looked  # also with the smallest of all
 
 
-def test_what_is_known_of_another_route_saves_looks():
-    """The same settings are slower here: nothing else is looked at. They are faster: they are taken."""
-    settings = Settings("selective", "chunked", 3)
-    slower, looked = climbed(70, known=Fitting(settings, Made(60, 1.0)))
+def test_a_route_is_left_only_if_its_fastest_settings_are_too_slow():
+    """A route that is slower at the settings of another may fit with faster ones."""
+    fastest = made(Settings("none", "full", 0)).seconds
+    slower, looked = climbed(70, than=fastest)
     assert slower is None and len(looked) == 1
-    faster, looked = climbed(70, known=Fitting(settings, Made(60, 100.0)))
-    assert faster.settings == settings and len(looked) == 1
-    other, looked = climbed(30, known=Fitting(settings, Made(60, 100.0)))  # they do not fit here
-    assert other.settings == Settings("every_layer", "chunked", 3) and len(looked) > 1
+    found, _ = climbed(70)
+    assert climbed(70, than=found.recipe.seconds)[0] is None
+    assert climbed(70, than=found.recipe.seconds + 0.01)[0] == found
+
+
+def test_settings_that_are_refused_are_not_the_ones_of_least_memory():
+    def look(settings):
+        refused = settings.loss == "tiled" or settings[:2] == ("every_layer", "chunked")
+        return None if refused else made(settings)
+
+    climb = Climb([*CHECKPOINTINGS], [*LOSSES], len(SIZES) - 1, look, lambda recipe: True)
+    assert climb.of_least_memory() == made(Settings("selective", "chunked", 3))
+    assert Climb(["none"], ["full"], 0, lambda _: None, lambda recipe: True).of_least_memory() is None

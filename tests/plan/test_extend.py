@@ -63,7 +63,7 @@ def rates():
 def test_an_extended_recipe_is_the_one_that_is_traced(composed, words):
     """Within 1 %: places whose highest operator changes with the depth, and scalars that are rounded to 512 bytes."""
     run = composed(words)
-    found, full = extended(run, ON_CARD), replace(trace(run, on_card=True), events=[])  # an extended one has none
+    found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])  # an extended one has none
     card = rates()
     assert of_trace(card, run, found).seconds == pytest.approx(of_trace(card, run, full).seconds, rel=0.01)
     short, exact = (needs(one, run, ON_CARD, 0) for one in (found, full))
@@ -82,7 +82,7 @@ def test_an_extension_to_another_depth_differs_from_the_trace(composed, monkeypa
     run = composed(RECIPES[0])
     exact = needs(replace(trace(run, on_card=True), events=[]), run, ON_CARD, 0).phases
     monkeypatch.setattr(extend, "line_of", lambda run: Line(3, 4, DEPTH - 4))
-    short = needs(extended(run, ON_CARD), run, ON_CARD, 0).phases
+    short = needs(extended(run, on_card=True), run, ON_CARD, 0).phases
     assert short["backward"].device != pytest.approx(exact["backward"].device, rel=0.01)
 
 
@@ -136,7 +136,7 @@ def test_beyond_follows_a_line_in_every_field():
 def test_recipes_whose_segments_depend_on_the_depth_are_traced_in_full(composed, words):
     assert line_of(composed(f"{words} batch_size=1")) is None
     assert line_of(composed("gradient_checkpointing=every_layer batch_size=1")) == Line(3, 4, DEPTH - 3)
-    assert extended(composed(f"{words} batch_size=1"), ON_CARD).events
+    assert extended(composed(f"{words} batch_size=1"), on_card=True).events
 
 
 def test_frozen_blocks_are_of_another_kind(composed):
@@ -170,6 +170,6 @@ def test_kinds_of_blocks_that_take_turns_are_extended_by_turns(config, monkeypat
     run, right = taking_turns(config, depth), depth % 2 == line.near % 2
     assert (line_of(run) == line) == right
     monkeypatch.setattr(extend, "line_of", lambda run: line)
-    found, full = extended(run, ON_CARD), trace(run, on_card=True)
+    found, full = extended(run, on_card=True), trace(run, on_card=True)
     both = [one.phases["backward"].bytes for one in (found, full)]
     assert (both[0]["activations"] == pytest.approx(both[1]["activations"], rel=0.002)) == right

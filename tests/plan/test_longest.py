@@ -6,7 +6,7 @@ import pytest
 from test_job import TINY, planned  # noqa: F401
 
 from lowmem.plan.search import longest
-from lowmem.plan.search.longest import answers
+from lowmem.plan.search.longest import answers, kept
 from lowmem.plan.search.recipes import Plan
 from lowmem.system.errors import Refused
 
@@ -56,6 +56,36 @@ def test_more_tokens_than_positions_end_the_powers():
 def test_a_micro_batch_is_the_whole_step():
     found, _, asked = tried("batch_size", 3)
     assert found == [1, 2, 4, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
+
+
+@pytest.mark.parametrize(
+    ("question", "left"),
+    [
+        ("seq_len", ["accumulation.size=8", "model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]),
+        ("batch_size", ["model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]),
+        ("model", ["accumulation.size=8", "lr=1"]),
+    ],
+)
+def test_lines_that_an_answer_replaces_are_left_out(question, left):
+    typed = ["accumulation.size=8", "model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]
+    assert kept(question, typed) == left
+
+
+@pytest.mark.seam
+def test_an_answer_needs_a_search(planned):  # noqa: F811
+    code, said, _ = planned("gpu=1GiB", "search=false", "longest=seq_len", *TINY)
+    assert code and "longest=seq_len: each answer is a search" in said
+
+
+@pytest.mark.seam
+def test_the_largest_micro_batch_replaces_what_was_typed_of_accumulation(planned):  # noqa: F811
+    code, said, written = planned(
+        *("gpu=1GiB", "ram=64GiB", "longest=batch_size", *TINY, "accumulation=effective_batch"),
+        *("accumulation.size=64", "seq_len=2048", "model.architecture.n_positions=2048"),
+        *("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full"),
+    )
+    assert code == 0, said
+    assert "batch_size=1" in said and not any("size=64" in line for line in written["chosen"])
 
 
 def test_models_are_asked_from_the_smallest_on(monkeypatch):

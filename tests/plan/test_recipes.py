@@ -215,6 +215,49 @@ def test_gradients_step_in_backward_where_nothing_forbids_it():
     assert not any("optim.in_backward" in one.option for one in said)
 
 
+def test_a_typed_step_in_backward_keeps_one_micro_batch():
+    lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full", "clip=null")
+    found = [one.option for one in all_of(typed(*lines, "optim.in_backward=true"))]
+    assert [option["batch_size"] for option in found] == ["8"]
+
+
+@pytest.mark.seam
+def test_a_typed_step_in_backward_is_planned():
+    lines = ("precision=bf16", "optim=adamw", "clip=null", "optim.in_backward=true", "model.architecture.n_layer=2")
+    plan = recipes.search(typed(*SHAPE, *lines), Target(True, card(2**40)))
+    assert plan.chosen is not None and not any("batch_size" in line for line in plan.chosen.overrides)
+    plan = recipes.search(typed(*SHAPE, *lines), Target(True, card(2**20)))
+    assert plan.chosen is None and plan.recipes[0].traced
+
+
+def test_a_refused_recipe_is_passed_over_and_its_reason_is_kept(monkeypatch):
+    """A recipe may be refused only when it is traced; others are still tried."""
+    honest = recipes.predict
+
+    def predict(run, *given):
+        if not run.loss.arguments:
+            raise Refused("loss=full: made up.")
+        return honest(run, *given)
+
+    monkeypatch.setattr(recipes, "predict", predict)
+    monkeypatch.setattr(recipes, "machine", lambda *_: machine())
+    lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "model.architecture.n_layer=2")
+    state = recipes._Search(typed(*SHAPE, *lines), Target(True, card(2**40)))
+    assert state.fits_in(1) and "loss=full: made up." in [*state.refused()]
+
+
+def test_least_memory_of_a_shard_does_not_exceed_what_is_traced():
+    """Weights that wait on the host are not counted, and stages and shards have a part each."""
+    lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
+    target = Target(True, card(2**40))
+    for strategy in ("fsdp", "fsdp_offload", "pipeline"):
+        asked = typed(*lines, f"strategy={strategy}", "loss=full")
+        state = recipes._Search(asked, target)
+        (route, *_) = routes(asked, state.trainings[0], [strategy])
+        exact = recipes.predict(asked.run, target)
+        assert state._least(route) <= exact.device.total, strategy
+
+
 @pytest.fixture
 def ranked(monkeypatch):
     """(recipes, room, may_change) -> the plan of made-up recipes: tier by their changes, bytes and seconds as given."""
@@ -225,17 +268,17 @@ def ranked(monkeypatch):
         def made(training):
             return recipes_[tuple(training.chosen.values())]
 
-        def traced(_, run, overrides, training):
-            size, seconds = made(training)
+        def tried(state, overrides, run, changed, tracer=None):
+            size, seconds = next(made(one) for one in found if one.changes == changed)
             columns = DeviceBytes("step", size), HostBytes("step"), DriveBytes()
             facts = {"reserved": size, "parameters": 0, "on_card": True, "trace": SimpleNamespace(streamed=0)}
             need = Prediction({"step": Need(size, 0)}, *columns, **facts)
-            return recipes.Recipe(overrides, need, seconds, training.changes, traced=True)
+            return state.tried.setdefault(overrides, recipes.Recipe(overrides, need, seconds, changed))
 
         found = [one for one in trainings(asked) if tuple(one.chosen.values()) in recipes_]
         monkeypatch.setattr(recipes, "machine", lambda *_: machine())
         monkeypatch.setattr(recipes, "trainings", lambda *_: found)
-        monkeypatch.setattr(recipes._Search, "_traced", traced)
+        monkeypatch.setattr(recipes._Search, "_tried", tried)
         monkeypatch.setattr(recipes._Search, "_least", lambda _, route: made(route.training)[0])
         monkeypatch.setattr(recipes, "routes", lambda *given: (r for r in routes(*given) if not r.run.streams))
         return recipes.search(asked, Target(True, card(room)))

@@ -182,14 +182,6 @@ def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
     return tokenizer(spec.name, spec.trust_remote_code) if published else None
 
 
-def period(kinds: Sequence[str]) -> int | None:
-    """Returns the period of the kinds of blocks: 2 if two kinds take turns; None if no period repeats."""
-    rounds = (
-        n for n in range(1, max(1, len(kinds) // 2) + 1) if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
-    )
-    return next(rounds, None)
-
-
 def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")

@@ -16,7 +16,7 @@ from lowmem.model import loading
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.search.candidates import Typed
-from lowmem.plan.search.longest import answers
+from lowmem.plan.search.longest import answers, kept
 from lowmem.plan.search.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
 from lowmem.system import process
@@ -42,6 +42,10 @@ def plan(
     start = time.perf_counter()
     run = settled(cfg)
     check_values(run)
+    if run.longest and not run.search:
+        raise Refused(
+            f"longest={run.longest}: each answer is a search, and search=false predicts one run. Type one of the two."
+        )
     card, ram = cards.card(run.gpu), parse_bytes(run.ram, "ram", plain=False)
     if run.batch_size == "auto" and not run.search:
         raise Refused(
@@ -67,8 +71,9 @@ def plan(
         changeable = run.may_change and run.may_change.split(",")
         return search(Typed(this, asked, partial(_composed, [*asked, *gpu_lines], on_card=on_card), changeable), target)
 
-    question = run.longest or ("model" if run.gpu and not typed else None)
-    if run.search and question:
+    question = run.longest or ("model" if run.gpu and not typed and run.search else None)
+    if question:
+        typed = kept(question, typed)
         text, content = "", _answered(question, plan_of)
     elif run.search:
         searched = plan_of([])

@@ -22,9 +22,9 @@ from lowmem.system.errors import Refused
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
-# The single allocations of a derived recipe are not known. Its reserved bytes, and the least that must be reserved, are
-# taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03 to
-# 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
+# The single allocations of an extended trace are not known. Its reserved bytes, and the least that must be reserved,
+# are taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03
+# to 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
@@ -68,6 +68,7 @@ class Prediction:
     devices: int = 1  # devices of the run; `device` is for the one that needs most
     node: int = 1  # at most so many of them share a host
     traffic: Traffic = NOTHING  # what a device receives in an optimizer step
+    extended: bool = False  # from traces of a few blocks
 
     @property
     def on_host(self) -> int:
@@ -109,16 +110,19 @@ class Prediction:
         }
 
 
-def predict(run: Run, target: Target, other: Callable[..., Trace] | None = None) -> Prediction:
+def predict(
+    run: Run, target: Target, other: Callable[..., Trace] | None = None, libraries: int | None = None
+) -> Prediction:
     """Predicts the needs of the device that needs most.
 
-    Args: run: resolved, with a number for batch_size; other: traces instead of `trace`, in another process.
+    Args: run: resolved, with a number for batch_size; other: called instead of `trace`, with its arguments; libraries:
+    resident bytes of a process that has imported what the run will import; None: those of this process.
 
     Raises:
         NotPredicted: the model cannot be traced.
         Refused: the run itself would be refused for the same reason.
     """
-    compiled, libraries = run.any("compiles_blocks"), process.rss_bytes()  # imported is what the run will import
+    compiled, libraries = run.any("compiles_blocks"), process.rss_bytes() if libraries is None else libraries
     if compiled:
         run = run.replacing("compile", choice("compile", "none") | {"declares": {"compiles_blocks": True}})
     traces = partial(other or trace, run, on_card=target.on_card, capability=target.capability)
@@ -169,6 +173,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         traffic=of_window(
             trace.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
         ),
+        extended=not trace.events,
     )
 
 

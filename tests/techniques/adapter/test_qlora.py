@@ -158,7 +158,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
 
     recipe = {"precision": "bf16-master", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     run = composed(recipe | {"batch_size": "4"})
-    found, full = extended(run, Target(on_card=True)), replace(trace(run, on_card=True), events=[])
+    found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
     short, exact = (needs(one, run, Target(on_card=True), 0) for one in (found, full))
     for phase, need in exact.phases.items():
         assert short.phases[phase].device == pytest.approx(need.device, rel=0.01), phase

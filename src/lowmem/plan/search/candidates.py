@@ -163,7 +163,10 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
     """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step;
-    weights that stream in both orders, and gradients that step in backward. Args: names: of strategies."""
+    weights that stream in both orders, and gradients that step in backward, which takes one micro-batch.
+
+    Args: names: of strategies.
+    """
     computed = [_fastest_first(typed, group) for group in COMPUTED]
     for strategy, weights in product(names, _choices(typed, PLACED)):
         chosen = {**training.chosen, SHARED: strategy, PLACED: weights}
@@ -172,12 +175,14 @@ def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",))
         option = {**chosen, **_same_update(typed, run, chosen["optim"])}
         sizes = sorted(micro_batches(typed, run), key=itemgetter(0), reverse=True)
         whole = [size for size in sizes if _window(run, {**option, **size[1]}, size[0]) == 1]
+        sizes = whole if run.in_backward else sizes
         if run.streams and ORDER not in typed.values:
             several = [size for size in sizes if size not in whole]
             by_layer = Route(training, {**option, ORDER: "by_layer"}, run, several, *computed)
             yield from [by_layer] if several else []
             option = {**option, ORDER: "by_micro_batch"}
-        yield Route(training, option, run, sizes, *computed)
+        if sizes:
+            yield Route(training, option, run, sizes, *computed)
         if whole and (in_backward := _in_backward(typed, run)):
             yield Route(training, {**option, "optim.in_backward": "true"}, in_backward, whole, *computed)
 

@@ -8,7 +8,9 @@ Memory falls from each step to the next, so the largest micro-batch that fits is
 does not fit with the smallest micro-batch fits with none.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple, Protocol
 
 
@@ -55,27 +57,22 @@ class Climb:
         self.checkpointings, self.losses, self.smallest = checkpointings, losses, smallest
         self.look, self.fits = look, fits
 
-    def fastest(self, known: Fitting | None = None) -> Fitting | None:
-        """Returns the fastest settings that fit; None: none fit, or none is faster than `known`.
+    def fastest(self, than: float = math.inf) -> Fitting | None:
+        """Returns the fastest settings that fit; None: none fit, or none takes less than `than` seconds."""
+        everything = Settings(self.checkpointings[0], self.losses[0], 0)  # no settings are faster
+        looked = self.look(everything)
+        if looked is not None and looked.seconds >= than:
+            return None
+        if looked is not None and self.fits(looked):
+            return Fitting(everything, looked)
+        found = self._with_less_memory()
+        return found if found is not None and found.recipe.seconds < than else None
 
-        Args:
-            known: the best of another route, which is faster with the smallest settings. If the best settings of that
-            route are slower here, nothing is faster here; if they fit and are faster, they are taken.
-        """
-        if known is not None and (same := self._at(*known.settings)) is not None:
-            if same.seconds >= known.recipe.seconds:
-                return None
-            if self.fits(same):
-                return Fitting(known.settings, same)
-        return self._everything() or self._with_less_memory()
-
-    def _everything(self) -> Fitting | None:
-        """Returns the fastest settings of all if they fit."""
-        return self._if_it_fits(Settings(self.checkpointings[0], self.losses[0], 0))
-
-    def smallest_that_fits(self) -> Fitting | None:
-        """Returns the smallest settings of all if they fit. With them a route is either refused or can be compared."""
-        return self._if_it_fits(Settings(self.checkpointings[-1], self.losses[-1], self.smallest))
+    def of_least_memory(self) -> Looked | None:
+        """Returns the recipe of the settings that need least memory and are not refused; None: all are."""
+        ways = product(reversed(self.losses), reversed(self.checkpointings))
+        looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
+        return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
         """Goes through the slower choices. Each must be worth it by a larger micro-batch than those before it."""
@@ -109,7 +106,3 @@ class Climb:
     def _if_it_fits(self, settings: Settings) -> Fitting | None:
         recipe = self.look(settings)
         return Fitting(settings, recipe) if recipe is not None and self.fits(recipe) else None
-
-    def _at(self, checkpointing: str, loss: str, size: int) -> Looked | None:
-        known = checkpointing in self.checkpointings and loss in self.losses
-        return self.look(Settings(checkpointing, loss, min(size, self.smallest))) if known else None

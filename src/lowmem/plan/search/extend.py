@@ -27,10 +27,11 @@ from lowmem.memory.tracker import Point
 from lowmem.model.blocks import stack_of
 from lowmem.model.loading import describe
 from lowmem.model.trainable import parameters, trainable
-from lowmem.plan.target import Target
+from lowmem.plan.prediction import NotPredicted
 from lowmem.plan.tracing.recorder import of_phases
-from lowmem.plan.tracing.trace import of_depth, quietly, trace
+from lowmem.plan.tracing.trace import of_depth, quietly, trace, untraceable
 from lowmem.plan.tracing.traces import Trace
+from lowmem.system.errors import Refused
 from lowmem.training import build
 
 FEWEST = 3  # blocks: the fewest that have one between the first and the last
@@ -48,26 +49,29 @@ class Line(NamedTuple):
     steps: float
 
 
-def extended(run: Run, target: Target) -> Trace:
+def extended(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
     """Returns the trace of a run, extended from short models where memory and work are linear in depth.
+
+    Args:
+        run, on_card, capability, rank: see `trace`.
 
     Returns:
         The trace, without the allocator's events unless the full model was traced.
     """
     line = line_of(run)
     if line is None:
-        return trace(run, target.on_card, capability=target.capability)
+        return trace(run, on_card, capability=capability, rank=rank)
 
     def at(micro_batches: int | None) -> Trace:
         short = run if micro_batches is None else _of_window(run, micro_batches)
-        near, far = (trace(short, target.on_card, depth, target.capability) for depth in (line.near, line.far))
+        near, far = (trace(short, on_card, depth, capability, rank) for depth in (line.near, line.far))
         return beyond(near, far, line.steps)
 
     if run.by_layer and run.windows.largest > WINDOWS[1]:
         found = beyond(*map(at, WINDOWS), run.windows.largest - WINDOWS[0])
     else:
         found = at(None)
-    return replace(found, phases=of_phases(found.places, target.on_card))
+    return replace(found, phases=of_phases(found.places, on_card))
 
 
 def _of_window(run: Run, micro_batches: int) -> Run:
@@ -139,8 +143,13 @@ class Network(NamedTuple):
 
 
 def network(run: Run, config: PretrainedConfig | None = None) -> Network:
-    """Describes a run's model. Args: config: None: the run's own."""
-    return _network(_Model(run, config or describe(run, plans=True).grown))
+    """Describes a run's model. Args: config: None: the run's own. Raises: NotPredicted: it cannot be built."""
+    try:
+        return _network(_Model(run, config or describe(run, plans=True).grown))
+    except Refused:
+        raise
+    except Exception as error:
+        raise NotPredicted(untraceable(error)) from error
 
 
 class _Model:
@@ -160,7 +169,8 @@ class _Model:
 @cache
 def _network(model: _Model) -> Network:
     with quietly(), torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, model.run.loaded_in))
+        of_run = {"dtype": getattr(torch, model.run.loaded_in), "trust_remote_code": model.run.model.trust_remote_code}
+        built = AutoModelForCausalLM.from_config(model.config, **of_run)
         build.choose_trained(model.run, built)
     kinds = [_kind(block) for block in stack_of(built)]
     return Network(kinds, parameters(built), sum(p.numel() for _, p in trainable(built)))

@@ -4,10 +4,12 @@ Each answer is a search of its own, so it comes with the recipe that fits. Lengt
 of two while a recipe fits, and then between the last that fits and the first that does not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from hydra.errors import ConfigCompositionException
 
 from lowmem.config.settle import run_of
-from lowmem.config.typed_lines import CONF
+from lowmem.config.typed_lines import CONF, key
 from lowmem.plan.search.extend import network
 from lowmem.plan.search.recipes import Plan
 from lowmem.system.errors import Refused
@@ -16,10 +18,17 @@ QUESTIONS = ("seq_len", "batch_size", "model")
 FIRST = {"seq_len": 256, "batch_size": 1}
 # A micro-batch is the whole optimizer step: with accumulation every size would fit that its micro-batches do.
 BESIDE = {"batch_size": ["accumulation=none"]}
+# what an answer replaces of the typed lines, besides lines of the same key
+INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
 HALVINGS = 2  # of the distance between the last number that fits and the first that does not
 HOPELESS = 1 << 24  # no card reaches it
 
 PlanOf = Callable[[Sequence[str]], Plan]  # lines to type instead of those of the same key -> the search
+
+
+def kept(question: str, typed: Iterable[str]) -> list[str]:
+    """Returns the typed lines that hold for every answer. Args: question: of `QUESTIONS`."""
+    return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 
 def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
@@ -29,10 +38,7 @@ def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
         return
 
     def planned(number: int) -> Plan | str:
-        try:
-            return plan_of([f"{question}={number}", *BESIDE.get(question, [])])
-        except Refused as error:  # more tokens than the model has positions
-            return str(error)
+        return _planned(plan_of, [f"{question}={number}", *BESIDE.get(question, [])])
 
     fits, fails = 0, FIRST[question]
     while fails < HOPELESS:
@@ -51,10 +57,14 @@ def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
     names = sorted(yaml.stem for yaml in (CONF / "model").glob("*.yaml") if yaml.stem != "hf")
     sizes = {name: network(run_of([f"model={name}", "device=cpu"]).resolved()).parameters for name in names}
     for name in sorted(names, key=sizes.get):
-        try:
-            yield f"model={name}", plan_of([f"model={name}"])
-        except Refused as error:  # freeze= or adapter.target= name what only some models have
-            yield f"model={name}", str(error)
+        yield f"model={name}", _planned(plan_of, [f"model={name}"])
+
+
+def _planned(plan_of: PlanOf, lines: Sequence[str]) -> Plan | str:
+    try:
+        return plan_of(lines)
+    except (Refused, ConfigCompositionException) as error:  # too few positions, or a key that only some models have
+        return str(error)
 
 
 def _fits(found: Plan | str) -> bool:

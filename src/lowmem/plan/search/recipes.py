@@ -7,9 +7,11 @@ blocks offloaded or weights streamed, then masters and optimizer state on a driv
 micro-batch and window (`extend.py`); the one that is recommended is traced at full depth.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import itemgetter
 
 from lowmem.config.declarations import SHARED, techniques
@@ -18,14 +20,15 @@ from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_lines, as_mapping
 from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
-from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, needs, predict
+from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, predict
 from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.climb import Climb, Settings
 from lowmem.plan.search.extend import extended, network
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.stand_in import state_bytes_per_parameter
-from lowmem.plan.tracing.trace import trace, untraceable
+from lowmem.plan.tracing.trace import trace
+from lowmem.plan.tracing.traces import Trace
 from lowmem.system import process
 from lowmem.system.errors import Refused
 from lowmem.system.without_gc import undisturbed
@@ -51,7 +54,11 @@ class Recipe:
     prediction: Prediction
     seconds: float
     changes: tuple[Change, ...] = ()
-    traced: bool = False  # at full depth, not extended from a few blocks
+
+    @property
+    def traced(self) -> bool:
+        """Returns whether the model was traced at full depth, not extended from a few blocks."""
+        return not self.prediction.extended
 
     @property
     def says(self) -> str:
@@ -122,11 +129,11 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
-        self.reasons: dict[str, str] = {}  # strategy -> why it does not work
+        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or a recipe's overrides -> why it is refused
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
-        self.too_large: list[Route] = []  # by weights, gradients and state alone
+        self.too_large: dict[tuple, Route] = {}  # by option: weights, gradients and state alone do not fit
 
     def _works(self, strategy: str) -> bool:
         """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
@@ -140,17 +147,21 @@ class _Search:
 
     def refused(self) -> Iterator[str]:
         """Yields the reasons why no recipe can be tried."""
-        for training in self.trainings:
-            for strategy in self.strategies:
-                yield from refused(self.typed.config({**training.chosen, SHARED: strategy}))
         yield from self.reasons.values()
+        for training, strategy in product(self.trainings, self.strategies):
+            run = self.typed.config({**training.chosen, SHARED: strategy})
+            yield from refused(run)
+            try:
+                _ = run.windows
+            except Refused as error:
+                yield str(error)
+        yield "No recipe can be tried with what was typed. Type search=false to see what this run needs."
 
     def fits_in(self, rank: int) -> bool:
         """Tries the recipes of a rank, down the ladder, and returns whether one fits.
 
-        Recipes that need data from the host in every pass are tried only if no other fits: first inputs of blocks, then
-        weights. They compute the same, and the link may slow them down. Those that need a drive, which may be slower
-        and which they wear, come last.
+        Inputs of blocks are offloaded, and weights streamed, only if no other recipe fits. They compute the same, and
+        the link may slow them down. Recipes that need a drive, which may be slower and which they wear, come last.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -186,28 +197,35 @@ class _Search:
         for route in ways:
             memory = self.target.device_memory
             if memory is not None and self._least(route) > memory:
-                self.too_large.append(route)
-            elif (smallest := self._climb(route).smallest_that_fits()) is not None:
-                hopeful.append((smallest.recipe.seconds, route))
+                self.too_large.setdefault(tuple(route.option.items()), route)
+                continue
+            # Of two, because the one that needs less of the device needs more of the host.
+            ways_of_route = [*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)]
+            smallest = filter(None, (self._climb(way).of_least_memory() for way in ways_of_route))
+            if (fits := next(filter(self._fits, smallest), None)) is not None:
+                hopeful.append((fits.seconds, route))
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
         """Returns the best recipe that fits, of all that were tried. Args: ways: to climb, the fastest first."""
-        best = None
         for route in ways:
-            best = self._climb(route).fastest(best) or best
+            best = self._best()
+            self._climb(route).fastest(best.seconds if best else math.inf)
         return self._best()
 
     def _best(self) -> Recipe | None:
-        fitting = [recipe for recipe in self.tried.values() if recipe.prediction.fits(self.target)]
+        fitting = [*filter(self._fits, self.tried.values())]
         return _best_first(fitting)[0] if fitting else None
+
+    def _fits(self, recipe: Recipe) -> bool:
+        return recipe.prediction.fits(self.target)
 
     def _climb(self, route: Route) -> Climb:
         def look(settings: Settings) -> Recipe | None:
             return self._recipe(route, settings)
 
         smallest = len(route.micro_batches) - 1
-        return Climb(route.checkpointings, route.losses, smallest, look, lambda r: r.prediction.fits(self.target))
+        return Climb(route.checkpointings, route.losses, smallest, look, self._fits)
 
     def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
         """Traces a recipe, once; None: it is refused."""
@@ -219,22 +237,23 @@ class _Search:
         if option.get(ORDER) == otherwise.order or otherwise.windows.largest == 1:
             option = without_order
         overrides = tuple(as_lines({k: v for k, v in option.items() if not self.typed.says(k, v)}))
-        if overrides not in self.tried:
-            run = self.typed.config(option)
-            if any(refused(run)):
-                return None
-            self.tried[overrides] = self._traced(run, overrides, route.training)
-        return self.tried[overrides]
+        return self._tried(overrides, self.typed.config(option), route.training.changes, extended)
 
-    def _traced(self, run: Run, overrides: tuple[str, ...], training: Training) -> Recipe:
-        try:
-            found = extended(run, self.target)
-        except Refused:
-            raise
-        except Exception as error:
-            raise NotPredicted(untraceable(error)) from None
-        need = needs(found, run, self.target, self.libraries)
-        return Recipe(overrides, need, self._seconds(run, need), training.changes, traced=bool(found.events))
+    def _tried(
+        self, overrides: tuple[str, ...], run: Run, changed: tuple[Change, ...], tracer: Callable[..., Trace] = trace
+    ) -> Recipe | None:
+        """Traces a recipe, once; None: it is refused, and `reasons` says why."""
+        if overrides not in self.tried and overrides not in self.reasons:
+            try:
+                for reason in refused(run):
+                    raise Refused(reason)
+                need = predict(run, self.target, tracer, self.libraries)
+                self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), changed)
+            except NotPredicted:
+                raise
+            except Refused as error:
+                self.reasons[overrides] = str(error)
+        return self.tried.get(overrides)
 
     def _seconds(self, run: Run, need: Prediction) -> float:
         seconds = of_trace(self.machine, run, need.trace, self.target.node).seconds
@@ -252,33 +271,35 @@ class _Search:
         most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
-        if count > 0 and overrides not in self.tried:
-            need = predict(run := self.typed.config(as_mapping(overrides)), self.target)
-            self.tried[overrides] = Recipe(overrides, need, self._seconds(run, need), recipe.changes, traced=True)
+        if count > 0:
+            self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
         """Traces a recipe at full depth, and returns whether it fits."""
         if not recipe.traced:
-            exact = predict(self.typed.config(as_mapping(recipe.overrides)), self.target)
-            self.tried[recipe.overrides] = recipe = replace(recipe, prediction=exact, traced=True)
-        return recipe.prediction.fits(self.target)
+            run = self.typed.config(as_mapping(recipe.overrides))
+            exact = predict(run, self.target, libraries=self.libraries)
+            self.tried[recipe.overrides] = recipe = replace(recipe, prediction=exact)
+        return self._fits(recipe)
 
     def trace_the_smallest(self) -> None:
         """Traces the smallest recipe of the smallest route if none was traced."""
-        for route in sorted(self.too_large, key=self._least):
+        for route in sorted(self.too_large.values(), key=self._least):
             if not self.tried:  # the smallest may be refused
-                self._recipe(route, Settings(route.checkpointings[-1], route.losses[-1], len(route.micro_batches) - 1))
+                self._climb(route).of_least_memory()
+        while (best := self._best()) is not None and not self._fits_in_full(best):
+            pass
 
     def _least(self, route: Route) -> int:
         """Returns the least bytes of a card that any recipe of a route needs: its weights, gradients and state."""
         run = route.run
         count = network(run).trained
-        weights = 0 if run.streams else count * run.product_bytes
+        weights = 0 if run.streams or run.any("offloads") else count * run.product_bytes
         state = 0.0
         if not (run.masters or run.any("offloads")):
             rate, pageable = state_bytes_per_parameter(build.optimizer(run))
             state = count * (rate - pageable * self.target.on_card + (0 if run.in_backward else run.product_bytes))
-        return round((weights + state) / (run.devices if run.any("divides") else 1)) + self.target.context_bytes
+        return round((weights + state) / (run.devices if run.saves_parts else 1)) + self.target.context_bytes
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:

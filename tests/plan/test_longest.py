@@ -6,7 +6,7 @@ import pytest
 from test_job import TINY, planned  # noqa: F401
 
 from lowmem.plan.search import longest
-from lowmem.plan.search.longest import answers, kept
+from lowmem.plan.search.longest import answers, lines_that_stay
 from lowmem.plan.search.recipes import Plan
 from lowmem.system.errors import Refused
 
@@ -68,7 +68,7 @@ def test_a_micro_batch_is_the_whole_step():
 )
 def test_lines_that_an_answer_replaces_are_left_out(question, left):
     typed = ["accumulation.size=8", "model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]
-    assert kept(question, typed) == left
+    assert lines_that_stay(question, typed) == left
 
 
 @pytest.mark.seam

@@ -29,7 +29,7 @@ from lowmem.model.trainable import trainable
 from lowmem.offload.edges import GradientSink
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.offload.host_weight import HostWeight, SplitHostWeight, StochasticHostWeight
-from lowmem.offload.link import link_to
+from lowmem.offload.link import Link, link_to
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.system.errors import NotFinite
 
@@ -44,6 +44,7 @@ class MasterWeights(Callback):
     """
 
     def __init__(self) -> None:
+        self.link: Link | None = None  # made in `connect`
         self.masters: dict[nn.Parameter, HostWeight] = {}  # by weight, in the model's order
         self.rests: Mapping[str, Tensor] = {}  # the lower halves of weights that a checkpoint has loaded in 16 bits
         self._roundings: Mapping[str, int] = {}  # loaded from a checkpoint, by name
@@ -156,13 +157,18 @@ class MasterWeights(Callback):
         self.arrived()  # what follows reads the weights and masters without waiting for the link
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        self.link.close()  # ends the host thread, which may still be stepping
+        self._end_thread()
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.link.close()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        """Ends the host thread, which may still be stepping. There is none if an earlier callback's `setup` failed."""
+        if self.link is not None:
+            self.link.close()
 
     # --- weights, read outside of a forward pass ------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from lowmem.model import loading
 from lowmem.plan import table
 from lowmem.plan.prediction import predict
 from lowmem.plan.search.candidates import Typed
-from lowmem.plan.search.longest import answers, kept
+from lowmem.plan.search.longest import answers, lines_that_stay
 from lowmem.plan.search.recipes import NO_BF16, Plan, largest_model, search
 from lowmem.plan.target import Target
 from lowmem.system import process
@@ -73,7 +73,7 @@ def plan(
 
     question = run.longest or ("model" if run.gpu and not typed and run.search else None)
     if question:
-        typed = kept(question, typed)
+        typed = lines_that_stay(question, typed)
         text, content = "", _answered(question, plan_of)
     elif run.search:
         searched = plan_of([])

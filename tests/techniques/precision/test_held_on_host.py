@@ -191,3 +191,10 @@ def test_a_trainer_that_runs_twice_makes_masters_once_per_run():
     module = nn.Linear(2, 2)
     precision.convert_module(module)
     assert calls == [module]
+
+
+def test_an_error_before_its_setup_ends_without_another():
+    """The setup of a callback that stands before it may fail: no link was made yet."""
+    callback = MasterWeights()
+    callback.on_exception(None, None, RuntimeError())
+    callback.teardown(None, None, "fit")

@@ -26,7 +26,7 @@ HOPELESS = 1 << 24  # no card reaches it
 PlanOf = Callable[[Sequence[str]], Plan]  # lines to type instead of those of the same key -> the search
 
 
-def kept(question: str, typed: Iterable[str]) -> list[str]:
+def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
     """Returns the typed lines that hold for every answer. Args: question: of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 

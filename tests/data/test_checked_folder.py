@@ -143,6 +143,24 @@ def test_several_runs_that_find_a_damaged_cache_at_once_get_the_right_tokens(tok
     assert folder_of(tmp_path).is_dir()  # it is alone: no draft is left
 
 
+def test_a_folder_that_another_process_removes_is_filled(tokens, tmp_path, monkeypatch):
+    """It is there when it is asked for, and gone a moment later."""
+    right = tokens()
+    flipped(folder_of(tmp_path) / "train.bin")
+    opened = checked_folder._opened
+
+    def removed_meanwhile(folder):
+        try:
+            return opened(folder)
+        except checked_folder._Damaged:
+            shutil.rmtree(folder)
+            raise
+
+    monkeypatch.setattr(checked_folder, "_opened", removed_meanwhile)
+    monkeypatch.setattr(Path, "exists", lambda *_, **__: True)  # what was answered the moment before
+    assert tokens() == right
+
+
 def test_several_runs_that_fill_a_cache_at_once_get_the_right_tokens(tokens, tmp_path):
     found = []
     runs = [threading.Thread(target=lambda: found.append(tokens())) for _ in range(4)]

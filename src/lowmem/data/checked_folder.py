@@ -6,6 +6,7 @@ start anyway, at half that speed. What is returned is mapped from the open file 
 replace the folder meanwhile.
 """
 
+import errno
 import json
 import logging
 import os
@@ -67,7 +68,10 @@ def stored(folder: Path, fill: Callable[[Path], dict]) -> Stored:
 
 
 def _inode(folder: Path) -> int | None:
-    return folder.stat().st_ino if folder.exists() else None
+    try:
+        return folder.stat().st_ino
+    except FileNotFoundError:  # not asked before: another process may remove it between two questions
+        return None
 
 
 def _opened(folder: Path) -> Stored:
@@ -104,8 +108,8 @@ def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
         (draft / META).write_text(json.dumps(written), encoding="utf-8")
         try:
             os.replace(draft, folder)
-        except OSError:
-            if not (folder / META).exists():  # otherwise another job was faster, with the same bytes
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job was faster, with the same bytes
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -37,25 +37,26 @@ def tried(question, most, positions=10**9):
 @pytest.mark.parametrize(
     ("most", "numbers"),
     [
-        (1000, [256, 512, 1024, 768, 896]),
-        (700, [256, 512, 1024, 768, 640]),
-        (512, [256, 512, 1024, 768, 640]),
-        (200, [256]),  # nothing between 0 and the first
+        (5000, [1024, 4096, 16384, 10240, 7168]),
+        (12000, [1024, 4096, 16384, 10240, 13312]),
+        (4096, [1024, 4096, 16384, 10240, 7168]),
+        (600, [1024, 512, 768]),
+        (0, [1024, 512, 256]),
     ],
 )
-def test_powers_of_two_and_then_two_finer_steps(most, numbers):
+def test_powers_of_four_and_then_two_finer_steps(most, numbers):
     found, fits, _ = tried("seq_len", most)
     assert found == numbers and fits == [number <= most for number in numbers]
 
 
 def test_more_tokens_than_positions_end_the_powers():
-    found, fits, _ = tried("seq_len", 10**9, positions=1024)
-    assert found == [256, 512, 1024, 2048, 1536, 1280] and fits == [True] * 3 + [False] * 3
+    found, fits, _ = tried("seq_len", 10**9, positions=4096)
+    assert found == [1024, 4096, 16384, 10240, 7168] and fits == [True] * 2 + [False] * 3
 
 
 def test_a_micro_batch_is_the_whole_step():
     found, _, asked = tried("batch_size", 3)
-    assert found == [1, 2, 4, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
+    assert found == [1, 4, 2, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,6 @@ def test_the_longest_sequence_is_printed_with_its_recipe(planned):  # noqa: F811
         *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),
     )
     assert code == 0, said
-    assert "seq_len=256" in said and "seq_len=512" in said and "supports sequences of up to 512 tokens" in said
-    assert written["chosen"][-1:] == ["seq_len=512"] and len(written["recipes"]) == 2
+    assert "seq_len=1024" in said and "seq_len=512" in said and "supports sequences of up to 512 tokens" in said
+    assert written["chosen"][-1:] == ["seq_len=512"] and len(written["recipes"]) == 1
     assert "python train.py" in said and said.index("seq_len=512") < said.index("python train.py")

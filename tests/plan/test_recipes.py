@@ -255,7 +255,40 @@ def test_least_memory_of_a_shard_does_not_exceed_what_is_traced():
         state = recipes._Search(asked, target)
         (route, *_) = routes(asked, state.trainings[0], [strategy])
         exact = recipes.predict(asked.run, target)
-        assert state._least(route) <= exact.device.total, strategy
+        assert state._least_of_card(route) <= exact.device.total, strategy
+
+
+WIDE = [*SHAPE[1:-1], "model.architecture.n_embd=2048", "optim=adamw", "loss=full"]  # 0.7 GB of 16-bit weights
+STREAMED = ["precision=bf16-sr", "weights=streamed"]
+HOST = {
+    "masters": ["precision=bf16-master", "weights=resident"],
+    "masters that step early": ["precision=bf16-master", "weights=resident", "clip=null"],
+    "streamed": STREAMED,
+    "streamed from a drive": [*STREAMED, "weights.drive=FOLDER", "weights.drive_holds=all"],
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", HOST)
+def test_least_memory_of_a_host_does_not_exceed_what_is_traced(name):
+    asked = typed(*WIDE, *HOST[name])
+    state = recipes._Search(asked, Target(True, card(2**40), 2**50))
+    every = [*routes(asked, state.trainings[0])]
+    assert {route.sums for route in every} == {True, False}
+    for route in every:
+        least, traced = state._least_of_host(route), state._climb(route).of_least_memory().prediction.host.total
+        assert 0.5 * traced < least <= traced
+
+
+@pytest.mark.seam
+def test_one_micro_batch_is_taken_where_the_host_has_no_room_for_sums():
+    asked, gpu = typed(*WIDE, *HOST["masters"]), card(2**40)
+    (whole,) = (route for route in routes(asked, trainings(asked)[0]) if not route.sums)
+    looked = recipes._Search(asked, Target(True, gpu))._climb(whole).of_least_memory()
+    plan = recipes.search(asked, Target(True, gpu, round(1.01 * looked.prediction.host.total)))
+    assert plan.chosen is not None and not any("accumulation" in line for line in plan.chosen.overrides)
+    sums = [recipe for recipe in plan.recipes if "accumulation=fixed" in recipe.overrides]
+    assert not any(map(plan.fits, sums))
 
 
 @pytest.fixture
@@ -279,7 +312,7 @@ def ranked(monkeypatch):
         monkeypatch.setattr(recipes, "machine", lambda *_: machine())
         monkeypatch.setattr(recipes, "trainings", lambda *_: found)
         monkeypatch.setattr(recipes._Search, "_tried", tried)
-        monkeypatch.setattr(recipes._Search, "_least", lambda _, route: made(route.training)[0])
+        monkeypatch.setattr(recipes._Search, "_least_of_card", lambda _, route: made(route.training)[0])
         monkeypatch.setattr(recipes, "routes", lambda *given: (r for r in routes(*given) if not r.run.streams))
         return recipes.search(asked, Target(True, card(room)))
 
@@ -417,7 +450,7 @@ def test_windows_of_weights_that_stream_are_tried_in_both_orders():
         found = [candidate.option for candidate in all_of(typed(*lines, *more))]
         return {(option.get("weights.order"), option["batch_size"]) for option in found}
 
-    assert orders("batch_size=2") == {("by_micro_batch", "2")}
+    assert orders("batch_size=2") == {(None, "2")}  # one micro-batch has no order
     both = {(order, "2") for order in ("by_layer", "by_micro_batch")}
     assert orders("batch_size=2", "accumulation=fixed") == both
     assert orders("batch_size=2", "accumulation=fixed", "weights.order=by_layer") == {(None, "2")}

@@ -62,6 +62,16 @@ def test_a_tensor_that_is_given_twice_is_read_once():
     assert moved[-2:] == [64, 96]
 
 
+def test_a_result_that_is_written_to_a_given_tensor_is_that_tensor():
+    with ShapeMode():
+        for _ in range(2):  # the second is made again from what was noted
+            row, column, out = torch.empty(4, 1), torch.empty(1, 3), torch.empty(4, 3)
+            assert torch.mul(row, column, out=out) is out
+            assert torch.add(out, 1, out=(resized := torch.empty(0))).shape == resized.shape == (4, 3)
+        known = [func for func, *_ in shapes._known if "out" in func._overloadname]
+    assert torch.ops.aten.mul.out in known and torch.ops.aten.add.out not in known
+
+
 def test_a_dtype_that_is_not_named_is_that_of_now():
     with ShapeMode():
         wide = torch.empty(4)

@@ -13,7 +13,7 @@ import parity
 from lowmem.model import packed_attention
 from lowmem.model.document_attention import MASKED
 from lowmem.plan.target import Target
-from lowmem.plan.tracing.trace import trace
+from lowmem.plan.tracing.trace import Steady, trace
 from lowmem.system import process
 
 COMPILED = ("compile=blocks",)  # allocates unseen
@@ -352,6 +352,32 @@ def test_weights_of_16_bits_are_widened_rounded_and_stepped_in_many_passes(confi
     """Adafactor with random rounding: some 200 bytes per parameter, not 3 weights and 2 states, 6 bytes."""
     found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
     assert 150 < found["update"] < 220 and found["step"] == pytest.approx(2 + 4, rel=0.02)
+
+
+STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("precision=bf16-master", "optim=adafactor"),
+        ("precision=bf16-sr", "optim=adafactor", *STREAMED),
+        ("precision=bf16-master", "optim=adamw8bit", "clip=null", *STREAMED),  # blocks' weights step where they stream
+    ],
+)
+def test_one_weight_of_a_kind_stands_for_the_others_on_the_host(config, monkeypatch, lines):
+    found, steps = traced(config(*lines)), Counter()
+
+    def every(state, weight, known):
+        def step(*given, own=weight.step):
+            steps[weight.name] += 1
+            own(*given)
+
+        return step
+
+    monkeypatch.setattr(Steady, "_once", every)
+    whole = traced(config(*lines))
+    assert len(steps) > 10 and (found.work, found.phases) == (whole.work, whole.phases)
 
 
 def test_recomputation_is_backward_and_a_norm_no_forward_pass(config):

@@ -101,7 +101,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 def _notes(plan: Plan) -> list[str]:
     counted = f"{len(plan.fitting)} of {len(plan.recipes)} recipes fit"
     if plan.too_large:
-        counted += f"; weights, gradients and optimizer of {plan.too_large} more ways to train are too large alone"
+        counted += f"; {plan.too_large} more ways to train were not tried, since what they need at least is too large"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
     advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
     lines = [f"{counted}.", *_facts(plan), *_others(plan)]

@@ -128,6 +128,7 @@ class Route:
         run: the run with this option.
         micro_batches: (batch_size, overrides that keep the sequences of an optimizer step), largest first.
         checkpointings, losses: the choices of `COMPUTED`, fastest first.
+        sums: whether a step has several micro-batches, whose gradients are summed in fp32 if the host has them.
     """
 
     training: Training
@@ -136,6 +137,7 @@ class Route:
     micro_batches: Sequence[MicroBatches]
     checkpointings: Sequence[str]
     losses: Sequence[str]
+    sums: bool = False
 
     def on_drive(self, folder: str, holds: str) -> "Route":
         """Returns the same with a drive. Args: folder: on it; holds: what it holds, see conf/weights."""
@@ -163,7 +165,9 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
     """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step;
-    weights that stream in both orders, and gradients that step in backward, which takes one micro-batch.
+    weights that stream in both orders, and gradients that step in backward, which takes one micro-batch. Where the host
+    has the gradients, one micro-batch is a route of its own: without fp32 sums it needs less of the host than smaller
+    ones. Of a training's routes with masters the first needs least of the card.
 
     Args: names: of strategies.
     """
@@ -175,14 +179,13 @@ def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",))
         option = {**chosen, **_same_update(typed, run, chosen["optim"])}
         sizes = sorted(micro_batches(typed, run), key=itemgetter(0), reverse=True)
         whole = [size for size in sizes if _window(run, {**option, **size[1]}, size[0]) == 1]
-        sizes = whole if run.in_backward else sizes
-        if run.streams and ORDER not in typed.values:
-            several = [size for size in sizes if size not in whole]
-            by_layer = Route(training, {**option, ORDER: "by_layer"}, run, several, *computed)
-            yield from [by_layer] if several else []
-            option = {**option, ORDER: "by_micro_batch"}
-        if sizes:
-            yield Route(training, option, run, sizes, *computed)
+        several = [] if run.in_backward else [size for size in sizes if size not in whole]
+        in_order = [option]
+        if several and run.streams and ORDER not in typed.values:
+            in_order = [{**option, ORDER: order} for order in ("by_micro_batch", "by_layer")]
+        for alike in filter(None, [several, whole] if run.masters else [[*whole, *several]]):
+            for chosen in in_order if alike is several else in_order[:1]:
+                yield Route(training, chosen, run, alike, *computed, sums=alike is several)
         if whole and (in_backward := _in_backward(typed, run)):
             yield Route(training, {**option, "optim.in_backward": "true"}, in_backward, whole, *computed)
 

@@ -15,11 +15,12 @@ from lowmem.plan.search.recipes import Plan
 from lowmem.system.errors import Refused
 
 QUESTIONS = ("seq_len", "batch_size", "model")
-FIRST = {"seq_len": 256, "batch_size": 1}
+FIRST = {"seq_len": 1024, "batch_size": 1}
 # A micro-batch is the whole optimizer step: with accumulation every size would fit that its micro-batches do.
 BESIDE = {"batch_size": ["accumulation=none"]}
 # what an answer replaces of the typed lines, besides lines of the same key
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
+GROWTH = 4  # from one number to the next while one fits
 HALVINGS = 2  # of the distance between the last number that fits and the first that does not
 HOPELESS = 1 << 24  # no card reaches it
 
@@ -45,8 +46,8 @@ def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
         yield f"{question}={fails}", (found := planned(fails))
         if not _fits(found):
             break
-        fits, fails = fails, 2 * fails
-    for _ in range(HALVINGS if fits else 0):
+        fits, fails = fails, GROWTH * fails
+    for _ in range(HALVINGS):
         if (middle := (fits + fails) // 2) in (fits, fails):
             return
         yield f"{question}={middle}", (found := planned(middle))

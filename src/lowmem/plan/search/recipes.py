@@ -14,14 +14,28 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 
+import torch
+
 from lowmem.config.declarations import SHARED, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_lines, as_mapping
 from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
+from lowmem.plan.host_bytes import CUDA_ON_HOST
 from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, predict
-from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
+from lowmem.plan.search.candidates import (
+    DRIVE,
+    DRIVE_HOLDS,
+    ORDER,
+    RESIDENT,
+    Route,
+    Training,
+    Typed,
+    routes,
+    strategies,
+    trainings,
+)
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.climb import Climb, Settings
 from lowmem.plan.search.extend import extended, network
@@ -68,7 +82,7 @@ class Recipe:
 @dataclass(frozen=True)
 class Plan:
     """Holds the result of a search. Args: recipes: those that fit, best first, then the others, smallest first;
-    too_large: routes whose weights, gradients and optimizer state alone do not fit, so that none was traced."""
+    too_large: routes that were not traced, because what is known without a trace does not fit."""
 
     typed: Typed
     recipes: list[Recipe]
@@ -133,7 +147,8 @@ class _Search:
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
-        self.too_large: dict[tuple, Route] = {}  # by option: weights, gradients and state alone do not fit
+        self.too_large: dict[tuple, Route] = {}  # by option and sums: what is known without a trace does not fit
+        self.hopeless: set[tuple] = set()  # of `_on_card` and `_on_host`: the smallest settings do not fit
 
     def _works(self, strategy: str) -> bool:
         """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
@@ -195,16 +210,29 @@ class _Search:
         """Returns the routes that fit with their smallest settings, the fastest with these first."""
         hopeful = []
         for route in ways:
-            memory = self.target.device_memory
-            if memory is not None and self._least(route) > memory:
-                self.too_large.setdefault(tuple(route.option.items()), route)
-                continue
-            # Of two, because the one that needs less of the device needs more of the host.
-            ways_of_route = [*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)]
-            smallest = filter(None, (self._climb(way).of_least_memory() for way in ways_of_route))
-            if (fits := next(filter(self._fits, smallest), None)) is not None:
-                hopeful.append((fits.seconds, route))
+            if self._share(route) > 1 or not self.hopeless.isdisjoint((_on_card(route), _on_host(route))):
+                self.too_large.setdefault((*route.option.items(), route.sums), route)
+            elif (smallest := self._smallest_that_fits(route)) is not None:
+                hopeful.append((smallest.seconds, route))
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
+
+    def _smallest_that_fits(self, route: Route) -> Recipe | None:
+        """Returns a recipe of a route's smallest settings: with inputs of blocks in host memory, which needs least of
+        the card, or else with them on the card. None: neither fits."""
+        for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
+            recipe = self._climb(way).of_least_memory()
+            if recipe is None:
+                continue
+            if self._fits(recipe):
+                return recipe
+            need, card, host = recipe.prediction, self.target.device_memory, self.target.host_memory
+            if card is not None and need.device.total > card:
+                self.hopeless.add(_on_card(route))
+                return None
+            if host is not None and need.host.total - need.host.activations > host:  # inputs of blocks may leave it
+                self.hopeless.add(_on_host(route))
+                return None
+        return None
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
         """Returns the best recipe that fits, of all that were tried. Args: ways: to climb, the fastest first."""
@@ -284,22 +312,39 @@ class _Search:
 
     def trace_the_smallest(self) -> None:
         """Traces the smallest recipe of the smallest route if none was traced."""
-        for route in sorted(self.too_large.values(), key=self._least):
+        for route in sorted(self.too_large.values(), key=self._share):
             if not self.tried:  # the smallest may be refused
                 self._climb(route).of_least_memory()
         while (best := self._best()) is not None and not self._fits_in_full(best):
             pass
 
-    def _least(self, route: Route) -> int:
-        """Returns the least bytes of a card that any recipe of a route needs: its weights, gradients and state."""
-        run = route.run
-        count = network(run).trained
+    def _share(self, route: Route) -> float:
+        """Returns what every recipe of a route needs for weights, gradients and optimizer state, as a share of the
+        memory of the card or of the host, whichever is larger."""
+        needs = (self._least_of_card(route), self._least_of_host(route))
+        sizes = (self.target.device_memory, self.target.host_memory)
+        return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))
+
+    def _least_of_card(self, route: Route) -> int:
+        run, count = route.run, network(route.run).trained
         weights = 0 if run.streams or run.any("offloads") else count * run.product_bytes
         state = 0.0
         if not (run.masters or run.any("offloads")):
             rate, pageable = state_bytes_per_parameter(build.optimizer(run))
             state = count * (rate - pageable * self.target.on_card + (0 if run.in_backward else run.product_bytes))
         return round((weights + state) / (run.devices if run.saves_parts else 1)) + self.target.context_bytes
+
+    def _least_of_host(self, route: Route) -> int:
+        run, each = route.run, 0.0  # bytes of a parameter
+        if run.streams and not run.reads_weights:
+            each = run.product_bytes
+        if run.masters and run.drive_folder is None:
+            each = max(each, getattr(torch, run.weights_dtype).itemsize)
+            each += state_bytes_per_parameter(build.optimizer(run))[0]
+        if run.masters and not run.early:
+            each += torch.float32.itemsize if route.sums else run.product_bytes
+        base = self.libraries + (CUDA_ON_HOST if self.target.on_card else 0)
+        return round(network(run).trained * each / (run.devices if run.saves_parts else 1)) + base
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
@@ -309,6 +354,23 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
         if names:
             yield replace(route, checkpointings=names)
+
+
+def _on_card(route: Route) -> tuple:
+    """Returns what routes share that need as much of the card as the first of them, or more: with masters neither the
+    optimizer nor a drive is seen there, and a window in one piece or by layer needs more than its micro-batches."""
+    elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
+    option = [
+        (key, value)
+        for key, value in route.option.items()
+        if key not in elsewhere and not (route.run.masters and key.split(".")[0] == "optim")
+    ]
+    return "card", *option, *route.checkpointings
+
+
+def _on_host(route: Route) -> tuple:
+    """Returns what routes share that need as much of the host, besides inputs of blocks: their order is not seen."""
+    return "host", *((key, value) for key, value in route.option.items() if key != ORDER), route.sums
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:

@@ -63,7 +63,7 @@ class Known(NamedTuple):
 
     makes: tuple[OutputSpec | None, ...]  # None: the operator yields None
     kind: type | None  # tuple or list, if it yields several tensors
-    in_place: bool  # it yields its first argument
+    yields: int | None  # the number of the tensor that it changes and yields; None: it makes others
     work: Work | None
 
 
@@ -157,21 +157,23 @@ class ShapeMode(LeanFakeTensorMode):
                 key += map(numbers.index, numbers)  # x * x reads one tensor
             known = _known.get(key := tuple(key))
             if known is not None:
-                return self._outputs(known, args, tensors), known.work
+                return self._outputs(known, tensors), known.work
         if not plain and func not in MAKES_OF_NUMBERS and _is_real(args):
             return func(*args, **kwargs), None
+        shapes = [tensor.shape for tensor in tensors]
         call = self._experts if func is GROUPED_PRODUCTS else super().__torch_dispatch__
         out = call(func, types, args, kwargs)
         if out is NotImplemented:
             return out, None
         work = work_of(func, args, kwargs, out)
-        if plain and (known := _as_known(func, args, tensors, out, work)) is not None:
+        alike = shapes == [tensor.shape for tensor in tensors]  # else it has resized what it writes to
+        if plain and alike and (known := _as_known(func, tensors, out, work)) is not None:
             _known[key] = known
         return out, work
 
-    def _outputs(self, known: Known, args: tuple, tensors: list[Tensor]) -> object:
-        if known.in_place:
-            return args[0]
+    def _outputs(self, known: Known, tensors: list[Tensor]) -> object:
+        if known.yields is not None:
+            return tensors[known.yields]
         outputs = [spec and self._output(spec, tensors) for spec in known.makes]
         return outputs[0] if known.kind is None else known.kind(outputs)
 
@@ -219,17 +221,16 @@ def _noted(values, key: list, tensors: list[Tensor]) -> bool:
     return True
 
 
-def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
+def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
     """Returns a note of the call to rebuild its result; None: its arguments' shapes do not suffice."""
     if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
         return None
     if schema(func).is_mutable:
         written = [argument.name for argument in schema(func).arguments if argument.is_write]
         if out is None:  # it changes several tensors and yields none
-            return Known((None,), None, False, work)
-        if out is not args[0] or written != [schema(func).arguments[0].name]:
-            return None
-        return Known((), None, True, work)
+            return Known((None,), None, None, work)
+        changed = next((number for number, tensor in enumerate(tensors) if tensor is out), None)
+        return None if changed is None or len(written) > 1 else Known((), None, changed, work)
     several = isinstance(out, tuple | list)
     storages = {storage_key(t): number for number, t in enumerate(tensors)}
     makes = []
@@ -241,7 +242,7 @@ def _as_known(func: OpOverload, args: tuple, tensors: list[Tensor], out: object,
         if spec is not None and spec.view_of is None:
             storages[storage_key(output)] = -1  # a later result that shares this new storage cannot be rebuilt
     kind = list if isinstance(out, list) else tuple if several else None
-    return Known(tuple(makes), kind, False, work)
+    return Known(tuple(makes), kind, None, work)
 
 
 def _as_made(output: object, storages: dict[int, int]) -> OutputSpec | None:

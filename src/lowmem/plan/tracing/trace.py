@@ -16,6 +16,7 @@ import os
 import tempfile
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, repeat
@@ -43,6 +44,7 @@ from lowmem.model.trainable import packed, parameters, trainable
 from lowmem.offload.copy_lanes import AtOnceLane
 from lowmem.offload.drive import Sizes
 from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.micro_batches import Generators
 from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
@@ -52,6 +54,7 @@ from lowmem.plan.tracing.shapes import ShapeMode, TooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traces import Trace
 from lowmem.plan.tracing.traffic import EARLIER
+from lowmem.step.one_weight import Step
 from lowmem.step.optimizer import WindowOptimizer
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.techniques.optim.build import MakeOptimizer
@@ -349,9 +352,30 @@ class Steady(Callback):
             link = optimizer.link
             link.fetch, link.update = counting("sum", link.fetch), counting("update", link.update)
             link.update_block = counting("update", link.update_block)
+            known: dict[tuple, Counter] = {}
+            for weight in optimizer.masters.values():
+                weight.step = self._once(weight, known)
         else:
             optimizer.use_up = counting("step", optimizer.use_up)
             optimizer.step_one = counting("update", optimizer.step_one)
+
+    def _once(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
+        """Returns the step of a weight on the host. Only the first weight of a kind steps: others of its shape, dtypes,
+        group and place do the same work in the same scratch. Args: known: kind -> work of a step."""
+        step = weight.step
+
+        def stepped(optimizer: HostOptimizer, asked: Step) -> None:
+            options = tuple((key, value) for key, value in asked.group.items() if key != "params")
+            dtypes = asked.gradient.dtype, asked.narrow.dtype
+            kind = (weight.host_block is None, asked.p.shape, dtypes, str(options), asked.reading, self.mode.phase)
+            if kind in known:
+                self.mode.work.update(known[kind])
+                return
+            before = self.mode.work.copy()
+            step(optimizer, asked)
+            known[kind] = self.mode.work - before
+
+        return stepped
 
     def _step_all(self, module: LightningModule) -> None:
         """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are

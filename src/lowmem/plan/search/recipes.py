@@ -148,7 +148,8 @@ class _Search:
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
         self.too_large: dict[tuple, Route] = {}  # by option and sums: what is known without a trace does not fit
-        self.hopeless: set[tuple] = set()  # of `_on_card` and `_on_host`: the smallest settings do not fit
+        # `_on_card` and `_on_host` of routes whose smallest settings do not fit, and settings too large for the card
+        self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
         """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
@@ -250,7 +251,13 @@ class _Search:
 
     def _climb(self, route: Route) -> Climb:
         def look(settings: Settings) -> Recipe | None:
-            return self._recipe(route, settings)
+            same = ("settings", *_on_card(route), route.option.get(ORDER), route.sums, settings)
+            if same in self.hopeless:
+                return None
+            recipe, card = self._recipe(route, settings), self.target.device_memory
+            if recipe is not None and card is not None and recipe.prediction.device.total > card:
+                self.hopeless.add(same)
+            return recipe
 
         smallest = len(route.micro_batches) - 1
         return Climb(route.checkpointings, route.losses, smallest, look, self._fits)

@@ -207,7 +207,7 @@ def masters(architecture: dict) -> str:
     """Compares two steps of SGD with a naive loop that keeps one model in fp32 and one in bf16."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = build_module(cfg)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="cpu",

@@ -36,7 +36,7 @@ class PureBFloat16(BasePrecision):
     This project has no such precision: its own keep the optimizer state in fp32 (docs/masters.md).
     """
 
-    dtype = torch.bfloat16
+    dtype, weights_dtype = torch.bfloat16, None
 
 
 # --- their losses -------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Published:
 
 RUN = ("model=hf", "model.name=published", "model.pretrained=false", "lr=1e-4", "clip=null", "scheduler=constant")
 RUN += ("loss=full",)
-PURE = ("weights_dtype=bfloat16", "trainer.plugins.precision._target_=benchmarks.published.PureBFloat16")
+PURE = ("precision._target_=benchmarks.published.PureBFloat16",)
 FOREACH = "optim.fused=false"  # torch chooses this if a run does not set it
 
 

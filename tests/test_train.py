@@ -137,7 +137,7 @@ REFUSED = {
     ("optim=adam8bit", "optim.embedding_bits=16"): ["8 or 32"],
     ("optim.in_backward=maybe",): ["true or false"],
     ("export_dtype=int8",): ["export_dtype=int8", "float32, bfloat16, float16"],
-    ("precision=bf16-master", "master.early_step=soon"): ["master.early_step=soon", "true or false"],
+    ("precision=bf16-master", "precision.early_step=soon"): ["precision.early_step=soon", "true or false"],
     ("model.attention=fast",): ["fast", "model.attention=sdpa"],
     ("model.attention=flash_attention_2",): ["flash", "model.attention=sdpa"],
     ("+trainer.detect_anomalies=true",): ["detect_anomalies", "detect_anomaly"],

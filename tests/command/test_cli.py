@@ -91,7 +91,7 @@ def test_a_choice_that_does_not_exist_is_told_before_a_sweep_starts():
 
 
 def test_a_number_is_a_choice_with_a_prefix_and_in_a_package():
-    assert composed(["+precision@_global_=16"]).trainer.plugins.precision.init_scale == 65536
+    assert composed(["+precision@mine=16"]).mine.init_scale == 65536
 
 
 @pytest.fixture
@@ -163,11 +163,28 @@ def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was
 
 
 def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
-    lines = ["precision=bf16-master", "master.skips_in_a_row=7", "master.early_step=false"]
+    lines = ["precision=bf16-master", "master.skips_in_a_row=7", "weights_dtype=float32", "precision.early_step=false"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
-    assert cli.prepare([f"resume={earlier}"]) == [lines[0], lines[2], f"resume={earlier}"]
+    assert cli.prepare([f"resume={earlier}"]) == [lines[0], lines[3], f"resume={earlier}"]
     with pytest.raises(Refused, match=r"there is no key master\.skips_in_a_row"):
         cli.prepare(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "now"),
+    [
+        ("16-master", "trainer.plugins.precision.init_scale=8", "precision.init_scale=8"),
+        ("bf16-master", "master.early_step=false", "precision.early_step=false"),
+    ],
+)
+def test_keys_of_an_earlier_precision_are_read_with_their_new_names(earlier, tmp_path, name, then, now):
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"precision={name}", then]))
+    assert cli.prepare([f"export={earlier}"])[1:] == [now, f"export={earlier}"]
+    typed = {"task": [f"precision={name}", "lr=1,2", then], "hydra": []}
+    (tmp_path / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": typed}}))
+    assert cli.prepare([f"sweep.resume={tmp_path}"])[2:4] == ["lr=1,2", now]
+    with pytest.raises(Refused, match=f"this key is now called {key(now)}. Type {now}"):
+        cli.prepare([f"precision={name}", then])
 
 
 def test_a_run_of_an_optimizer_that_was_taken_out_is_evaluated_and_exported_but_not_resumed(earlier):

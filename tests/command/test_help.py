@@ -112,7 +112,7 @@ def test_it_shows_what_is_typed_beside_it():
     text = said("precision=bf16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
     assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
     assert "optim=muon" in text and "Muon for the matrices inside the blocks" in text
-    assert "data.path=???" in text and "master.early_step=true" in text
+    assert "data.path=???" in text and "precision.early_step=true" in text
     assert "loss.rows" not in said("--help")
 
 

@@ -218,7 +218,7 @@ def moved_in(config, *lines):
     """A module whose weights are where they wait."""
     cfg = config(*lines, base=())
     module = build.causal_lm(cfg, model.describe(cfg))
-    made(module, instantiate(cfg.trainer.plugins.precision), module.weights)
+    made(module, instantiate(cfg.precision), module.weights)
     return module
 
 
@@ -243,7 +243,7 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
 
     layer, cfg = torch.nn.Linear(4, 4), config("precision=bf16-master")
-    optimizer = made(layer, instantiate(cfg.trainer.plugins.precision)).optimizer(build.optimizer(cfg), layer)
+    optimizer = made(layer, instantiate(cfg.precision)).optimizer(build.optimizer(cfg), layer)
     for p in layer.parameters():
         p.register_post_accumulate_grad_hook(optimizer.collect)
         Exchange(p)

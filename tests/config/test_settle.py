@@ -11,7 +11,7 @@ from lowmem.system.errors import Refused
 
 def test_a_run_does_not_change():
     run = run_of([])
-    for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.trainer.plugins, "precision")):
+    for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.precision, "target")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(one, key, 1)
 

@@ -87,7 +87,9 @@ REFUSED = {
     "hydra.run.dir=": "the value is empty. Type hydra.run.dir=<a folder>",
     "hydra.sweep.dir=''": "the value is empty. Type hydra.sweep.dir=<a folder>",
     "cache_dir=": "the value is empty. Type cache_dir=<a folder>",
-    "~fit": "this key is now called plan. Type plan=check.",
+    "~fit": "this key is now called plan. Type plan=<value>.",
+    "precision=16 trainer.plugins.precision.init_scale=8": "Type precision.init_scale=8.",
+    "precision=bf16-master master.early_step=false": "Type precision.early_step=false.",
     "save_every=0min": "give a whole number of steps, at least 1, or minutes such as 30min.",
     "=3": "this is not an override. Type '<key>=3'",
     "lr=1e-3)": "Hydra cannot parse this value. Type text with special characters in quotes: ",
@@ -109,7 +111,6 @@ REFUSED = {
     "data=text data.path=": "data.path=: give a file or a folder.",
     "data=text data.path=x data.pattern=/abs": "give a file pattern relative to the folder",
     "data=text data.path=x data.val_path=./x": "also data.path, so validation would run on training data",
-    "weights_dtype=true": "give one of float32, bfloat16, float16.",
     "\"model.architecture.n_layer='a b'\"": "give a whole number of at least 1.",
     "model.architecture=1": "model.architecture=1: set its keys, such as model.architecture.n_layer=6.",
     "model.attention=true": "model.attention=true: give a string.",
@@ -226,7 +227,7 @@ def test_every_error_is_told_at_once():
 def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
     monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1, generate=None, show=None, export=None))
     monkeypatch.setattr(cli, "check_values", lambda run: None)
-    for line in ("max_steps=abc", "+precison=16", "weights_dtype=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
+    for line in ("max_steps=abc", "+precison=16", "clip=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
         assert cli.prepare([line]) == [line]
 
 
@@ -420,8 +421,7 @@ def test_every_key_of_the_config_is_declared_once_and_nothing_else():
     here -= {
         key for key in here if "_target_" in key or key.startswith(("model.architecture.", "callbacks.", "optim."))
     }
-    here -= {"trainer.plugins.precision.device"}
-    extra = {f"trainer.{name}" for name in schema.SET_BY} | {"optim.in_backward", "precision.declares"}
+    extra = {f"trainer.{name}" for name in schema.SET_BY} | {"optim.in_backward"}
     assert declared(schema.PlanKeys) - groups == (here | extra) - groups
 
 
@@ -587,7 +587,7 @@ def outcome(arguments: list[str]) -> str:
         run.loss,
         run.scheduler,
         run.gradient_checkpointing,
-        *run.trainer.plugins.every(),
+        *run.plugins,
         *run.callbacks.values(),
     ):
         instantiate(node)

@@ -50,7 +50,7 @@ def gradients(config, model, loss, window):
 
     cfg = config("optim=sgd", "clip=null", "max_steps=1")
     module = Looks(model, loss, Update(optimizer(cfg), instantiate(cfg.scheduler)))
-    parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), []).fit(module, Once(window))
+    parity.trainer(cfg, list(map(instantiate, cfg.plugins)), []).fit(module, Once(window))
     return kept
 
 

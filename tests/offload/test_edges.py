@@ -46,7 +46,7 @@ def weights_after(cfg, kind, lane=None):
     held = instantiate(cfg.weights)(model, head_in_tiles=True, **order)
     update = Update(optimizer(cfg), instantiate(cfg.scheduler), cfg.clip, cfg.clip_value, early=cfg.early)
     module = CausalLM(model, instantiate(cfg.loss), update, Placement(held))
-    (plugin,) = map(instantiate, cfg.trainer.plugins.every())
+    (plugin,) = map(instantiate, cfg.plugins)
     if lane is not None:
         held.lane = lane()
     trainer = parity.trainer(cfg, [plugin], callbacks(cfg))
@@ -84,7 +84,7 @@ def test_streamed_edges_equal_resident_ones(config, kind, clip, accumulation, la
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", SHAPES)
 def test_streamed_edges_equal_resident_ones_with_skipped_steps(config, kind, monkeypatch):
-    scaled = [*parity.WITH["precision=16-master"][:-1], "trainer.plugins.precision.init_scale=3e5"]
+    scaled = [*parity.WITH["precision=16-master"][:-1], "precision.init_scale=3e5"]
     monkeypatch.setitem(parity.WITH, "precision=16-master", scaled)
     assert same(config, kind, "norm", "fixed", SlowLane, precision="16-master")
 

@@ -91,7 +91,7 @@ def test_a_run_that_evaluates_saves_fails_and_goes_on_has_no_race(fit, tmp_path,
     """It raises in a backward pass, while copies are under way, and goes on from its checkpoint."""
     lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
     if precision == "16-master":
-        lines += ("trainer.plugins.precision.init_scale=1e7",)  # the first steps are skipped
+        lines += ("precision.init_scale=1e7",)  # the first steps are skipped
     with watched() as found, races.all_over(TracedLane(found)):
         with monkeypatch.context() as patch:
             raises_in_backward(patch, tmp_path / "first" / "checkpoints")

@@ -120,7 +120,7 @@ def gradient_norms(folder):
 
 @pytest.mark.parametrize(
     ("precision", "how"),
-    [("32", "optim=adamw"), ("32", "optim.in_backward=true"), ("bf16-master", "master.early_step=false")],
+    [("32", "optim=adamw"), ("32", "optim.in_backward=true"), ("bf16-master", "precision.early_step=false")],
 )
 def test_metrics_have_the_gradient_norm_without_clipping(fit, precision, how):
     """A bound that no norm reaches changes no bit, so the norm of the first step is that of a clipped run."""

@@ -32,7 +32,7 @@ IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=
 
 WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows, and of one: a rank has none
 CLIP = "clip=0.5"
-SCALED = "trainer.plugins.precision.init_scale=4096"
+SCALED = "precision.init_scale=4096"
 
 
 def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+import in_float64
 import parity
 import streams
 from lowmem.command.launch import free_port
@@ -48,7 +49,7 @@ BASE = (
     "sample_tokens=0",
     "plan=off",
 )
-EXACT = ("weights_dtype=float64", "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
+EXACT = (in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # each rank draws its own
 PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 
@@ -224,7 +225,7 @@ def trained(case: Case) -> dict:
 
 def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
     callbacks += module.own_loss.callbacks()  # whose collectives `seen` counts
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())

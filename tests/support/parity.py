@@ -84,9 +84,9 @@ SHIPPED = (
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
 # What a choice needs besides its name here.
 WITH = {
-    "precision=16": ["trainer.plugins.precision.init_scale=4096"],
-    "precision=16-true": ["trainer.plugins.precision.init_scale=4096"],
-    "precision=16-master": ["trainer.plugins.precision.init_scale=4096"],
+    "precision=16": ["precision.init_scale=4096"],
+    "precision=16-true": ["precision.init_scale=4096"],
+    "precision=16-master": ["precision.init_scale=4096"],
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
     "accumulation=by_epoch": ["batch_size=2", "accumulation.sizes={0: 4, 1: 2}"],
@@ -201,7 +201,7 @@ def run(cfg, wide=False, callbacks=()):
     module = causal_lm(cfg, model.describe(cfg))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
     windows = WindowLoader(rows_for(pairs_loss(cfg)), Share(cfg.batch_size), instantiate(cfg.accumulation), seed=0)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     training = trainer(cfg, plugins, [*build.callbacks(cfg), *module.own_loss.callbacks(), *callbacks])
     training.fit(module, windows)
     assert training.global_step == cfg.max_steps and module.skipped_steps == 0

@@ -45,10 +45,10 @@ RECIPES = {
     "step in backward": ["optim.in_backward=true", "clip=null"],
     "bf16-true, step in backward": ["precision=bf16-true", "optim.in_backward=true", "clip=null"],
     "16-true, adafactor": ["precision=16-true", "optim=adafactor"],
-    "16, adam8bit, overflowing": ["precision=16", "optim=adam8bit", f"trainer.plugins.precision.init_scale={2**30}"],
-    "16, a scale that is no power of two": ["precision=16", *TWO, "trainer.plugins.precision.init_scale=1000"],
+    "16, adam8bit, overflowing": ["precision=16", "optim=adam8bit", f"precision.init_scale={2**30}"],
+    "16, a scale that is no power of two": ["precision=16", *TWO, "precision.init_scale=1000"],
     "16-master, adamw8bit, overflowing": [
-        *("precision=16-master", "optim=adamw8bit", "trainer.plugins.precision.init_scale=1e9", *TWO)
+        *("precision=16-master", "optim=adamw8bit", "precision.init_scale=1e9", *TWO)
     ],
     "masters, accumulation and clip": [*BF16, *TWO, "clip=0.1"],
     "masters, clip_value": ["precision=16-master", *TWO, "clip=0.1", "clip_value=0.001"],

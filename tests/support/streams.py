@@ -29,7 +29,7 @@ MODELS = {
 }
 POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload", "offload_attention")}
 POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
-SCALE = {"16-master": ["trainer.plugins.precision.init_scale=3e5"]}  # so high that the first steps are skipped
+SCALE = {"16-master": ["precision.init_scale=3e5"]}  # so high that the first steps are skipped
 
 
 class Trained(NamedTuple):
@@ -76,7 +76,7 @@ def trained(config, weights, model, arguments, lane=None, changed=(), prepare=la
     precision, optim, clip, accumulation, scheduler, *more = arguments
     cfg = configured(config, precision, optim, clip, accumulation, scheduler, *more, *weights)
     module = built(cfg, model, **dict(changed))
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     if lane is not None:
         module.weights.lane = lane
     prepare(module)

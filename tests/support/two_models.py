@@ -52,7 +52,7 @@ def windows(cfg):
 
 def naive(cfg):
     """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
-    dtype = torch.float16 if cfg.trainer.plugins.precision.target.endswith(".Float16Master") else torch.bfloat16
+    dtype = torch.float16 if cfg.precision.target.endswith(".Float16Master") else torch.bfloat16
     with widened(dtype, cfg.device):  # another order of additions has other bits
         return _naive(cfg, dtype)
 
@@ -64,7 +64,7 @@ def _naive(cfg, dtype):
     stepping = optimizer(cfg)(wide.model)
     schedule = instantiate(cfg.scheduler)(stepping)
     pairs = list(zip(wide.model.parameters(), narrow.parameters(), strict=True))
-    scale, steps, skipped = cfg.trainer.plugins.precision.arguments.get("init_scale", 1.0), 0, 0
+    scale, steps, skipped = cfg.precision.arguments.get("init_scale", 1.0), 0, 0
     for window in windows(cfg):
         for micro_batch in window.micro_batches:
             loss = wide.loss(narrow, micro_batch.each(lambda part: part.to(cfg.device))) / window.weight
@@ -104,7 +104,7 @@ def rounded(wide, dtype):
 def ours(cfg, lane=None):
     """The same of the real module under the real trainer."""
     module = build(cfg)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     trainer = parity.trainer(cfg, plugins, callbacks(cfg))
     with nullcontext() if lane is None else linked_by(lane):
         trainer.fit(module, windows(cfg))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+import in_float64
 import oracle
 import parity
 from lowmem.config.accumulation import by_epoch, by_step, effective_batch, fixed
@@ -42,7 +43,8 @@ def trained(config, monkeypatch):
 
         monkeypatch.setattr(CausalLM, "_usable", recording)
         lines = [f"batch_size={batch_size}", "accumulation=fixed", f"accumulation.batches={batches}"]
-        lines += [f"weights_dtype={dtype}", f"optim={optim}", f"max_steps={STEPS}", "optim.weight_decay=0.1"]
+        lines += [in_float64.LINE] if dtype == "float64" else []
+        lines += [f"optim={optim}", f"max_steps={STEPS}", "optim.weight_decay=0.1"]
         lines += ["lr=1e-3"] if optim == "adamw" else ["lr=1e-1"]
         cfg = config(*parity.overrides(), *lines, base=())
         _, weights = parity.run(cfg, wide=dtype == "float64")
@@ -270,7 +272,7 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
             read.append((outputs["stepped"], float(outputs["loss"]), window.learned_tokens, weights))
 
     watching = [*callbacks(cfg), Watch()]
-    training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), watching)
+    training = parity.trainer(cfg, list(map(instantiate, cfg.plugins)), watching)
     training.fit(module, WindowLoader(Silent(), Share(1), fixed(1), seed=0))
     assert [stepped for stepped, *_ in read] == [tokens > 0 for _, _, tokens, _ in read]
     assert module.skipped_steps == len(read) - 2 and module.position.window == len(read)
@@ -283,6 +285,6 @@ def test_an_evaluation_of_nothing_has_no_loss(config):
     cfg = config(*parity.overrides(), base=())
     module = causal_lm(cfg, describe(cfg))
     for telling in (0, None):
-        training = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), [])
+        training = parity.trainer(cfg, list(map(instantiate, cfg.plugins)), [])
         training.validate(module, Groups(ValidationLoader(Silent(telling), Share(2), 4)), verbose=False)
         assert (module.val_loss is None) == (telling is None)

@@ -135,7 +135,7 @@ def test_faults_without_end_end_the_run(fit, broken, caplog):
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
 def test_a_loss_scale_that_still_halves_is_no_fault_in_any_precision(fit, caplog, precision):
     caplog.set_level(logging.INFO)
-    summary, _ = fit(f"precision={precision}", "trainer.plugins.precision.init_scale=1e15")
+    summary, _ = fit(f"precision={precision}", "precision.init_scale=1e15")
     assert summary["steps"] == 4 and summary["skipped_steps"] > 20 and "not finite" not in caplog.text
 
 
@@ -144,13 +144,13 @@ def test_an_overflow_at_the_smallest_loss_scale_ends_the_run_in_every_precision(
     """The first scale is 4 times the smallest: two steps halve it, and the third is a fault."""
     broken(GRADIENT, range(1, 1000))
     with pytest.raises(Refused, match=rf"In step 1 the gradient of model\.{re.escape(GRADIENT)}.* on_nonfinite=skip"):
-        fit(f"precision={precision}", f"trainer.plugins.precision.init_scale={2.0**-8}")
+        fit(f"precision={precision}", f"precision.init_scale={2.0**-8}")
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16-master", "16-master"])
 def test_gradients_that_are_never_finite_end_a_run_that_skips_in_every_precision(fit, broken, caplog, precision):
     broken(GRADIENT, range(1, 1000))
-    scale = [f"trainer.plugins.precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
+    scale = [f"precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):
         fit(f"precision={precision}", "on_nonfinite=skip", *scale)
     assert caplog.text.count("Skipping this step.") == 20

@@ -48,7 +48,7 @@ from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
 ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
-GONE = ("master.skips_in_a_row",)  # keys of an earlier lowmem that runs no longer have
+GONE = ("master.skips_in_a_row", "weights_dtype")  # keys of an earlier lowmem that runs no longer have
 LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
@@ -133,11 +133,12 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
-    if old := [argument for argument in arguments if key(argument) == "fit"]:
-        raise Refused(
-            f"{old[0]}: this key is now called plan. Type {_renamed(old)[0] if '=' in old[0] else 'plan=check'}."
-        )
     arguments = _resumed_sweep(arguments)
+    if old := [argument for argument in arguments if spelling.renamed(argument) != argument]:
+        line = spelling.renamed(old[0]).lstrip("+~")
+        raise Refused(
+            f"{old[0]}: this key is now called {key(line)}. Type {line if '=' in line else f'{line}=<value>'}."
+        )
     if "hydra/launcher=slurm" in arguments and find_spec("submitit") is None:
         raise Refused(
             "hydra/launcher=slurm: the package of this launcher is not installed. Type pip install "
@@ -187,7 +188,7 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
         return arguments
     if len([argument for argument in arguments if argument not in ("-m", "--multirun")]) > 1:
         raise Refused("sweep.resume= repeats all overrides of the sweep. Leave out everything else.")
-    return sweep.again(Path(sweeps[0]).expanduser())
+    return [*map(spelling.renamed, sweep.again(Path(sweeps[0]).expanduser()))]
 
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
@@ -238,8 +239,7 @@ def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
 def _renamed(lines: list[str]) -> list[str]:
     """Returns lines of an earlier lowmem with today's names."""
     instead = [new for line in lines if line in spelling.TAKEN_OUT for new in spelling.TAKEN_OUT[line].instead.split()]
-    others = without(set(map(key, instead)), lines)
-    return [*instead, *(f"plan={line.partition('=')[2]}" if key(line) == "fit" else line for line in others)]
+    return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
 
 def run(cfg: DictConfig) -> float:

@@ -1,8 +1,7 @@
 """Reads what techniques declare: properties that checks, the planner and advice need to know, and no name of a
 technique.
 
-Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`, or under <group>.declares if the
-yaml is `@package _global_`.
+Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`.
 
 Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Methods
 that a class leaves out have a default there, so that nobody asks with `hasattr`:
@@ -148,7 +147,7 @@ def techniques(group: str) -> dict[str, Technique]:
     properties = {}
     for file in sorted((CONF / group).glob("*.yaml")):
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        properties[file.stem] = _technique(values.get(group, values).get("declares") or {}, f"conf/{group}/{file.name}")
+        properties[file.stem] = _technique(values.get("declares") or {}, f"conf/{group}/{file.name}")
     return properties
 
 

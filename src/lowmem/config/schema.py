@@ -165,16 +165,6 @@ class EarlyStop(Section):
     watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
-class Plugins(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-    precision: Node
-    __pydantic_extra__: dict[str, Node]
-
-    def every(self) -> list[Node]:
-        """Returns the precision and the plugins that were added to it."""
-        return [self.precision, *self.model_extra.values()]
-
-
 # Arguments of Lightning's Trainer that a key of a run sets.
 SET_BY = {
     "accelerator": "device",
@@ -202,19 +192,7 @@ _Trainer = create_model(
 
 
 class Trainer(_Trainer):
-    plugins: Plugins
-
-
-class Master(Section):
-    """Declares the settings of precisions with master weights."""
-
-    early_step: Switch = True
-
-
-class Declared(Section):
-    """Holds the declarations of a precision, whose own keys lie elsewhere."""
-
-    declares: Properties
+    plugins: Nodes
 
 
 class Keys(Section):
@@ -222,7 +200,7 @@ class Keys(Section):
 
     model: Model
     data: Node
-    precision: Declared | None = None
+    precision: Node
     adapter: Node
     optim: Optim
     scheduler: Node
@@ -274,9 +252,7 @@ class Keys(Section):
     cache_dir: Place
     output_dir: _words("leave it out, and set hydra.run.dir instead", None)
     debug: Switch
-    weights_dtype: _words(f"one of {', '.join(get_args(Dtype))}", Dtype)
     trainer: _words("set its keys: _target_, plugins and arguments of Lightning's Trainer", Trainer)
-    master: Master = Master()
     callbacks: Nodes
 
 

@@ -31,8 +31,7 @@ class Run(schema.Keys):
     """Holds all settings of a run. It does not change; `knowing` and `replacing` return another run."""
 
     output_dir: str | None = None  # known as soon as there is a folder
-    device: str  # `Keys` admits fewer values of these two; tests also use meta and float64
-    weights_dtype: str
+    device: str  # `Keys` admits fewer values; tests also use meta
     _draft: DictConfig = PrivateAttr()  # the composed config, with its interpolations
 
     @classmethod
@@ -168,13 +167,25 @@ class Run(schema.Keys):
     def early(self) -> bool:
         """Returns whether masters step as their gradients arrive. A norm, or a loss scale, needs all gradients
         first."""
-        return self.masters and self.master.early_step and self.clip is None and not self.scales_loss
+        early = self.precision.arguments.get("early_step", True)  # as the classes default
+        return self.masters and early and self.clip is None and not self.scales_loss
 
     # --- dtypes, and where weights are --------------------------------------------------------------------------------
 
     @cached_property
     def _precision_class(self) -> type:
-        return get_object(self.trainer.plugins.precision.target)
+        return get_object(self.precision.target)
+
+    @property
+    def plugins(self) -> list[schema.Node]:
+        """Returns the plugins of Lightning's Trainer: the precision, and those that were added to it."""
+        return [self.precision, *self.trainer.plugins.values()]
+
+    @property
+    def weights_dtype(self) -> str:
+        """Returns the dtype of the trained weights, or of their masters: float32, bfloat16 or float16."""
+        kind = self._precision_class
+        return str(kind.weights_dtype or kind.dtype).removeprefix("torch.")
 
     @property
     def multiplies_in(self) -> str:

@@ -84,6 +84,12 @@ TAKEN_OUT = {
         resumes=True,
     ),
 }
+# the beginning of a key of an earlier lowmem -> today's
+RENAMED = {
+    "fit": "plan",
+    "master.early_step": "precision.early_step",
+    "trainer.plugins.precision.": "precision.",
+}
 LEFT_OUT = {"weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are"}  # keys that are gone
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
@@ -133,6 +139,12 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
                 raise Refused(_of_place(group, wrong[0]))
             like = _choice_like(wrong[0], group)
             raise Refused(f"{group}={wrong[0]}: there is no such choice. Type {group}={like}.")
+
+
+def renamed(line: str) -> str:
+    """Returns a line of an earlier lowmem with today's key."""
+    begin = next((old for old in RENAMED if key(line) == old or (old[-1] == "." and key(line).startswith(old))), None)
+    return line if begin is None else line.replace(begin, RENAMED[begin], 1)
 
 
 def sets_nothing(word: str) -> str:

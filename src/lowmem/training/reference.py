@@ -145,7 +145,7 @@ def _check(run: Run, start: str | None, saved: Saved | None) -> None:
 
 
 def _wanted(run: Run, data: build.Data, start: str) -> Iterator[Wanted]:
-    key = [start, run.weights_dtype, run.trainer.plugins.precision.plain()]
+    key = [start, run.weights_dtype, {"_target_": run.precision.target, **run.precision.arguments}]
     if run.evaluate is None:
         yield Wanted(data.train.sequences, "train", _read_in_training(run, data.train), key)
     for loader in data.val:
@@ -181,7 +181,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
         devices=1,
         strategy=ranks.lightning(),
         inference_mode=not ranks.several,
-        plugins=list(map(instantiate, run.trainer.plugins.every())),
+        plugins=list(map(instantiate, run.plugins)),
         callbacks=[*build.callbacks(run), collector],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )

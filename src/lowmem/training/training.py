@@ -251,7 +251,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     watchers = Watchers.for_run(run, data, folder, task.saved.steps if task.resumes else 0, keeps)
     saving, paused = watchers.meter.saving, watchers.metrics.paused
     saves = checkpoint.Checkpoints(output_dir / "checkpoints", run.save_every, run.checkpoint.keep, saving, paused)
-    plugins = [*map(instantiate, run.trainer.plugins.every()), checkpoint.AtomicCheckpointIO(module)]
+    plugins = [*map(instantiate, run.plugins), checkpoint.AtomicCheckpointIO(module)]
     callbacks = _callbacks(run, module.own_loss, watchers, saves if keeps else None)
     loggers = _loggers(run, task, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)

@@ -188,7 +188,7 @@ def window_of(config, size, lines):
     start = [p.detach().clone() for p in module.model.parameters()]
     drawn = pair_oracle.RaggedAnswers(ANSWERS, LENGTH, 300)
     windows = WindowLoader(drawn, Share(size), lambda *_: ANSWERS // size, seed=0)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     trainer(cfg, plugins, [*callbacks(cfg), *module.own_loss.callbacks(), seen]).fit(module, windows)
     return seen.losses.seen[0], torch.cat([(a - b).flatten() for a, b in zip(start, seen.masters, strict=True)])
 

@@ -225,7 +225,7 @@ def ours(written, *overrides):
         rows.reference = torch.cat([logp_of(module, each).logp for each in every.compared], dim=1)
     watch = Watch(per_token="loss=ipo" in overrides)
     windows = WindowLoader(rows, Share(BATCH), instantiate(cfg.accumulation), seed=0)
-    plugins = list(map(instantiate, cfg.trainer.plugins.every()))
+    plugins = list(map(instantiate, cfg.plugins))
     trainer(cfg, plugins, [*callbacks(cfg), *module.own_loss.callbacks(), watch]).fit(module, windows)
     return Course(np.array(watch.losses), np.array(watch.rewards))
 

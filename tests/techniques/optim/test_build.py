@@ -214,7 +214,7 @@ def test_kernels_that_decay_after_the_update_change_no_bit(config, monkeypatch, 
     def trained():
         torch.manual_seed(0)
         cfg = config(f"optim={optim}", f"precision={precision}", "lr=1e-2", "optim.weight_decay=2")
-        model, plugin = nn.Linear(64, 128, bias=False), instantiate(cfg.trainer.plugins.precision, device="cpu")
+        model, plugin = nn.Linear(64, 128, bias=False), instantiate(cfg.precision, device="cpu")
         if cfg.masters:
             made = host_masters.made(model, plugin).optimizer(optimizer(cfg), model)
         else:

@@ -52,7 +52,7 @@ class Forgetful(Kahan):
 
 
 def chosen(precision):
-    return "precision=bf16-true", f"trainer.plugins.precision._target_={precision.__module__}.{precision.__qualname__}"
+    return "precision=bf16-true", f"precision._target_={precision.__module__}.{precision.__qualname__}"
 
 
 class Widened(Callback):

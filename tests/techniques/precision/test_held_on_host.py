@@ -79,7 +79,7 @@ def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, w
     module = built(cfg, "llama")
     for _ in range(2):
         before = [p.detach().clone() for p in module.model.parameters()]
-        trainer = parity.trainer(cfg, list(map(instantiate, cfg.trainer.plugins.every())), callbacks(cfg))
+        trainer = parity.trainer(cfg, list(map(instantiate, cfg.plugins)), callbacks(cfg))
         trainer.fit(module, windows(cfg))
         assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16}
         assert not any(torch.equal(p, old) for p, old in zip(module.model.parameters(), before, strict=True))

@@ -21,7 +21,7 @@ SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
     for group in ("scheduler", "accumulation", "gradient_checkpointing", "loss")
 )
 LOSSES.remove("kto")  # the naive loop does not look ahead, as loss=kto does (tests/techniques/loss/test_kto.py)
-INIT_SCALE = "trainer.plugins.precision.init_scale={}"
+INIT_SCALE = "precision.init_scale={}"
 
 
 # --- bit-equality -----------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_stepping_early_changes_no_bit(config):
         early, late = (
             ours(
                 configured(
-                    config, "bf16-master", "adamw8bit", "value", accumulation, "linear", f"master.early_step={e}"
+                    config, "bf16-master", "adamw8bit", "value", accumulation, "linear", f"precision.early_step={e}"
                 )
             )
             for e in ("true", "false")

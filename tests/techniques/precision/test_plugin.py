@@ -40,7 +40,7 @@ def trained(config):
             accelerator="cpu",
             max_steps=steps,
             max_epochs=-1,
-            plugins=list(map(instantiate, cfg.trainer.plugins.every())),
+            plugins=list(map(instantiate, cfg.plugins)),
             callbacks=list(callbacks),
             **dict.fromkeys(off, False),
         )

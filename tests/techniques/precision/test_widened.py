@@ -278,7 +278,7 @@ def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch
 @pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
 def test_every_precision_knows_its_device_and_what_it_multiplies(precision):
     cfg = run_of([f"precision={precision}", "device=meta"])
-    plugin: FullPrecision = instantiate(cfg.trainer.plugins.precision)
+    plugin: FullPrecision = instantiate(cfg.precision)
     assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
     assert plugin.dtype == torch.float32 or plugin.device == "meta"
 

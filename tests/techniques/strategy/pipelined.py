@@ -52,7 +52,7 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
     module.model.to(dtype and getattr(torch, dtype))
     module.ranks.shard(module)
     seen = Seen()
-    trainer = parity.trainer(cfg, [*map(instantiate, cfg.trainer.plugins.every())], [seen], module.ranks.lightning())
+    trainer = parity.trainer(cfg, [*map(instantiate, cfg.plugins)], [seen], module.ranks.lightning())
     trainer.fit(module, WindowLoader(parity.Ragged(), Share(cfg.batch_size), cfg.windows, seed=0))
     weights = {name: p.detach().clone() for name, p in module.model.named_parameters() if not p.is_meta}
     with torch.no_grad():

@@ -13,7 +13,7 @@ from lowmem.techniques.strategy.stages import divided
 
 pytestmark = pytest.mark.kernels
 SAME = 1e-9
-GPIPE, OVERFLOWS = "strategy.schedule=gpipe", "trainer.plugins.precision.init_scale=1e8"
+GPIPE, OVERFLOWS = "strategy.schedule=gpipe", "precision.init_scale=1e8"
 CASES = {
     "1f1b": ([], "float64", None),
     "gpipe": ([GPIPE], "float64", None),
@@ -153,7 +153,7 @@ def test_what_stages_cannot_train_is_refused_while_the_model_is_whole(name, chan
 
 
 SLOW = {
-    "16-true": (["precision=16-true", UNTIED, "trainer.plugins.precision.init_scale=4096"], None, None),
+    "16-true": (["precision=16-true", UNTIED, "precision.init_scale=4096"], None, None),
     "bf16-true": (["precision=bf16-true", UNTIED], None, None),
     "lora": (["adapter=lora"], None, None),
     "qlora": (["adapter=qlora"], None, None),

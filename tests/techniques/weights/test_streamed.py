@@ -118,7 +118,7 @@ LONG = (
 def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bits(fit, tmp_path, precision):
     lines = [*LONG, f"precision={precision}"]
     if precision == "16-master":
-        lines.append("trainer.plugins.precision.init_scale=1e9")
+        lines.append("precision.init_scale=1e9")
     one, whole = fit(*lines, folder="resident")
     assert (one["skipped_steps"] > 0) == (precision == "16-master")
     right = held(whole)

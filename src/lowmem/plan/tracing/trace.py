@@ -139,7 +139,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         before = 1 if ranks.several else 0
         recorder = Recorder(Path(folder) / "memory.csv", before)
         recorder.mark_blocks(module.model)
-        plugins = list(map(instantiate, run.trainer.plugins.every()))
+        plugins = list(map(instantiate, run.plugins))
         steady = Steady(mode, run, before)
         trainer = _trainer(
             plugins, [recorder, *build.callbacks(run), steady, *module.own_loss.callbacks()], ranks, before + 1
@@ -219,9 +219,9 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 def _here(run: Run) -> Run:
     """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card; a
     drive is not touched."""
-    precision = {"precision": {"device": "cpu"}} if "device" in run.trainer.plugins.precision.arguments else {}
+    precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
-    return run.knowing(device="cpu", trainer={"plugins": precision}, **in_memory)
+    return run.knowing(device="cpu", **precision, **in_memory)
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:

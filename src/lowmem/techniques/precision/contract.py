@@ -35,6 +35,8 @@ class BasePrecision(Precision):
 
     device = "cpu"  # the type of the device that computes
     dtype: torch.dtype  # of the matrix products
+    # of the trained weights, or of their masters: that in which a model's files are read; None: `dtype`
+    weights_dtype: torch.dtype | None = torch.float32
     tf32 = False  # True: on a card, fp32 products read 10 bits of each factor's mantissa
     scales_loss = False  # True: gradients have no meaning before the whole window's are unscaled
     lowered_scale = False  # True: this window's gradients overflowed, and the next one has a smaller loss scale

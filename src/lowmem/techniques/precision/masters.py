@@ -13,10 +13,17 @@ from lowmem.techniques.precision.loss_scale import ScaledLoss
 
 
 class BFloat16Master(BasePrecision):
-    """bf16 weights on the device, without loss scaling: bf16 has fp32's range."""
+    """bf16 weights on the device, without loss scaling: bf16 has fp32's range.
+
+    Args: early_step: with clip=null, update a master once all its gradients of the step are in host memory.
+    """
 
     dtype = torch.bfloat16
     steps_on_host = "always"
+
+    def __init__(self, device: str = "cpu", early_step: bool = True) -> None:
+        super().__init__(device)
+        self.early_step = early_step
 
 
 class Float16Master(ScaledLoss, BasePrecision):

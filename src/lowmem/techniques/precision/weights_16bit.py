@@ -29,6 +29,8 @@ ExtraState = dict[str, Tensor]
 class SixteenBitWeights(BasePrecision):
     """Weights in `dtype`. Such precisions differ in `widen`, `round` and `new_extra_state`."""
 
+    weights_dtype = None
+
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._extra_state: dict[nn.Parameter, ExtraState] = {}
@@ -133,11 +135,18 @@ class BFloat16Weights(SixteenBitWeights):
 
 class BFloat16Stochastic(SixteenBitWeights):
     """bf16 weights that are rounded up or down at random, so that the mean is right. Where weights stream, the host
-    steps and rounds them (`offload/host_weight.py`)."""
+    steps and rounds them (`offload/host_weight.py`).
+
+    Args: early_step: if they stream and clip=null, update a weight once all its gradients of the step are on the host.
+    """
 
     dtype = torch.bfloat16
     draws = True
     steps_on_host = "if streamed"
+
+    def __init__(self, device: str = "cpu", early_step: bool = True) -> None:
+        super().__init__(device)
+        self.early_step = early_step
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
         stochastically(wide, p.data)

@@ -28,7 +28,6 @@ def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
     )
     for technique in every.values():
         assert technique.on_host is None or technique.on_host in every
-        assert technique.computes_as is None or technique.computes_as in every
 
 
 def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):

@@ -61,7 +61,7 @@ def _continued(
     # auto asks what a backward pass computes again, and here is none
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"
     order = {"order": "by_layer"} if run.streams and not chosen else {}
-    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
+    weights = instantiate(run.weights)(network, head_in_tiles=run.loss_class.head_in_tiles, **order)
     weights.move_in(device)
     network.to(device).eval()
     writer, texts = TextGenerator(network, tokenizer, device), {}

@@ -47,8 +47,7 @@ def check_values(run: Run) -> None:
         raise Refused(
             f"push={run.push}: evaluate= and generate= write no model to upload. Type export=<a run> push={run.push}."
         )
-    alone = run.any("freezes_base") and run.model.pretrained and not run.merge
-    if run.push is not None and alone and Path(run.model.name).expanduser().is_dir():
+    if run.push is not None and run.exports_adapter and Path(run.model.name).expanduser().is_dir():
         raise Refused(
             f"push={run.push}: this adapter needs its base model {run.model.name}, a folder that exists only on this "
             "machine. Type merge=true to upload the merged model."
@@ -106,7 +105,7 @@ def check_places(run: Run) -> None:
     if run.tokenizer is not None and not _is_there(run.tokenizer):
         check_hub_id("tokenizer", run.tokenizer)
     data = run.data.arguments
-    if "rated" in data and data["rated"] != run.any("of_rated"):
+    if "rated" in data and data["rated"] != run.technique("loss").of_rated:
         raise Refused(f"data.rated={str(data['rated']).lower()}: loss= sets this key. Leave it out.")
     _check_texts("data", run.data.plain())
     for name, source in data.get("parts", {}).items():

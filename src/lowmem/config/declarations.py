@@ -1,7 +1,9 @@
 """Reads what techniques declare: properties that checks, the planner and advice need to know, and no name of a
 technique.
 
-Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`.
+Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`. Precisions, losses, adapters and
+strategies are classes of ours: what their code decides is an attribute of the class, which `Run` offers
+(`run.loss_class.head_in_tiles`).
 
 Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Methods
 that a class leaves out have a default there, so that nobody asks with `hasattr`:
@@ -9,6 +11,7 @@ that a class leaves out have a default there, so that nobody asks with `hasattr`
     an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it steps 16 bits itself
     a precision        `BasePrecision` of `techniques/precision/contract.py`, `SixteenBitWeights` beside it
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
+    an adapter         `Adapter` of `techniques/adapter/contract.py`
     a strategy         `OneDevice` of `techniques/strategy/contract.py`
     a data set         `StoredSource` of `data/opening.py`; `Openable` if it keeps no tokens on disk
     a kind of record   `Encoder` of `data/sources/source.py`
@@ -23,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+from hydra.utils import get_object
 from pydantic import BaseModel
 
 from lowmem.config.typed_lines import CONF
@@ -47,7 +51,6 @@ class Technique:
         be traced.
     precision:
         tried_without_bf16: the planner may choose it for a card without bf16 products.
-        computes_as: a precision that computes in the same dtypes and has its gradients on the device.
     optim:
         update_of: the optimizer whose update it makes with another state; None: the update is its own.
         state_bits: bits of an element of its state.
@@ -62,21 +65,9 @@ class Technique:
         inputs_on_host: the inputs of blocks wait in host memory.
         sees_operators: it decides for each operator of a block whether its result is stored.
     loss:
-        head_in_tiles: it reads the head's weight in tiles of the vocabulary, which may come from the host.
-        of_pairs: it is a function of answers that people compared or rated, which no other choice of the group
-        computes. of_rated: these were rated one by one, so that rows are single answers and not pairs.
-    accumulation:
-        counts_sequences: it makes up for a smaller micro-batch by itself.
-    adapter:
-        stays_wide: its weights stay in fp32 where the model's have 16 bits, unless there are masters.
-        freezes_base: it trains none of the model's own weights.
-        breaks_graphs: torch.compile cannot follow its layers.
+        of_rated: its answers were rated one by one, so that rows are single answers and not pairs.
     strategy:
         one_process: it starts no ranks.
-        divides: it shards parameters over devices.
-        overlaps_micro_batches: several micro-batches of a window are under way at once.
-        adds_in_blocks: devices exchange activations inside a block.
-        offloads: a device's shard waits in host memory and is stepped there.
     """
 
     saves: Mapping[str, float] = field(default_factory=dict)
@@ -95,19 +86,8 @@ class Technique:
     inputs_on_host: bool = False
     sees_operators: bool = False
     compiles_blocks: bool = False
-    computes_as: str | None = None
-    head_in_tiles: bool = False
-    of_pairs: bool = False
     of_rated: bool = False
-    counts_sequences: bool = False
-    stays_wide: bool = False
-    freezes_base: bool = False
-    breaks_graphs: bool = False
     one_process: bool = False
-    divides: bool = False
-    overlaps_micro_batches: bool = False
-    offloads: bool = False
-    adds_in_blocks: bool = False
     needs_whole: bool = False
 
 
@@ -135,6 +115,11 @@ def technique_of(node: BaseModel | None, group: str) -> Technique:
 def choice(group: str, name: str) -> dict:
     """Returns the keys of conf/<group>/<name>.yaml."""
     return yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def class_of(group: str, name: str) -> type:
+    """Returns the class that conf/<group>/<name>.yaml names."""
+    return get_object(choice(group, name)["_target_"])
 
 
 @cache

@@ -59,7 +59,7 @@ REFUSALS = (
         "masters_take_no_part_in_backward",
     ),
     Refusal(
-        lambda run: run.masters and run.any("pages"),
+        lambda run: run.masters and run.technique("optim").pages,
         "optim: a paged optimizer moves its state to host memory when the card is full, but with this precision the "
         "state is always in host memory. Type optim=adamw8bit.",
         "the_state_of_parameters_in_host_memory_is_not_paged",
@@ -96,14 +96,17 @@ REFUSALS = (
         "a_step_in_backward_does_not_wait_for_other_ranks",
     ),
     Refusal(
-        lambda run: run.several and run.any("pages"),
+        lambda run: run.several and run.technique("optim").pages,
         "optim: a paged optimizer moves its state to host memory when the card is full, which was measured on one "
         "device only. Type optim=adamw strategy=fsdp to shard the state, or strategy=fsdp_offload to also keep it in "
         "host memory.",
         "paged_state_is_not_divided",
     ),
     Refusal(
-        lambda run: run.any("divides") and (run.any("needs_whole") or run.technique("optim").state_bits < 32),
+        lambda run: (
+            run.strategy_class.shards_matrices
+            and (run.technique("optim").needs_whole or run.technique("optim").state_bits < 32)
+        ),
         "strategy: it shards each matrix, but this optim takes means over rows of the full matrix or quantizes its "
         "state in blocks, so its update of a shard would differ. Type optim=adamw, or strategy=ddp.",
         "an_optimizer_of_whole_matrices_steps_parts_otherwise",
@@ -129,19 +132,19 @@ REFUSALS = (
         "a_recipe_that_each_rank_chooses_for_itself",
     ),
     Refusal(
-        lambda run: run.any("adds_in_blocks") and run.any("compiles_blocks"),
+        lambda run: run.strategy_class.adds_in_blocks and run.compiles_blocks,
         "strategy: devices exchange activations inside each block, and torch.compile cannot tell the size of these "
         "activations. Type compile=none.",
         "compiled_blocks_do_not_add_over_devices",
     ),
     Refusal(
-        lambda run: run.any("overlaps_micro_batches") and run.any("of_pairs"),
+        lambda run: run.strategy_class.overlaps_micro_batches and run.loss_class.of_pairs,
         "strategy=pipeline: a preference loss reports statistics of the answers on every rank, but only the last stage "
         "computes the loss. Type strategy=fsdp, ddp or tensor_parallel.",
         "the_first_stage_sees_no_answer",
     ),
     Refusal(
-        lambda run: run.any("overlaps_micro_batches") and _merges(run) and "weights" in run.technique("adapter").saves,
+        lambda run: run.strategy_class.overlaps_micro_batches and _merges(run) and run.adapter_class.in_4_bits,
         "strategy=pipeline: the adapter would be merged at the end (merge=true, or a model with random initial "
         "weights), but each stage has only the 4-bit weights of its blocks. Type merge=false with a pretrained model, "
         "adapter=lora, or strategy=fsdp.",
@@ -155,13 +158,13 @@ REFUSALS = (
         "weights_that_stream_are_not_there_to_be_stepped",
     ),
     Refusal(
-        lambda run: run.streams and run.masters and run.any("keeps_all") and not run.several,
+        lambda run: run.streams and run.masters and run.checkpointing.keeps_all and not run.several,
         "weights=streamed: without gradient checkpointing, backward reads every block's weights again, after the "
         "weights of other blocks have overwritten them on the device. Type gradient_checkpointing=every_layer.",
         "autograd_reads_weights_that_have_left",
     ),
     Refusal(
-        lambda run: run.by_layer and run.any("joins_blocks"),
+        lambda run: run.by_layer and run.checkpointing.joins_blocks,
         "weights.order=by_layer: this gradient_checkpointing recomputes several blocks at once, so the weights of all "
         "of them would have to be copied to the device for each micro-batch. Type gradient_checkpointing=every_layer, "
         "or offload for less memory, or weights.order=by_micro_batch.",
@@ -180,7 +183,7 @@ REFUSALS = (
         "auto_on_a_cpu_without_a_limit_has_no_try_that_fails",
     ),
     Refusal(
-        lambda run: run.any("compiles_blocks") and run.any("sees_operators"),
+        lambda run: run.compiles_blocks and run.checkpointing.sees_operators,
         "compile=blocks: this gradient_checkpointing chooses for each operator whether to store its result, and "
         "compiled blocks do not expose their operators. Type gradient_checkpointing=none "
         "compile.activation_memory_budget=0.5, where torch.compile makes that choice, or "
@@ -188,18 +191,18 @@ REFUSALS = (
         "compiled_blocks_have_no_operators_to_choose_from",
     ),
     Refusal(
-        lambda run: run.any("compiles_blocks") and run.any("breaks_graphs"),
+        lambda run: run.compiles_blocks and run.adapter_class.breaks_graphs,
         "compile=blocks: torch.compile cannot trace the layers of this adapter. Type compile=none, or adapter=lora.",
         "layers_that_torch_compile_cannot_follow",
     ),
     Refusal(
-        lambda run: run.limit is not None and run.any("compiles_blocks") and run.runs_on == "cpu",
+        lambda run: run.limit is not None and run.compiles_blocks and run.runs_on == "cpu",
         "memory.limit={limit}: on a CPU, memory is counted after each operator, and allocations inside compiled blocks "
         "are invisible to it. Type compile=none, or memory.limit=null.",
         "a_limit_does_not_see_into_compiled_blocks",
     ),
     Refusal(
-        lambda run: run.tile.tokens is not None and run.any("compiles_blocks"),
+        lambda run: run.tile.tokens is not None and run.compiles_blocks,
         "tile.tokens={tokens}: torch.compile cannot trace modules that are computed in slices. Type compile=none, or "
         "tile.tokens=null.",
         "compiled_blocks_do_not_see_into_slices",
@@ -225,7 +228,7 @@ def refused(run: Run) -> Iterator[str]:
 
 
 def _merges(run: Run) -> bool:
-    return run.any("freezes_base") and (run.merge or not run.model.pretrained)
+    return run.adapter_class.freezes_base and not run.exports_adapter
 
 
 def _on_one_device(trainer: Node) -> bool:

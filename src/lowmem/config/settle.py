@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +23,11 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.typed_lines import composed
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
+
+if TYPE_CHECKING:  # they import torch
+    from lowmem.techniques.adapter.contract import Adapter
+    from lowmem.techniques.loss.cross_entropy import Loss
+    from lowmem.techniques.strategy.contract import OneDevice
 
 ORDERS = ("auto", "by_layer", "by_micro_batch")  # of weights.order
 
@@ -76,10 +81,6 @@ class Run(schema.Keys):
         """Returns what the chosen technique of a group declares."""
         return self._techniques[group]
 
-    def any(self, flag: str) -> bool:
-        """Returns whether one of the run's techniques declares a property."""
-        return any(getattr(technique, flag) for technique in self._techniques.values())
-
     @cached_property
     def _techniques(self) -> dict[str, Technique]:
         return {group: technique_of(getattr(self, group, None), group) for group in groups()}
@@ -109,38 +110,69 @@ class Run(schema.Keys):
     @property
     def needs_compiler(self) -> bool:
         """Returns whether a C++ compiler must generate code for a CPU; on a card Triton generates it."""
-        return self.runs_on == "cpu" and self.any("generates_code")
+        return self.runs_on == "cpu" and any(self.technique(group).generates_code for group in ("optim", "compile"))
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Returns whether torch.compile compiles each block, so that its allocations are not seen."""
+        return self.technique("compile").compiles_blocks
+
+    @property
+    def checkpointing(self) -> Technique:
+        return self.technique("gradient_checkpointing")
+
+    @property
+    def loss_class(self) -> "type[Loss]":
+        from lowmem.techniques.loss.cross_entropy import Loss
+
+        return _class_of(self.loss, Loss)
+
+    @property
+    def adapter_class(self) -> "type[Adapter]":
+        from lowmem.techniques.adapter.contract import Adapter
+
+        return _class_of(self.adapter, Adapter)
+
+    @property
+    def exports_adapter(self) -> bool:
+        """Returns whether an export is an adapter without its base model. A base with random weights goes with it."""
+        return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
 
     @property
-    def _strategy_class(self) -> type:
+    def strategy_class(self) -> "type[OneDevice]":
         return get_object(self.strategy.target)
+
+    @property
+    def offloads(self) -> bool:
+        """Returns whether a device's shard waits in host memory and is stepped there."""
+        return self.strategy.arguments.get("offload", False)
 
     @property
     def several(self) -> bool:
         """Returns whether there may be several processes, one per device."""
-        return self._strategy_class.several
+        return self.strategy_class.several
 
     @property
     def loads_once(self) -> bool:
         """Returns whether only rank 0 has the full model in host memory, while it is loaded and sharded."""
-        return not self._strategy_class.in_numbers
+        return not self.strategy_class.in_numbers
 
     @property
     def widens_as_sent(self) -> bool:
         """Returns whether rank 0 may read weights in the fewer bits of their files, and widen them as it sends them."""
-        return self._strategy_class.widens
+        return self.strategy_class.widens
 
     @property
     def saves_parts(self) -> bool:
         """Returns whether each process writes its shard of the model and of the optimizer's state."""
-        return self._strategy_class.divides
+        return self.strategy_class.divides
 
     @cached_property
     def data_ranks(self) -> int:
         """Returns how many processes read data of their own."""
-        return self._strategy_class.data_ranks(self.devices, **self.strategy.arguments)
+        return self.strategy_class.data_ranks(self.devices, **self.strategy.arguments)
 
     # --- the schedule -------------------------------------------------------------------------------------------------
 
@@ -204,12 +236,12 @@ class Run(schema.Keys):
         """Returns the dtype into which a model's files are read: float32, bfloat16 or float16. Weights with masters are
         read in the masters' dtype. Where only an adapter is trained they have none, and are read as the device holds
         them."""
-        return self.multiplies_in if self.masters and self.any("freezes_base") else self.weights_dtype
+        return self.multiplies_in if self.masters and self.adapter_class.freezes_base else self.weights_dtype
 
     @property
     def rounds_weights(self) -> bool:
         """Returns whether updated weights are rounded to 16 bits and the remainder is lost."""
-        return self.weights_dtype != "float32" and not self.any("stays_wide")
+        return self.weights_dtype != "float32" and not self.adapter_class.freezes_base
 
     @property
     def scales_loss(self) -> bool:
@@ -255,7 +287,7 @@ class Run(schema.Keys):
         if order not in (None, *ORDERS):
             raise Refused(f"weights.order={order}: there is no such order. Type one of {', '.join(ORDERS)}.")
         if order == "auto":
-            return "by_layer" if self.any("inputs_on_host") else "by_micro_batch"
+            return "by_layer" if self.checkpointing.inputs_on_host else "by_micro_batch"
         return order
 
     @property
@@ -266,7 +298,7 @@ class Run(schema.Keys):
     @property
     def overlaps(self) -> bool:
         """Returns whether several micro-batches of a window are under way at once."""
-        return self.by_layer or self.any("overlaps_micro_batches")
+        return self.by_layer or self.strategy_class.overlaps_micro_batches
 
 
 class PlanRun(Run, schema.PlanKeys):
@@ -280,6 +312,12 @@ Config = DictConfig | Run
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
     """Returns the run of typed lines. Args: lines: checked already; name: the yaml of conf/ that they change."""
     return Run.from_draft(composed(lines, name))
+
+
+def _class_of(node: schema.Node, base: type) -> type:
+    """Returns the class of a node if it derives from `base`, or `base`: a plain function is what `base` says."""
+    kind = get_object(node.target)
+    return kind if isinstance(kind, type) and issubclass(kind, base) else base
 
 
 def settled(cfg: Config) -> Run:

@@ -285,7 +285,7 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
 def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
     """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`, so that their files' pages
     may stay what holds them until they are sent to ranks. An adapter draws its numbers in the dtype of its base."""
-    stored = None if run.any("freezes_base") else stored_in(described, plans)
+    stored = None if run.adapter_class.freezes_base else stored_in(described, plans)
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowmem.config.declarations import groups, techniques
+from lowmem.config.declarations import choice, groups, techniques
 from lowmem.memory.ledger import Side
 from lowmem.plan.column import LABELS
 from lowmem.system.units import GIB
@@ -48,6 +48,7 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []
         elif batch_size > 1:  # a smaller micro-batch, the same update
-            more = "" if used and used.counts_sequences else f" accumulation={first} accumulation.batches=2"
+            keeps = used is not None and "size" in choice(group, choices[group])
+            more = "" if keeps else f" accumulation={first} accumulation.batches=2"
             tries.append(f"batch_size={batch_size // 2}{more}")
     return [*tries, f"seq_len={max(1, seq_len // 2)}"]

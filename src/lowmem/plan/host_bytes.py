@@ -165,8 +165,7 @@ def _copies(run: Run, trace: MemoryTrace) -> int:
     """Returns the bytes of copies that are saved: a checkpoint's tensors are copied one after the other, and an
     export's file by file."""
     size = getattr(torch, run.weights_dtype).itemsize
-    alone = run.technique("adapter").freezes_base and run.model.pretrained and not run.merge
-    exported = trace.trained_parameters if alone else trace.parameters
+    exported = trace.trained_parameters if run.exports_adapter else trace.parameters
     return max(trace.largest * size, min(FILE_BYTES, exported * size))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowmem.config import cards, drives
 from lowmem.config.check import check, check_values
-from lowmem.config.declarations import SHARED, techniques
+from lowmem.config.declarations import SHARED, class_of, techniques
 from lowmem.config.settle import Config, Run, run_of, settled
 from lowmem.config.typed_lines import as_mapping, key, replaced, without
 from lowmem.memory.cap import parse_bytes
@@ -117,7 +117,8 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
     then tries others."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
-    replicated = next(name for name, t in techniques(SHARED).items() if t.tried and not t.divides)
+    tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
+    replicated = next(name for name in tried if not class_of(SHARED, name).divides)
     return run_of([*typed, f"{SHARED}={replicated}"], "plan")
 
 

@@ -122,7 +122,7 @@ def predict(
         NotPredicted: the model cannot be traced.
         Refused: the run itself would be refused for the same reason.
     """
-    compiled, libraries = run.any("compiles_blocks"), process.rss_bytes() if libraries is None else libraries
+    compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:
         run = run.replacing("compile", choice("compile", "none") | {"declares": {"compiles_blocks": True}})
     traces = partial(other or trace, run, on_card=target.on_card, capability=target.capability)
@@ -171,7 +171,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
         devices=run.devices,
         node=target.node,
         traffic=of_window(
-            trace.sent, windows.largest if windows and not run.any("overlaps_micro_batches") else 1, target.node
+            trace.sent, windows.largest if windows and not run.strategy_class.overlaps_micro_batches else 1, target.node
         ),
         extended=not trace.events,
     )

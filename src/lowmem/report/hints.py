@@ -59,7 +59,7 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 def tell_lr(run: Run) -> None:
     """Logs if an adapter of a published model has the step size that the model's own weights want."""
-    if run.any("freezes_base") and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
+    if run.adapter_class.freezes_base and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
             f"lr={run.lr} is meant for training all weights. Adapters need a learning rate ten times as high or more: "
             "with AdamW, type lr=2e-4."

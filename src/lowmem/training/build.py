@@ -232,7 +232,7 @@ def _check(run: Run, network: PreTrainedModel) -> None:
     """Checks the weights that were loaded. Raises: Refused: the model is not causal; fp16 cannot hold a weight."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
-    elif run.export_dtype == "float16" and (run.merge or not run.any("freezes_base")):
+    elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
         check_holds(network, torch.float16, "Type export_dtype=bfloat16 instead of export_dtype=float16.")
     loading.check_causal(network)
 
@@ -240,7 +240,7 @@ def _check(run: Run, network: PreTrainedModel) -> None:
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
     """Returns a digest of the model that training starts from, its weights and its config. An adapter that begins with
     zeros is left out, so that runs with other ones share a reference."""
-    begins_with_zeros = run.technique("adapter").freezes_base and not run.adapter.arguments.get("path")
+    begins_with_zeros = run.adapter_class.freezes_base and not run.adapter.arguments.get("path")
     weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
     settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}
     return sha256(json.dumps([weights, settings], sort_keys=True, default=str).encode()).hexdigest()
@@ -274,7 +274,7 @@ def causal_lm(
         if loss.compares:
             without_dropout(network)
         if with_positions(run.data.arguments):
-            packed_attention.separate(network, compiled=run.any("compiles_blocks"))
+            packed_attention.separate(network, compiled=run.compiles_blocks)
         choose_trained(run, network)
         for p in network.parameters():
             p.data = p.data if p.requires_grad else p.data.to(dtype)
@@ -284,7 +284,7 @@ def causal_lm(
     instantiate(run.gradient_checkpointing)(network)
     tiles = Tiles(network, run.tile.tokens) if run.tile.tokens else None
     order = {"order": run.order if run.accumulates else "by_micro_batch"} if run.streams else {}
-    weights = instantiate(run.weights)(network, head_in_tiles=run.any("head_in_tiles"), **order)
+    weights = instantiate(run.weights)(network, head_in_tiles=run.loss_class.head_in_tiles, **order)
     bounds = {"clip": run.clip, "clip_value": run.clip_value}
     skips = run.on_nonfinite == "skip"
     update = Update(optimizer(run), instantiate(run.scheduler), **bounds, skips_faults=skips, early=run.early)

@@ -30,7 +30,7 @@ class Watchers(NamedTuple):
         keeps: the run writes checkpoints."""
         stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None
         meter = MemoryMeter(folder / "memory.csv", run.log_every, limit, resumed_at, run.device_bytes)
-        meter.compiled = run.any("compiles_blocks")
+        meter.compiled = run.compiles_blocks
         sets = {loader.name: bits_per_byte(data.tokens, loader) for loader in data.val}
         metrics = Metrics(folder / "metrics.csv", run.log_every, sets, meter, resumed_at)
         at_end = EndOfEvaluation(data.tokens.tokenizer, run.seed, stop, meter)

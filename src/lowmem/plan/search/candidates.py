@@ -217,7 +217,7 @@ def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
 
 
 def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
-    kept = typed.keeps(group) or techniques(group)[typed.named[group]].of_pairs
+    kept = typed.keeps(group) or (group == "loss" and typed.run.loss_class.of_pairs)
     return list(dict.fromkeys([typed.named[group], *(() if kept else _tried(group, card))]))
 
 

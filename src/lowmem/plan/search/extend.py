@@ -112,7 +112,9 @@ def _nothing(value: float | Point) -> float | Point:
 
 def line_of(run: Run) -> Line | None:
     """Returns the short models that stand for the run's; None: the run has to be traced in full."""
-    if run.any("joins_blocks") or run.any("overlaps_micro_batches") or run.weights.arguments.get("resident_blocks"):
+    if run.checkpointing.joins_blocks or run.strategy_class.overlaps_micro_batches:
+        return None
+    if run.weights.arguments.get("resident_blocks"):
         return None
     config = describe(run, plans=True).grown
     kinds = network(run, config).kinds

@@ -334,9 +334,9 @@ class _Search:
 
     def _least_of_card(self, route: Route) -> int:
         run, count = route.run, network(route.run).trained
-        weights = 0 if run.streams or run.any("offloads") else count * run.product_bytes
+        weights = 0 if run.streams or run.offloads else count * run.product_bytes
         state = 0.0
-        if not (run.masters or run.any("offloads")):
+        if not (run.masters or run.offloads):
             rate, pageable = state_bytes_per_parameter(build.optimizer(run))
             state = count * (rate - pageable * self.target.on_card + (0 if run.in_backward else run.product_bytes))
         return round((weights + state) / (run.devices if run.saves_parts else 1)) + self.target.context_bytes

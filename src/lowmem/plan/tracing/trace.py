@@ -163,7 +163,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         **of_model,
         **of_shard,
         weights=recorder.weights,
-        waits_on_host=run.any("offloads"),
+        waits_on_host=run.offloads,
         steps_on_host=module.masters is not None,
         unseen=round(scratch * of_shard["largest_trained"]),
         generated=run.technique("optim").generates_code,
@@ -285,7 +285,7 @@ def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     """Returns (an optimizer that steps without numbers, bytes of scratch per element in the real one's operators)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
-    if not run.any("steps_on_shapes"):
+    if not run.technique("optim").steps_on_shapes:
         # A card's own kernels need no scratch. Generated ones do; it is assumed to be as large as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)

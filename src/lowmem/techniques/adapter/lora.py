@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused
+from lowmem.techniques.adapter.contract import Adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,7 +42,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 NOT_HERE = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
 
 
-class LoRA:
+class LoRA(Adapter):
     """A function of a model that adds the adapter and freezes everything else.
 
     Args:
@@ -56,8 +57,8 @@ class LoRA:
         Refused: path is no such folder, has another kind of adapter, or contradicts what was typed.
     """
 
+    freezes_base = True
     magnitudes = False
-    in_4_bits = False  # True if the base is quantised
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class DoRA(LoRA):
     """LoRA that also trains the length of each row of W + A B. It costs a product of A and B, as large as the matrix,
     in every forward pass."""
 
-    magnitudes = True
+    magnitudes = breaks_graphs = True
 
 
 def stands_on_4_bits(folder: Path) -> bool:

@@ -36,6 +36,8 @@ class Loss:
     needs: type[MicroBatch] = MicroBatch  # its `weight` says over what the loss is a mean
     own_logits = False  # True if it computes the logits itself, which a class says by overriding `verify`
     shows: tuple[str, ...] = ()  # the names of its `figures`
+    head_in_tiles = False  # True if it reads the head's weight in tiles of the vocabulary, which may come from the host
+    of_pairs = False  # True for a function of answers that people compared or rated; no other loss computes it
     compares = False  # True: with the log-probabilities that a reference model gives the answers
 
     def __init_subclass__(cls, **kwargs: object) -> None:

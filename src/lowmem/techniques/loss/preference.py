@@ -52,7 +52,7 @@ class PreferenceLoss(Tiled):
         columns: see `Tiled`.
     """
 
-    needs = PairBatch
+    needs, of_pairs = PairBatch, True
     shows = ("accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
 
     def __init__(self, beta: float, columns: int) -> None:

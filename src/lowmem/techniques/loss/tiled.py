@@ -27,6 +27,8 @@ class Tiled(Loss):
     """Computes the same number as `full` of `cross_entropy.py` with the logits of at most `columns` tokens of the
     vocabulary at once."""
 
+    head_in_tiles = True
+
     def __init__(self, columns: int) -> None:
         if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
             raise Refused(

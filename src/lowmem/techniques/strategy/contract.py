@@ -39,6 +39,9 @@ class OneDevice:
     data_rank, data_size = 0, 1  # among processes that read other data
     side: Side = "device"  # where parameters and gradients are between passes, and are stepped
     divides = False  # True if a process has only a shard of the parameters
+    shards_matrices = False  # True if it has a part of each matrix, not some matrices in full
+    adds_in_blocks = False  # True if devices exchange activations inside a block
+    overlaps_micro_batches = False  # True if several micro-batches of a window are under way at once
     widens = False  # True if weights that rank 0 has read in fewer bits may be widened as they are sent
     in_numbers = True  # True if every rank has the weights before `shard`; False: only rank 0 has them
     builds = True  # this rank reads or draws the model's weights; False: they come from rank 0

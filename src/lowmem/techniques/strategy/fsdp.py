@@ -24,7 +24,7 @@ from lowmem.techniques.strategy.several import Divided
 class FullyShard(Divided):
     """Shards with torch's fully_shard. Args: offload: keep the shards in host memory."""
 
-    widens = True
+    widens = shards_matrices = True
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, offload: bool = False) -> None:
         super().__init__(device, devices, timeout)

@@ -47,6 +47,8 @@ SHOWN = 16  # tokens of each of the two rows that compare the stages with the fu
 class Pipeline(Divided):
     """Pipeline parallelism. Args: schedule: 1f1b or gpipe."""
 
+    overlaps_micro_batches = True
+
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600, schedule: str = "1f1b") -> None:
         super().__init__(device, devices, timeout)
         self.data_rank, self.data_size, self.factor = 0, 1, 1.0

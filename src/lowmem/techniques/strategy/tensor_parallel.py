@@ -186,7 +186,7 @@ class TensorParallel(Divided):
     """Tensor parallelism over one group of all ranks, which read the same rows. Strategies with several groups derive
     from it."""
 
-    widens = True
+    widens = shards_matrices = adds_in_blocks = True
     tensor_parallel_size: int | None = None  # ranks of a group; None: all
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -23,11 +23,6 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.typed_lines import composed
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
-
-if TYPE_CHECKING:  # they import torch
-    from lowmem.techniques.adapter.contract import Adapter
-    from lowmem.techniques.loss.cross_entropy import Loss
-    from lowmem.techniques.strategy.contract import OneDevice
 
 ORDERS = ("auto", "by_layer", "by_micro_batch")  # of weights.order
 
@@ -122,16 +117,14 @@ class Run(schema.Keys):
         return self.technique("gradient_checkpointing")
 
     @property
-    def loss_class(self) -> "type[Loss]":
-        from lowmem.techniques.loss.cross_entropy import Loss
-
-        return _class_of(self.loss, Loss)
+    def loss_class(self) -> type:
+        """Returns the class of the loss, a `Loss`; a plain function is what that class says."""
+        return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
-    def adapter_class(self) -> "type[Adapter]":
-        from lowmem.techniques.adapter.contract import Adapter
-
-        return _class_of(self.adapter, Adapter)
+    def adapter_class(self) -> type:
+        """Returns the class of the adapter, an `Adapter`; a plain function is what that class says."""
+        return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
     def exports_adapter(self) -> bool:
@@ -141,7 +134,8 @@ class Run(schema.Keys):
     # --- several devices ----------------------------------------------------------------------------------------------
 
     @property
-    def strategy_class(self) -> "type[OneDevice]":
+    def strategy_class(self) -> type:
+        """Returns the class of the strategy, a `OneDevice`."""
         return get_object(self.strategy.target)
 
     @property
@@ -314,9 +308,10 @@ def run_of(lines: Iterable[str], name: str = "config") -> Run:
     return Run.from_draft(composed(lines, name))
 
 
-def _class_of(node: schema.Node, base: type) -> type:
-    """Returns the class of a node if it derives from `base`, or `base`: a plain function is what `base` says."""
-    kind = get_object(node.target)
+def _class_of(node: schema.Node, base_name: str) -> type:
+    """Returns the class of a node if it derives from a base class, or the base class. Both are named, since they import
+    torch."""
+    kind, base = get_object(node.target), get_object(base_name)
     return kind if isinstance(kind, type) and issubclass(kind, base) else base
 
 

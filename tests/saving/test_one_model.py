@@ -1,6 +1,7 @@
 """Weights that stream are in memory once, however they come and go: from files, into host blocks, to a checkpoint and
 back. Measured as what this process, or one of its own, has for itself at most (Linux: RssAnon)."""
 
+import os
 import subprocess
 import sys
 
@@ -125,7 +126,9 @@ def test_from_files_into_its_homes_a_model_is_in_memory_once(tmp_path, held, wro
     many, largest = sum(p.numel() for p in network.parameters()), 20_000 * 1024
     block = sum(p.numel() for p in network.model.layers[0].parameters())
     run = [sys.executable, "-c", LOADS, str(tmp_path), held, wrong]
-    peak = int(subprocess.run(run, capture_output=True, text=True, check=True, timeout=240).stdout.split()[-1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # host_masters is in tests/support
+    said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
+    peak = int(said.split()[-1])
     # beside masters what does not stream has 16 bits too; without them all that does not has a copy on the host
     ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
     assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

@@ -291,6 +291,21 @@ def test_one_micro_batch_is_taken_where_the_host_has_no_room_for_sums():
     assert not any(map(plan.fits, sums))
 
 
+@pytest.mark.seam
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+def test_masters_that_step_early_by_layer_fit_where_those_by_micro_batch_do_not(clip):
+    """Then a block's gradients are gone before the next block's come. Wrong: clipping needs all of them at once."""
+    window = ("batch_size=1", "accumulation=fixed", "accumulation.batches=8", "gradient_checkpointing=offload")
+    asked = typed(*WIDE, *STREAMED, *window, f"clip={clip}")
+    of_run = recipes._Search(asked, Target(True, card(2**40)))
+    first, second = (
+        of_run._climb(route).of_least_memory().prediction.host.total for route in routes(asked, of_run.trainings[0])
+    )
+    assert second < 0.9 * first if clip == "null" else second > 0.95 * first
+    plan = recipes.search(asked, Target(True, card(2**40), round(0.95 * first)))
+    assert (plan.chosen is not None) == (clip == "null")
+
+
 @pytest.fixture
 def ranked(monkeypatch):
     """(recipes, room, may_change) -> the plan of made-up recipes: tier by their changes, bytes and seconds as given."""

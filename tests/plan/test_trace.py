@@ -375,7 +375,7 @@ def test_one_weight_of_a_kind_stands_for_the_others_on_the_host(config, monkeypa
 
         return step
 
-    monkeypatch.setattr(Steady, "_once", every)
+    monkeypatch.setattr(Steady, "_one_of_a_kind", every)
     whole = traced(config(*lines))
     assert len(steps) > 10 and (found.work, found.phases) == (whole.work, whole.phases)
 

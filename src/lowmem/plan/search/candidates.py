@@ -139,6 +139,23 @@ class Route:
     losses: Sequence[str]
     sums: bool = False
 
+    @property
+    def on_card(self) -> tuple:
+        """Returns what routes share that need as much of the card as the first of them, or more: with masters neither
+        the optimizer nor a drive is seen there, and micro-batches one after the other need least."""
+        elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
+        option = {key: value for key, value in self.option.items() if key not in elsewhere}
+        if self.run.masters:
+            option = {key: value for key, value in option.items() if key.split(".")[0] != "optim"}
+        return "card", *option.items(), *self.checkpointings
+
+    @property
+    def on_host(self) -> tuple:
+        """Returns what routes share that need as much of the host, besides inputs of blocks. Their order is seen only
+        where masters step early: by layer a block's gradients are gone before the next block's come."""
+        option = {key: value for key, value in self.option.items() if key != ORDER or self.run.early}
+        return "host", *option.items(), self.sums
+
     def on_drive(self, folder: str, holds: str) -> "Route":
         """Returns the same with a drive. Args: folder: on it; holds: what it holds, see conf/weights."""
         run = self.run.knowing(weights={"drive": folder, "drive_holds": holds})
@@ -164,10 +181,11 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 
 def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
-    """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step;
-    weights that stream in both orders, and gradients that step in backward, which takes one micro-batch. Where the host
-    has the gradients, one micro-batch is a route of its own: without fp32 sums it needs less of the host than smaller
-    ones. Of a training's routes with masters the first needs least of the card.
+    """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step.
+
+    Gradients in host memory are summed in fp32, but those of a single micro-batch are not. So with masters it is a
+    separate route, which needs less host memory than smaller micro-batches, and comes after them: they need less of the
+    card. Weights stream in both orders. Steps in backward take a single micro-batch.
 
     Args: names: of strategies.
     """
@@ -180,12 +198,14 @@ def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",))
         sizes = sorted(micro_batches(typed, run), key=itemgetter(0), reverse=True)
         whole = [size for size in sizes if _window(run, {**option, **size[1]}, size[0]) == 1]
         several = [] if run.in_backward else [size for size in sizes if size not in whole]
-        in_order = [option]
-        if several and run.streams and ORDER not in typed.values:
-            in_order = [{**option, ORDER: order} for order in ("by_micro_batch", "by_layer")]
-        for alike in filter(None, [several, whole] if run.masters else [[*whole, *several]]):
-            for chosen in in_order if alike is several else in_order[:1]:
-                yield Route(training, chosen, run, alike, *computed, sums=alike is several)
+        if run.masters:
+            both = run.streams and ORDER not in typed.values
+            orders = ({ORDER: "by_micro_batch"}, {ORDER: "by_layer"}) if both else ({},)
+            found = [Route(training, option | order, run, several, *computed, sums=True) for order in orders]
+            found.append(Route(training, option, run, whole, *computed))
+        else:
+            found = [Route(training, option, run, [*whole, *several], *computed)]
+        yield from (route for route in found if route.micro_batches)
         if whole and (in_backward := _in_backward(typed, run)):
             yield Route(training, {**option, "optim.in_backward": "true"}, in_backward, whole, *computed)
 

@@ -24,18 +24,7 @@ from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.host_bytes import CUDA_ON_HOST
 from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, predict
-from lowmem.plan.search.candidates import (
-    DRIVE,
-    DRIVE_HOLDS,
-    ORDER,
-    RESIDENT,
-    Route,
-    Training,
-    Typed,
-    routes,
-    strategies,
-    trainings,
-)
+from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.climb import Climb, Settings
 from lowmem.plan.search.extend import extended, network
@@ -148,7 +137,7 @@ class _Search:
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
         self.too_large: dict[tuple, Route] = {}  # by option and sums: what is known without a trace does not fit
-        # `_on_card` and `_on_host` of routes whose smallest settings do not fit, and settings too large for the card
+        # `on_card` and `on_host` of routes whose smallest settings do not fit, and settings too large for the card
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
@@ -211,7 +200,7 @@ class _Search:
         """Returns the routes that fit with their smallest settings, the fastest with these first."""
         hopeful = []
         for route in ways:
-            if self._share(route) > 1 or not self.hopeless.isdisjoint((_on_card(route), _on_host(route))):
+            if self._share(route) > 1 or not self.hopeless.isdisjoint((route.on_card, route.on_host)):
                 self.too_large.setdefault((*route.option.items(), route.sums), route)
             elif (smallest := self._smallest_that_fits(route)) is not None:
                 hopeful.append((smallest.seconds, route))
@@ -226,12 +215,12 @@ class _Search:
                 continue
             if self._fits(recipe):
                 return recipe
-            need, card, host = recipe.prediction, self.target.device_memory, self.target.host_memory
-            if card is not None and need.device.total > card:
-                self.hopeless.add(_on_card(route))
+            if self._overfills_card(recipe):
+                self.hopeless.add(route.on_card)
                 return None
-            if host is not None and need.host.total - need.host.activations > host:  # inputs of blocks may leave it
-                self.hopeless.add(_on_host(route))
+            need, host = recipe.prediction.host, self.target.host_memory
+            if host is not None and need.total - need.activations > host:  # inputs of blocks may leave it
+                self.hopeless.add(route.on_host)
                 return None
         return None
 
@@ -249,14 +238,23 @@ class _Search:
     def _fits(self, recipe: Recipe) -> bool:
         return recipe.prediction.fits(self.target)
 
+    def _overfills_card(self, recipe: Recipe) -> bool:
+        card = self.target.device_memory
+        return card is not None and recipe.prediction.device.total > card
+
     def _climb(self, route: Route) -> Climb:
+        alike = (
+            *route.on_card,
+            route.option.get(ORDER),
+            route.sums,
+        )  # need the same of the card with the same settings
+
         def look(settings: Settings) -> Recipe | None:
-            same = ("settings", *_on_card(route), route.option.get(ORDER), route.sums, settings)
-            if same in self.hopeless:
+            if (*alike, settings) in self.hopeless:
                 return None
-            recipe, card = self._recipe(route, settings), self.target.device_memory
-            if recipe is not None and card is not None and recipe.prediction.device.total > card:
-                self.hopeless.add(same)
+            recipe = self._recipe(route, settings)
+            if recipe is not None and self._overfills_card(recipe):
+                self.hopeless.add((*alike, settings))
             return recipe
 
         smallest = len(route.micro_batches) - 1
@@ -361,23 +359,6 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
         if names:
             yield replace(route, checkpointings=names)
-
-
-def _on_card(route: Route) -> tuple:
-    """Returns what routes share that need as much of the card as the first of them, or more: with masters neither the
-    optimizer nor a drive is seen there, and a window in one piece or by layer needs more than its micro-batches."""
-    elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
-    option = [
-        (key, value)
-        for key, value in route.option.items()
-        if key not in elsewhere and not (route.run.masters and key.split(".")[0] == "optim")
-    ]
-    return "card", *option, *route.checkpointings
-
-
-def _on_host(route: Route) -> tuple:
-    """Returns what routes share that need as much of the host, besides inputs of blocks: their order is not seen."""
-    return "host", *((key, value) for key, value in route.option.items() if key != ORDER), route.sums
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:

@@ -166,8 +166,8 @@ class ShapeMode(LeanFakeTensorMode):
         if out is NotImplemented:
             return out, None
         work = work_of(func, args, kwargs, out)
-        alike = shapes == [tensor.shape for tensor in tensors]  # else it has resized what it writes to
-        if plain and alike and (known := _as_known(func, tensors, out, work)) is not None:
+        resized = shapes != [tensor.shape for tensor in tensors]  # a result that was written to a given tensor
+        if plain and not resized and (known := _as_known(func, tensors, out, work)) is not None:
             _known[key] = known
         return out, work
 

@@ -354,26 +354,26 @@ class Steady(Callback):
             link.update_block = counting("update", link.update_block)
             known: dict[tuple, Counter] = {}
             for weight in optimizer.masters.values():
-                weight.step = self._once(weight, known)
+                weight.step = self._one_of_a_kind(weight, known)
         else:
             optimizer.use_up = counting("step", optimizer.use_up)
             optimizer.step_one = counting("update", optimizer.step_one)
 
-    def _once(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
+    def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
         """Returns the step of a weight on the host. Only the first weight of a kind steps: others of its shape, dtypes,
         group and place do the same work in the same scratch. Args: known: kind -> work of a step."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
-            options = tuple((key, value) for key, value in asked.group.items() if key != "params")
+            options = str({key: value for key, value in asked.group.items() if key != "params"})
             dtypes = asked.gradient.dtype, asked.narrow.dtype
-            kind = (weight.host_block is None, asked.p.shape, dtypes, str(options), asked.reading, self.mode.phase)
+            kind = (weight.host_block is None, asked.p.shape, dtypes, options, asked.reading, self.mode.phase)
             if kind in known:
                 self.mode.work.update(known[kind])
-                return
-            before = self.mode.work.copy()
-            step(optimizer, asked)
-            known[kind] = self.mode.work - before
+            else:
+                before = self.mode.work.copy()
+                step(optimizer, asked)
+                known[kind] = self.mode.work - before
 
         return stepped
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     *("device=cpu", "logger=none", "plan=off", "sample_tokens=0", "val_sequences=4", "max_steps=4", "batch_size=2"),
     *("seq_len=32", "log_every=1", "save_every=1000000", "val_every=2", "lr=1e-2", "scheduler=constant"),
-    *(f"model.architecture.{key}" for key in ("n_embd=64", "n_layer=4", "n_head=4", "vocab_size=512")),
 ]
+GPT2 = [f"model.architecture.{key}" for key in ("n_embd=64", "n_layer=4", "n_head=4", "vocab_size=512")]
 DROPOUT = ["model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1"]
 TWO = ["accumulation=fixed", "accumulation.batches=2"]
 BF16 = ["precision=bf16-master", "optim=adamw8bit"]
@@ -102,7 +102,8 @@ def bits(lines: list[str], folder: Path) -> dict[str, object]:
     """Trains a recipe. Returns: its losses as they are printed, and a digest of its exported weights; or its error."""
     lines = [line.format(folder=folder / "drive") for line in lines]
     (folder / "drive").mkdir()
-    typed = [*SMALL, *lines, f"hydra.run.dir={folder}/run", f"cache_dir={tempfile.gettempdir()}/recipe_bits"]
+    model = [] if {*LLAMA} <= {*lines} else GPT2
+    typed = [*SMALL, *model, *lines, f"hydra.run.dir={folder}/run", f"cache_dir={tempfile.gettempdir()}/recipe_bits"]
     done = subprocess.run([sys.executable, "train.py", *typed], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1:]}

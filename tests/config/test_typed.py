@@ -44,6 +44,8 @@ REFUSED = {
     "rare tokens grew without bound. Type optim=adamw8bit.",
     "strategy=deepspeed_zero3": "strategy=deepspeed_zero3 was removed: PyTorch's FSDP shards weights, gradients and "
     "optimizer state, and strategy=fsdp_offload replaces strategy.offload=true. Type strategy=fsdp.",
+    "weights_dtype=bfloat16": "weights_dtype was removed: precision= also chooses the dtype of the weights.",
+    "weights.steps_in=device": "weights.steps_in was removed: precision=bf16-sr runs its optimizer where the weights",
     "gradient_checkpointing=budget": "gradient_checkpointing=budget was removed: the budget is now a setting of "
     "compile=blocks and replaces gradient_checkpointing.fraction. Type gradient_checkpointing=none compile=blocks "
     "compile.activation_memory_budget=0.5.",

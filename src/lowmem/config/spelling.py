@@ -90,7 +90,10 @@ RENAMED = {
     "master.early_step": "precision.early_step",
     "trainer.plugins.precision.": "precision.",
 }
-LEFT_OUT = {"weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are"}  # keys that are gone
+LEFT_OUT = {  # keys that are gone -> why
+    "weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are",
+    "weights_dtype": "precision= also chooses the dtype of the weights",
+}
 IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
 
 

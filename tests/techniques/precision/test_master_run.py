@@ -255,7 +255,7 @@ def test_free_memory_is_a_number_of_this_machine():
     assert 2**20 < process.available_bytes() < 2**50
 
 
-def test_masters_of_a_yaml_without_early_step_are_checked_as_they_train(config):
+def test_masters_of_a_yaml_without_early_step_are_checked_as_they_train(config, fit):
     """A user's own yaml may have no `early_step`. Early steps are then on, and cannot be taken back."""
     run = config("precision=bf16-master", "clip=null", "on_nonfinite=skip")
     node = run.precision.plain()
@@ -263,3 +263,6 @@ def test_masters_of_a_yaml_without_early_step_are_checked_as_they_train(config):
     run = run.replacing("precision", node)
     assert instantiate(run.precision).early_step and run.early
     assert any("some weights are updated before all gradients are computed" in reason for reason in refused(run))
+    _, folder = fit("precision=bf16-master", "clip=null", "max_steps=1")
+    row = next(csv.DictReader((folder / "metrics.csv").open()))
+    assert not row.get("gradient_norm")  # unknown where masters step early

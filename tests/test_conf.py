@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from conftest import ROOT
 from lowmem.command import help
 from lowmem.config import typed_lines
-from lowmem.config.check import check, targets
-from lowmem.config.settle import Run, run_of, settled
+from lowmem.config.check import check, settled, targets
+from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import quoted
 from lowmem.plan.advice import advice
 from lowmem.plan.advice import out_of_memory as out_of_memory_text

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lowmem.config.check import check
-from lowmem.config.settle import Command, Config, settled
+from lowmem.config.check import check, settled
+from lowmem.config.settle import Command, Config
 from lowmem.config.typed_lines import replaced
 from lowmem.model import loading
 from lowmem.plan import at_start, batch_size

@@ -15,6 +15,7 @@ from lowmem.command import cli, sweep
 from lowmem.config.typed_lines import composed, key, quoted
 from lowmem.report import folders
 from lowmem.system.errors import Refused
+from typed import typed_run
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_what_was_typed_for_another_choice_is_not_repeated(earlier):
 def test_what_is_no_folder_makes_none(value):
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")
     with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on a drive"):
-        cli.prepare([*streamed, f"weights.drive={value}"])
+        typed_run([*streamed, f"weights.drive={value}"])
 
 
 DAMAGED = (b"", b"seed", b"{a", b"\xff\xfe")
@@ -167,7 +168,7 @@ def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
     assert cli.prepare([f"resume={earlier}"]) == [lines[0], lines[3], f"resume={earlier}"]
     with pytest.raises(Refused, match=r"there is no key master\.skips_in_a_row"):
-        cli.prepare(lines)
+        typed_run(lines)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from lowmem.config.settle import run_of, settled
+from lowmem.config.check import settled
+from lowmem.config.settle import run_of
 from lowmem.config.typed_lines import composed
 from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused

@@ -9,7 +9,6 @@ import sys
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,14 +21,15 @@ from conftest import ROOT
 from lowmem.command import cli
 from lowmem.config import check, schema, spelling
 from lowmem.config.check import check as checked
+from lowmem.config.check import settled
 from lowmem.config.instantiate import instantiate
-from lowmem.config.settle import settled
 from lowmem.config.spelling import keys_of
 from lowmem.config.typed_lines import CONF, TEXTS, composed, is_group, parted, quoted, unquoted
 from lowmem.plan import table
 from lowmem.plan.search.recipes import Recipe
 from lowmem.system.errors import Refused
 from lowmem.training.build import optimizer
+from typed import typed_run
 
 # --- lines that once ended in a traceback, or were taken without a word ----------------------------------------------
 
@@ -156,7 +156,7 @@ REFUSED = {
 @pytest.mark.parametrize("line", REFUSED)
 def test_it_is_one_sentence_with_what_to_type(line):
     with pytest.raises(Refused) as refusal:
-        cli.prepare(shlex.split(line))
+        typed_run(shlex.split(line))
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -180,7 +180,7 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
         "data=hub data.path=x data.streaming=true model.pretrained=true",
         *(f"data=csv data.path=x \"data.delimiter='{one}'\"" for one in (";", "|", "tab", " ")),
     ):
-        assert cli.prepare(shlex.split(line))
+        assert typed_run(shlex.split(line))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
 )
 def test_a_place_that_is_none_is_told_before_torch(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
-        check.check_places(settled(composed(cli.prepare(lines))))
+        check.check_places(typed_run(lines))
 
 
 def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypatch):
@@ -222,21 +222,19 @@ def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypa
 
 def test_every_error_is_told_at_once():
     with pytest.raises(Refused) as refusal:
-        cli.prepare(["max_steps=0", "lr=a", "+seeds=1"])
+        typed_run(["max_steps=0", "lr=a", "+seeds=1"])
     assert len(str(refusal.value).splitlines()) == 3  # and none of what takes lr and max_steps over
 
 
-def test_without_the_schema_all_of_them_would_be_taken(monkeypatch):
-    monkeypatch.setattr(cli, "settled", lambda cfg: SimpleNamespace(devices=1, generate=None, show=None, export=None))
-    monkeypatch.setattr(cli, "check_values", lambda run: None)
+def test_without_the_schema_all_of_them_would_be_taken():
     for line in ("max_steps=abc", "+precison=16", "clip=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
-        assert cli.prepare([line]) == [line]
+        composed(cli.prepare([line]))
 
 
 def test_what_only_a_signature_tells():
     for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
         with pytest.raises(Refused, match=says):
-            checked(settled(composed(cli.prepare([line, "loss=chunked"]))), {})
+            checked(typed_run([line, "loss=chunked"]), {})
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_the_advice_for_a_value_that_cannot_be_read_can_be_pasted_and_means_what
 def test_a_key_that_one_job_of_a_sweep_lacks_is_told_as_of_a_single_run():
     typed = ["optim=adamw,sgd", "optim.betas=[0.8,0.9]"]
     with pytest.raises(Refused) as single:
-        cli.prepare(["optim=sgd", typed[1]])
+        typed_run(["optim=sgd", typed[1]])
     assert spelling.explained(HydraException(), typed) == str(single.value)
     assert str(single.value).startswith(
         "optim.betas=[0.8,0.9]: only some choices of optim have this key. Also type optim=adam8bit or "
@@ -466,25 +464,25 @@ def a_yaml_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_arguments_of_ones_own_class_mean_what_it_says(a_yaml_of_ones_own):
-    run = settled(composed(cli.prepare(a_yaml_of_ones_own("mine"))))
+    run = typed_run(a_yaml_of_ones_own("mine"))
     checked(run, {})
     assert run.loss.plain()["path"] == ["a", "b"] and run.loss.plain()["alpha"] == -1
 
 
 def test_places_of_ones_own_source_are_not_checked():
     lines = ["data=text", "data._target_=mine.Source", "data.path=s3://bucket/texts", "data.on_error=retry"]
-    check.check_places(settled(composed(cli.prepare(lines))))
+    check.check_places(typed_run(lines))
 
 
 def test_arguments_of_lowmems_classes_have_the_types_of_their_names(a_yaml_of_ones_own):
     with pytest.raises(Refused) as refusal:
-        cli.prepare(a_yaml_of_ones_own("lowmem"))
+        typed_run(a_yaml_of_ones_own("lowmem"))
     assert all(line.split("=")[0].lstrip("+") in str(refusal.value) for line in OWN)
 
 
 def test_what_ones_own_class_takes_over_from_a_key_has_that_keys_type(a_yaml_of_ones_own):
     with pytest.raises(Refused, match=r"loss\.lr=fast"):
-        cli.prepare([*a_yaml_of_ones_own("mine"), "loss.lr=fast"])
+        typed_run([*a_yaml_of_ones_own("mine"), "loss.lr=fast"])
 
 
 @pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
@@ -567,18 +565,11 @@ def outcome(arguments: list[str]) -> str:
     Raises:
         Exception: anything but `Refused`: what a user would see as a traceback.
     """
-    kept = []
-    keep = lambda *a, **k: kept.append(composed(*a, **k)) or kept[-1]  # noqa: E731
     try:
-        with patch.object(cli, "composed", keep):
-            cli.prepare(arguments)
+        run = typed_run(arguments)
     except Refused as refusal:
         return _sentences(str(refusal), "refused by the words")
-    if not kept:
-        return "left to the job"
-    cfg = kept[0]
     try:
-        run = settled(cfg)
         checked(run, {})
         windows = run.windows
     except Refused as refusal:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 
 import parity
-from lowmem.config.settle import settled
+from lowmem.config.check import settled
 from lowmem.config.typed_lines import composed
 from lowmem.memory import ledger
 from lowmem.offload.host_weight import HostWeight

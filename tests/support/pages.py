@@ -11,8 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lowmem.config.check import check
-from lowmem.config.settle import settled
+from lowmem.config.check import check, settled
 from lowmem.config.typed_lines import quoted
 from lowmem.plan.job import shared
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -26,11 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowmem.command import folder_lock, help, launch, sweep
 from lowmem.config import spelling
-from lowmem.config.check import check_places, check_values
-from lowmem.config.settle import Run, settled
+from lowmem.config.check import check_places, settled
+from lowmem.config.settle import Run
 from lowmem.config.typed_lines import (
     CONF,
-    composed,
     in_place_of,
     key,
     keys_of_other_choices,
@@ -43,11 +41,9 @@ from lowmem.config.typed_lines import (
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
 from lowmem.system.errors import FULL, NotUploaded, RankLost, Refused, of_place
-from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
-ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
 GONE = ("master.skips_in_a_row", "weights_dtype")  # keys of an earlier lowmem that runs no longer have
 LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
@@ -78,26 +74,26 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     rank_environment.leashed()
     try:
         with signals.handled(signals.at_once):
-            sys.argv[1:] = prepare(sys.argv[1:], config)
+            sys.argv[1:] = prepare(sys.argv[1:])
             with sweep.running(main) if config == "config" else nullcontext():
                 main()
             sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()
     except (HydraException, OmegaConfBaseException) as error:
-        _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
+        rank_environment.leave(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
-        _exit(str(error))
+        rank_environment.leave(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
         if not error.filename and error.errno not in FULL:
             raise
-        _exit(_no_folder(error))
+        rank_environment.leave(_no_folder(error))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         folder_lock.release()
     if failures := [*_failures, *sweep.Report.failed]:
-        _exit("\n".join(failures))
+        rank_environment.leave("\n".join(failures))
     if _unfit:
         sys.exit(NOTHING_FITS)
 
@@ -116,19 +112,11 @@ def _nobody_reads() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _exit(message: str) -> NoReturn:
-    rank_environment.report("failed", message)
-    sys.exit(folded(message, sys.stderr) if rank_environment.says(message) else 1)
-
-
-def prepare(arguments: list[str], config: str = "config") -> list[str]:
+def prepare(arguments: list[str]) -> list[str]:
     """Returns the arguments for Hydra: its flags, the overrides of a resumed run or sweep, and the typed lines; quoted.
 
-    Args:
-        config: the yaml of conf/ that the command reads.
-
     Raises:
-        Refused: an error that the arguments alone show, before anything is written and anything heavy imported.
+        Refused: an error that the arguments alone show. Hydra composes the config, and the job settles it.
     """
     if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
         *words, last = os.environ["COMP_LINE"].split(" ")
@@ -153,33 +141,14 @@ def prepare(arguments: list[str], config: str = "config") -> list[str]:
     earlier = _resumed_overrides(typed)
     lines = without(keys_replaced(typed) | keys_of_other_choices(typed, earlier), earlier) + typed
     lines += in_place_of(lines)
-    if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
+    if any(line.partition("=")[2] != "null" for line in lines if key(line) in rank_environment.ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg also show a config with errors
         spelling.check_lines(lines, sweep)
         if sweep:
             rank_environment.check_sweep()
-        else:
-            _check(lines, config)
     return [*flags, *(quoted(line, sweep) for line in lines)]
-
-
-def _check(lines: list[str], config: str) -> None:
-    if any("${hydra:" in line for line in lines):  # the job knows their values, and checks again
-        return
-    try:
-        cfg = composed(lines, config)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise Refused(spelling.explained(error, lines, config)) from None
-    run = settled(cfg)
-    check_values(run)
-    if config == "config" and not _works_alone(run):
-        rank_environment.check(run.devices)
-
-
-def _works_alone(run: Run) -> bool:
-    return any(getattr(run, name) is not None for name in ALONE)
 
 
 def _resumed_sweep(arguments: list[str]) -> list[str]:
@@ -266,9 +235,8 @@ def run(cfg: DictConfig) -> float:
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
     """Returns the summary; None if none is written, or if rank 0 does the work of all ranks."""
-    if rank_environment.number() and _works_alone(run):
+    if rank_environment.number() and rank_environment.works_alone(run.as_dict()):
         return None
-    check_values(run)
     check_places(run)
     if run.generate is not None:
         return _generate(run)

@@ -73,9 +73,12 @@ class Claimed:
 
 @contextmanager
 def _or_exit() -> Iterator[None]:
-    """Ends the process where a folder's name cannot be resolved: Hydra would warn, and go on without a lock."""
+    """Ends the process where a folder's name cannot be resolved, or where there are too few or too many ranks: Hydra
+    would warn, and go on without a lock."""
     try:
         yield
+    except Refused as error:
+        rank_environment.leave(str(error))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         sys.exit(
@@ -99,6 +102,9 @@ class Claim(Callback):
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         HydraConfig.instance().set_config(config.copy())  # Hydra does so only later, and ${hydra:...} needs it
+        if not (rank_environment.of_run() or config.hydra.job.name == "plan" or rank_environment.works_alone(config)):
+            with _or_exit():
+                rank_environment.check(config.devices)
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
             with read_write(config):  # only the first rank writes Hydra's files

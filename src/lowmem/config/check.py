@@ -1,6 +1,7 @@
 """Refuses a run that cannot work before anything heavy is built, with one sentence for each error and all at once.
 
-Cheap checks come first (numbers, paths), before torch is imported; then those that import the classes a yaml names.
+Cheap checks come first (`settled`, `check_places`), before torch is imported; then those that import the classes that a
+yaml names (`check`).
 Errors that only the data or the weights show are raised where those are read, with the same exception.
 """
 
@@ -8,14 +9,16 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from lowmem.config import values
+from lowmem.config import schema, values
 from lowmem.config.refusals import refused
-from lowmem.config.settle import Run
+from lowmem.config.settle import Config, Run
 from lowmem.config.typed_lines import CONF
 from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
@@ -29,9 +32,44 @@ TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # in a yaml
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
-def check(run: Run, choices: Mapping[str, str]) -> None:
-    """Checks a run. Args: choices: group -> chosen yaml, to name the file of an error. Raises: Refused."""
+def settled(cfg: Config) -> Run:
+    """Returns the run of a composed config, and a run as it is.
+
+    Raises:
+        Refused: values of a wrong type or range, keys that nothing reads, interpolations of missing keys, all at once;
+            or values that contradict each other.
+    """
+    if isinstance(cfg, Run):
+        return cfg
+    try:
+        errors = _errors(cfg)
+    except OmegaConfBaseException as error:
+        message = str(error).partition("\n")[0]
+        errors = [f"{error.full_key}: {message}. Type a value, or ${{<key>}} with an existing key."]
+    if errors:
+        raise Refused("\n".join(errors))
+    run = Run.from_draft(cfg)
     check_values(run)
+    return run
+
+
+def _errors(cfg: DictConfig) -> list[str]:
+    missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
+    for key in cfg:  # so that an interpolation that leads nowhere is reported where it stands
+        key in missing or cfg[key]
+    if missing := missing or OmegaConf.missing_keys(cfg):
+        return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
+
+    def is_taken_over(path: Sequence[str]) -> bool:
+        parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
+        return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])
+
+    return schema.errors(OmegaConf.to_container(cfg, resolve=True), is_taken_over)
+
+
+def check(run: Run, choices: Mapping[str, str]) -> None:
+    """Checks a run whose values are settled. Args: choices: group -> chosen yaml, to name the file of an error. Raises:
+    Refused."""
     errors = [*_keys(run, choices)]
     errors = errors or [*refused(run), *_savers(run), *_metric(run.metric)]
     if errors:
@@ -40,7 +78,7 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 
 
 def check_values(run: Run) -> None:
-    """Checks the values against each other, within milliseconds. `schema.py` has checked their types and ranges."""
+    """Checks the values against each other. `schema.py` has checked their types and ranges."""
     if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
         raise Refused(f"{' and '.join(works)}: one command can use only one of these keys. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):

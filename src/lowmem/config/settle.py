@@ -1,4 +1,5 @@
-"""Settles the config once: `settled` makes a frozen `Run` of a composed config, and all other code reads the `Run`.
+"""Holds the settings of a run: `settled` of `check.py` makes a frozen `Run` of a composed config, once, and all other
+code reads the `Run`.
 
 A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
 Facts that become known later (the device, the steps of epochs=, a batch size that was searched for) make another `Run`
@@ -13,7 +14,6 @@ from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import PrivateAttr
 
 from lowmem.config import schema
@@ -313,38 +313,6 @@ def _class_of(node: schema.Node, base_name: str) -> type:
     torch."""
     kind, base = get_object(node.target), get_object(base_name)
     return kind if isinstance(kind, type) and issubclass(kind, base) else base
-
-
-def settled(cfg: Config) -> Run:
-    """Returns the run of a composed config, and a run as it is.
-
-    Raises:
-        Refused: values of a wrong type or range, keys that nothing reads, interpolations of missing keys, all at once.
-    """
-    if isinstance(cfg, Run):
-        return cfg
-    try:
-        errors = _errors(cfg)
-    except OmegaConfBaseException as error:
-        message = str(error).partition("\n")[0]
-        errors = [f"{error.full_key}: {message}. Type a value, or ${{<key>}} with an existing key."]
-    if errors:
-        raise Refused("\n".join(errors))
-    return Run.from_draft(cfg)
-
-
-def _errors(cfg: DictConfig) -> list[str]:
-    missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
-    for key in cfg:  # so that an interpolation that leads nowhere is reported where it stands
-        key in missing or cfg[key]
-    if missing := missing or OmegaConf.missing_keys(cfg):
-        return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
-
-    def is_taken_over(path: Sequence[str]) -> bool:
-        parent = OmegaConf.select(cfg, ".".join(path[:-1])) if len(path) > 1 else cfg
-        return isinstance(parent, DictConfig) and path[-1] in parent and OmegaConf.is_interpolation(parent, path[-1])
-
-    return schema.errors(OmegaConf.to_container(cfg, resolve=True), is_taken_over)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from lowmem.config import cards, drives
-from lowmem.config.check import check, check_values
+from lowmem.config.check import check, settled
 from lowmem.config.declarations import SHARED, class_of, techniques
-from lowmem.config.settle import Config, Run, run_of, settled
+from lowmem.config.settle import Config, Run, run_of
 from lowmem.config.typed_lines import as_mapping, key, replaced, without
 from lowmem.memory.cap import parse_bytes
 from lowmem.model import loading
@@ -41,7 +41,6 @@ def plan(
     """
     start = time.perf_counter()
     run = settled(cfg)
-    check_values(run)
     if run.longest and not run.search:
         raise Refused(
             f"longest={run.longest}: each answer is a search, and search=false predicts one run. Type one of the two."

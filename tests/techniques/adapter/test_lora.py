@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem.config.check import check, check_places
-from lowmem.config.settle import settled
+from lowmem.config.check import check, check_places, settled
 from lowmem.config.typed_lines import composed
 from lowmem.model.trainable import trainable
 from lowmem.system.errors import Refused

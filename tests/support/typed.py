@@ -1,0 +1,24 @@
+"""Reads typed words as a command does, without Hydra's main: the run, or the sentence that refuses it."""
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem.command import cli
+from lowmem.config import spelling
+from lowmem.config.check import settled
+from lowmem.config.settle import Run
+from lowmem.config.typed_lines import composed
+from lowmem.system.errors import Refused
+
+
+def typed_run(words: list[str], config: str = "config") -> Run:
+    """Returns the run of a command's words.
+
+    Raises:
+        Refused: with the sentence that the command prints.
+    """
+    lines = cli.prepare(words)
+    try:
+        return settled(composed(lines, config))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused(spelling.explained(error, lines, config)) from None

@@ -35,55 +35,69 @@ from lowmem.training import build
 from lowmem.training.build import optimizer
 from networks import network
 
-# One command line per refusal, in the order of the list.
-TYPED = (
-    ["optim.in_backward=true"],
-    ["optim.in_backward=true", "clip=null", "precision=16"],
-    ["optim.in_backward=true", "clip=null", "accumulation=fixed"],
-    ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
-    ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
-    ["precision=bf16-master", "optim=paged_adamw8bit"],
-    ["+trainer.strategy=ddp"],
-    ["devices=2"],
-    ["strategy=ddp", "weights=streamed"],
-    ["strategy=ddp", "precision=16-master"],
-    ["strategy=ddp", "optim.in_backward=true", "clip=null"],
-    ["strategy=ddp", "optim=paged_adamw8bit"],
-    ["strategy=fsdp", "optim=adafactor"],
-    ["strategy=pipeline", "optim=adamw4bit"],
-    ["strategy=ddp", "batch_size=auto", "accumulation=effective_batch", "memory.limit=1GiB"],
-    ["strategy=ddp", "plan=auto"],
-    ["strategy=tensor_parallel", "compile=blocks"],
-    ["strategy=pipeline", "loss=dpo"],
-    ["strategy=pipeline", "adapter=qlora"],
-    ["weights=streamed"],
-    ["weights=streamed", "precision=bf16-master"],
-    ["weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt", "weights.order=by_layer"],
-    ["batch_size=auto", "memory.limit=1GiB"],
-    ["batch_size=auto", "accumulation=effective_batch"],
-    ["compile=blocks", "gradient_checkpointing=selective"],
-    ["compile=blocks", "adapter=dora"],
-    ["memory.limit=1GiB", "compile=blocks"],
-    ["tile.tokens=4", "compile=blocks"],
-    ["optim=adamw4bit"],
-)
+# the name of its proof -> a command line, for each refusal in the order of the list
+TYPED = {
+    "clipping_in_backward_clips_nothing": ["optim.in_backward=true"],
+    "loss_scaling_in_backward_lets_an_overflow_through": ["optim.in_backward=true", "clip=null", "precision=16"],
+    "accumulation_in_backward_steps_at_every_micro_batch": [
+        "optim.in_backward=true",
+        "clip=null",
+        "accumulation=fixed",
+    ],
+    "an_early_step_cannot_be_taken_back": ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
+    "masters_take_no_part_in_backward": ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
+    "the_state_of_parameters_in_host_memory_is_not_paged": ["precision=bf16-master", "optim=paged_adamw8bit"],
+    "lightning_starts_processes_with_folders_of_their_own": ["+trainer.strategy=ddp"],
+    "one_device_leaves_the_others_idle": ["devices=2"],
+    "each_process_would_hold_all_that_streams": ["strategy=ddp", "weights=streamed"],
+    "each_process_would_step_masters_of_its_own": ["strategy=ddp", "precision=16-master"],
+    "a_step_in_backward_does_not_wait_for_other_ranks": ["strategy=ddp", "optim.in_backward=true", "clip=null"],
+    "paged_state_is_not_divided": ["strategy=ddp", "optim=paged_adamw8bit"],
+    "an_optimizer_of_whole_matrices_steps_parts_otherwise": ["strategy=fsdp", "optim=adafactor"],
+    "state_of_a_kind_of_its_own_is_not_saved_by_ranks": ["strategy=pipeline", "optim=adamw4bit"],
+    "a_batch_size_that_each_rank_finds_for_itself": [
+        "strategy=ddp",
+        "batch_size=auto",
+        "accumulation=effective_batch",
+        "memory.limit=1GiB",
+    ],
+    "a_recipe_that_each_rank_chooses_for_itself": ["strategy=ddp", "plan=auto"],
+    "compiled_blocks_do_not_add_over_devices": ["strategy=tensor_parallel", "compile=blocks"],
+    "the_first_stage_sees_no_answer": ["strategy=pipeline", "loss=dpo"],
+    "a_stage_has_4_bits_of_its_own_blocks_alone": ["strategy=pipeline", "adapter=qlora"],
+    "weights_that_stream_are_not_there_to_be_stepped": ["weights=streamed"],
+    "autograd_reads_weights_that_have_left": ["weights=streamed", "precision=bf16-master"],
+    "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone": [
+        "weights=streamed",
+        "precision=bf16-master",
+        "gradient_checkpointing=sqrt",
+        "weights.order=by_layer",
+    ],
+    "auto_without_an_effective_batch_would_decide_the_update": ["batch_size=auto", "memory.limit=1GiB"],
+    "auto_on_a_cpu_without_a_limit_has_no_try_that_fails": ["batch_size=auto", "accumulation=effective_batch"],
+    "compiled_blocks_have_no_operators_to_choose_from": ["compile=blocks", "gradient_checkpointing=selective"],
+    "layers_that_torch_compile_cannot_follow": ["compile=blocks", "adapter=dora"],
+    "a_limit_does_not_see_into_compiled_blocks": ["memory.limit=1GiB", "compile=blocks"],
+    "compiled_blocks_do_not_see_into_slices": ["tile.tokens=4", "compile=blocks"],
+    "without_a_compiler_torch_fails_in_the_first_step": ["optim=adamw4bit"],
+}
 
 
 def test_every_refusal_has_its_command_line_and_a_test_that_is_its_proof():
     proofs = [name for name in globals() if name.startswith("test_proof_")]
-    told = "a refusal needs a line in TYPED and a test_proof_<its proof> that runs it with the list emptied"
-    assert [f"test_proof_{refusal.proof}" for refusal in refusals.REFUSALS] == proofs, told
-    assert len(TYPED) == len(proofs), told
+    told = "a refusal needs a line in TYPED and a test_proof_<name> that runs it with the list emptied"
+    assert [f"test_proof_{name}" for name in TYPED] == proofs, told
+    assert len(TYPED) == len(refusals.REFUSALS), told
 
 
-@pytest.mark.parametrize("index", range(len(TYPED)))
-def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, index, monkeypatch):
+@pytest.mark.parametrize(("refusal", "line"), [*zip(refusals.REFUSALS, TYPED.values(), strict=True)], ids=TYPED)
+def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, refusal, line, monkeypatch):
     monkeypatch.setattr(build, "data", None)  # calling it would be another error
-    if TYPED[index] == ["optim=adamw4bit"]:
+    if line == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
-    code, said = command(*TYPED[index])
+    code, said = command(*line)
     assert code == 1 and "ype " in said and "Traceback" not in said
-    template = refusals.REFUSALS[index].says
+    template = refusal.says
     assert template[: template.find("{") if "{" in template else None] in said
     assert not (tmp_path / "run").exists()
 

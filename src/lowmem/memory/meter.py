@@ -72,6 +72,7 @@ class MemoryMeter(Callback):
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
+        self._loaded: tuple[int, int] | None = None  # (resident, its peak) before an evaluation came first
         for row in self.rows():  # of the steps before a resume
             self._note(row)
 
@@ -86,6 +87,10 @@ class MemoryMeter(Callback):
         self.ledger.own("weights", lambda: self._parameters, side)
         self.ledger.own("weights", module.weights.device_tensors)
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
+
+    def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """The model is loaded. What the evaluation before the first step takes is not the load's."""
+        self._loaded = process.rss_and_peak()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces them
@@ -106,7 +111,8 @@ class MemoryMeter(Callback):
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = self._start = trainer.global_step
-        self._window = {"load": self._read("load") | self._drive_row()}
+        host = zip(("rss_bytes", "rss_peak_bytes"), self._loaded or (), strict=False)
+        self._window = {"load": self._read("load") | dict(host) | self._drive_row()}
         self._close_window(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:

@@ -43,6 +43,12 @@ class HostWeight:
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = narrowed(self.wide.data, dtype)
 
+    def leave_file(self) -> None:
+        """Copies a master that may still be pages of a weight file. All pages of a file stay resident as long as one
+        tensor of it is left."""
+        with host_side():
+            self.wide.data = self.wide.data.clone()
+
     def moved(self, host_block: HostBlock | None) -> None:
         """Is called when the 16-bit weight has a new place. Args: host_block: where it is now; None: on the device."""
         self.host_block = host_block

@@ -73,6 +73,8 @@ class MasterWeights(Callback):
                 p.data = p.data.to(self.precision.dtype)
             elif p not in self.masters:
                 self.masters[p] = master = self._new(name, p)
+                if self.weights.streams and type(master) is HostWeight:  # the others hold copies
+                    master.leave_file()
                 if name in self.rests:
                     master.rest.copy_(self.rests[name])
                 self.weights.bring_in(p)

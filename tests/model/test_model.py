@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -16,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from host_memory import Highest, linux
 from lowmem.config.schema import Model
+from lowmem.memory.meter import MemoryMeter
 from lowmem.model import loading
+from lowmem.offload.host_weight import HostWeight
 from lowmem.system.errors import Refused
 from networks import network
 from new_process import in_a_new_process
@@ -64,6 +67,26 @@ def test_a_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder
     before, after = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, tmp_path / "run" / "model"))
     moved = (before.get_input_embeddings().weight.float() - after.get_input_embeddings().weight).abs().max()
     assert 0 < moved < 0.1  # fine-tuned, not started over
+
+
+@linux
+@pytest.mark.rows("llama")
+@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=pytest.mark.wrong)])
+def test_streamed_masters_leave_no_weight_file_mapped(fit, folder, monkeypatch, copied):
+    """The master of the embedding is not split, so it would be a view of the file, all of which would stay resident."""
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    mapped, on_train_start = [], MemoryMeter.on_train_start
+
+    def looks(meter, trainer, module):
+        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line)
+        on_train_start(meter, trainer, module)
+
+    monkeypatch.setattr(MemoryMeter, "on_train_start", looks)
+    if not copied:
+        monkeypatch.setattr(HostWeight, "leave_file", lambda self: None)
+    streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer")
+    fit("model=hf", f"model.name={folder}", "seq_len=16", "max_steps=1", "plan=off", *streamed)
+    assert bool(mapped) != copied
 
 
 @pytest.mark.rows("llama")

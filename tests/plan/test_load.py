@@ -7,10 +7,15 @@ from lowmem.model.loading import describe, load
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
 
+STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing=every_layer")
 
-@pytest.mark.parametrize(("saved", "counted"), [("bfloat16", True), ("float32", False)])
-def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, saved, counted):
-    cfg = config("precision=32").resolved()
+
+@pytest.mark.parametrize(
+    ("saved", "lines", "counted"),
+    [("bfloat16", ["precision=32"], True), ("float32", ["precision=32"], False), ("float32", STREAMED, True)],
+)
+def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, saved, lines, counted):
+    cfg = config(*lines).resolved()
     network = load(describe(cfg), getattr(torch, saved))
     network.save_pretrained(tmp_path / "model")
     file = (tmp_path / "model" / "model.safetensors").stat().st_size

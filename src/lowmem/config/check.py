@@ -90,6 +90,8 @@ def check_values(run: Run) -> None:
             f"push={run.push}: this adapter needs its base model {run.model.name}, a folder that exists only on this "
             "machine. Type merge=true to upload the merged model."
         )
+    if run.export_format == "gguf" and run.exports_adapter:
+        raise Refused("export_format=gguf: an adapter alone is not a model for llama.cpp. Also type merge=true.")
     if run.generate is None and run.prompt is not None:
         raise Refused(f"prompt={run.prompt}: only generate= uses a prompt. Also type generate=<a run or model>.")
     if run.generate is not None and (run.prompt is None) == (run.sample_prompts is None):

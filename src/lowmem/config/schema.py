@@ -248,6 +248,7 @@ class Keys(Section):
     sample_prompts: _words("a list such as [a,b], a file with one prompt per line, or null", Place | list | None)
     push: _words("a hub id such as name/model, or null", Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None)
     export_dtype: _words(f"one of {', '.join(get_args(Dtype))}, or null for the dtype of the weights", Dtype | None)
+    export_format: _words("huggingface or gguf", Literal["huggingface", "gguf"])
     merge: Switch
     cache_dir: Place
     output_dir: _words("leave it out, and set hydra.run.dir instead", None)

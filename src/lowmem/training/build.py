@@ -54,7 +54,7 @@ from lowmem.model.magnitude import WIDER, check_holds
 from lowmem.model.trainable import digest, digest_of_base
 from lowmem.offload.master_weights import MasterWeights
 from lowmem.report import sample
-from lowmem.saving import checkpoint
+from lowmem.saving import checkpoint, gguf
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
 from lowmem.techniques.adapter.lora import base_dtype, load
@@ -224,6 +224,8 @@ def module(
         built.identity["begin"] = str(framing.framing_of(data.tokens.tokenizer).begin)
     if saved:
         saved.check(built, data.tokens.tokenizer)
+    if run.export_format == "gguf":
+        gguf.check(built.model.config, data.tokens.tokenizer)
     built.ranks.shard(built)
     return built
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from lowmem.config.settle import Command
 from lowmem.config.typed_lines import in_shell
 from lowmem.model.generation import end_tokens
-from lowmem.saving import checkpoint
+from lowmem.saving import checkpoint, gguf
 from lowmem.saving.export import ModelFolder, Weights
 from lowmem.saving.export_adapter import export
 from lowmem.saving.hub import push
@@ -69,6 +69,8 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     with weights.writing() as writes:
         if writes:
             export(network, folder, run.merge, base, weights)
+            if run.export_format == "gguf":
+                gguf.write(folder.path)
 
 
 def _wider(dtype: str) -> str:

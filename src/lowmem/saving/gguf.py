@@ -1,0 +1,257 @@
+"""Writes an exported model folder as a GGUF file, too, which llama.cpp and the programs around it read.
+
+The file is made from the folder's own files, one tensor in memory at a time. Before it gets its name, llama.cpp must
+compute with it what transformers computes with the folder: rows in a wrong order or a tokenizer of another kind give
+plausible nonsense and no error. Where llama.cpp is not installed, the name says that the file is not verified.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lowmem.saving import llama_cpp
+from lowmem.system.atomic_files import atomic_write
+from lowmem.system.errors import Refused
+
+log = logging.getLogger(__name__)
+
+NAME, UNVERIFIED = "model.gguf", "model.unverified.gguf"
+CONVERTER = "convert_hf_to_gguf.py of llama.cpp"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names, and GGUF's
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Family(NamedTuple):
+    """Describes how llama.cpp stores an architecture.
+
+    Args: name: llama.cpp's; transposed: the endings of weights that transformers keeps as (inputs, outputs); pairs:
+    rotary embeddings turn neighbours in place of halves, so the rows of queries and keys have another order; of_config:
+    GGUFWriter's method -> its value.
+    """
+
+    name: str
+    of_config: Callable[[PreTrainedConfig], Mapping[str, Any]]
+    transposed: tuple[str, ...] = ()
+    pairs: bool = False
+
+
+def _of_llama(config: PreTrainedConfig) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "add_context_length": config.max_position_embeddings,
+        "add_embedding_length": config.hidden_size,
+        "add_block_count": config.num_hidden_layers,
+        "add_feed_forward_length": config.intermediate_size,
+        "add_head_count": heads,
+        "add_head_count_kv": config.num_key_value_heads,
+        "add_key_length": head,
+        "add_value_length": head,
+        "add_rope_dimension_count": head,
+        "add_rope_freq_base": config.rope_parameters["rope_theta"],
+        "add_layer_norm_rms_eps": config.rms_norm_eps,
+    }
+
+
+def _of_gpt2(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "add_context_length": config.n_positions,
+        "add_embedding_length": config.n_embd,
+        "add_block_count": config.n_layer,
+        "add_feed_forward_length": config.n_inner or 4 * config.n_embd,
+        "add_head_count": config.n_head,
+        "add_layer_norm_eps": config.layer_norm_epsilon,
+    }
+
+
+FAMILIES = {  # transformers' model_type -> llama.cpp's
+    "llama": Family("llama", _of_llama, pairs=True),
+    "qwen2": Family("qwen2", _of_llama),
+    "qwen3": Family("qwen3", _of_llama),
+    "gpt2": Family("gpt2", _of_gpt2, transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+}
+
+
+def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises Refused for a model that this module cannot write, before it is trained or loaded."""
+    if find_spec("gguf") is None:
+        raise Refused("export_format=gguf: the package gguf is not installed. Type pip install gguf.")
+    why = None
+    if config.model_type not in FAMILIES:
+        why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
+    elif _rope(config) not in ("default", "llama3", "linear"):
+        why = f"with rope_type={_rope(config)}"
+    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        why = "with sliding windows"
+    elif _pre(json.loads(tokenizer.backend_tokenizer.to_str())) is None:
+        why = "with this tokenizer"
+    if why:
+        raise Refused(
+            f"export_format=gguf: lowmem writes no GGUF {why}. Leave it out, and convert model/ with {CONVERTER}."
+        )
+
+
+def write(folder: Path) -> Path:
+    """Writes the GGUF file of an exported model into its folder. Returns its path.
+
+    Args:
+        folder: a model in Hugging Face's format, of which `check` has approved.
+
+    Raises:
+        Refused: llama.cpp computes something else than transformers.
+    """
+    for old in (folder / NAME, folder / UNVERIFIED):
+        old.unlink(missing_ok=True)
+    verifies = llama_cpp.is_installed()
+    file = folder / (NAME if verifies else UNVERIFIED)
+    with atomic_write(file) as draft:
+        _write(folder, draft)
+        if verifies:
+            llama_cpp.compare(draft, folder)
+    if verifies:
+        log.info(f"{file}: llama.cpp computes the same log-probabilities as transformers.")
+    else:
+        log.info(f"{file}: this file is not verified. Type pip install xllamacpp, and export again, to compare it with llama.cpp.")
+    return file
+
+
+def _write(folder: Path, file: Path) -> None:
+    import gguf
+
+    config = AutoConfig.from_pretrained(folder)
+    family = FAMILIES[config.model_type]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, family.name)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(folder.resolve().parent.name)
+    for method, value in family.of_config(config).items():
+        getattr(writer, method)(value)
+    if _rope(config) == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    _add_tokenizer(writer, folder, config.vocab_size)
+    tensors = [*_tensors(folder, config, family)]
+    for tensor in tensors:
+        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias")) or tensor.name
+        kind = next(gguf.GGMLQuantizationType[kind] for kind, dtype in DTYPES.items() if dtype == tensor.dtype)
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.bytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.read().to(tensor.dtype).contiguous().view(torch.uint8).numpy())
+    writer.close()
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """Describes a tensor of the file. Args: name: transformers' name; dtype: in the file; read: returns its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[Stored]:
+    """Yields the tensors of the file, in the dtypes of the folder; vectors are in fp32, as llama.cpp wants them."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                values = tensors.get_slice(name)
+                shape, dtype, change = values.get_shape(), DTYPES[values.get_dtype()], None
+                if name.endswith(family.transposed):
+                    shape, change = shape[::-1], Tensor.t
+                elif family.pairs and (kind := re.search(r"\.([qk])_proj\.", name)):
+                    heads = config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
+                    change = partial(_in_pairs, heads=heads)
+                dtype = torch.float32 if len(shape) == 1 else dtype
+                yield Stored(name, tuple(shape), dtype, partial(_read, file, name, change))
+    if _rope(config) == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)  # (half of a head,)
+        plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(scaled)) / len(scaled))
+        yield Stored("rope_freqs.weight", tuple(scaled.shape), torch.float32, lambda: plain / scaled)
+
+
+def _read(file: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        tensor = tensors.get_tensor(name)
+        return change(tensor) if change else tensor
+
+
+def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
+    """Returns rows of queries or keys in llama.cpp's order: those that turn together are neighbours. In transformers
+    they are half a head apart."""
+    halves = tensor.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope(config: PreTrainedConfig) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def _pre(tokenizer: Mapping[str, Any]) -> str | None:
+    """Returns llama.cpp's name for how a tokenizer cuts a text into words; None if it has none that is known here.
+
+    Args: tokenizer: the content of tokenizer.json.
+    """
+    if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
+        return None
+    if (tokenizer.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        return None
+    cuts = tokenizer["pre_tokenizer"]
+    steps = [
+        {key: value for key, value in step.items() if key != "trim_offsets"}
+        for step in cuts.get("pretokenizers", [cuts])
+    ]
+    words, digits = _BYTES | {"use_regex": True}, {"type": "Digits", "individual_digits": True}
+    known = {"gpt-2": [words], "smollm": [digits, words]}
+    for name, number in {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}.items():
+        split = {"type": "Split", "pattern": {"Regex": _WORDS % number}, "behavior": "Isolated", "invert": False}
+        known[name] = [split, _BYTES]
+    return next((name for name, wanted in known.items() if steps == wanted), None)
+
+
+def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
+    """Adds the tokenizer to a `GGUFWriter`. Rows of the embedding that have no token get a name of their own."""
+    import gguf
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    added = tokenizer.added_tokens_decoder
+    by_id = {number: token for token, number in tokenizer.get_vocab().items()}
+    kinds = [gguf.TokenType.NORMAL if number in by_id else gguf.TokenType.UNUSED for number in range(vocab_size)]
+    for number, token in added.items():
+        kinds[number] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre(json.loads(tokenizer.backend_tokenizer.to_str())))
+    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
+    writer.add_token_types(kinds)
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of default ids in config.json beyond the vocabulary
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+    # llama.cpp has a default of its own for each kind of tokenizer
+    special.add_special_token["bos"] = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    special.add_to_gguf(writer, quiet=True)

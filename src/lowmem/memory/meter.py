@@ -106,7 +106,7 @@ class MemoryMeter(Callback):
         self.ledger.own("masters", optimizer.masters_on_host, "host")
         self.ledger.own("gradients", optimizer.gradients_on_host, "host")
         self.ledger.own("weights", module.weights.host_tensors, "host")
-        self.ledger.own("other", module.weights.drive_buffers, "host")
+        self.ledger.own("other", module.weights.staging_buffers, "host")
         if self.compiled:
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None

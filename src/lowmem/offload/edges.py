@@ -46,6 +46,7 @@ class Edge(HeadSource):
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
+        self.staging: Tensor | None = None  # in host memory: the rows of a micro-batch on their way to the device
         self._patches = ExitStack()
         # By micro-batch, since several may be under way: the head's gradient, in host memory until the embedding's has
         # arrived; and the rows whose gradient is still to come.
@@ -61,7 +62,7 @@ class Edge(HeadSource):
             # These are stored now: the host reads them while the next lookup changes the embedding.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
-            self._room, self._sent = lane.staging(0), lane.mark()
+            self.staging, self._sent = lane.staging(0), lane.mark()
             self._embed = self.embedding.forward
             self._patches.enter_context(patch.object(self.embedding, "forward", self._look_up))
         if self.head is not None:
@@ -70,7 +71,7 @@ class Edge(HeadSource):
 
     def stop(self) -> None:
         self._patches.close()
-        self._room = self._sent = None
+        self.staging = self._sent = None
         self._of_head, self._rows = {}, {}  # what a failed pass has left behind
 
     # --- the embedding --------------------------------------------------------------------------------------------
@@ -99,11 +100,11 @@ class Edge(HeadSource):
         self._sent.synchronize()  # the previous rows have left the staging memory
         weight = self.host_block.tensor(self.weight)
         size = len(at) * weight[0].nbytes
-        if self._room.numel() < size:
+        if self.staging.numel() < size:
             with host_side():
-                self._room = self.lane.staging(size)
-            belongs(self._room, "other", "host")
-        staged = self._room[:size].view(weight.dtype).view(len(at), -1)
+                self.staging = self.lane.staging(size)
+            belongs(self.staging, "other", "host")
+        staged = self.staging[:size].view(weight.dtype).view(len(at), -1)
         torch.index_select(weight, 0, at, out=staged)
         rows = torch.empty_like(staged, device=self.weight.device)
         self._sent = self.lane.copy(rows, staged, self.lane.mark())

@@ -100,8 +100,8 @@ class WeightsOnDevice:
         """Returns the host memory of weights."""
         return (host_block.flat for host_block in self.host_blocks)
 
-    def drive_buffers(self) -> Iterable[Tensor]:
-        """Returns host memory of what is read from a drive or written there."""
+    def staging_buffers(self) -> Iterable[Tensor]:
+        """Returns host memory through which weights pass on their way to the device, or to and from a drive."""
         return ()
 
     @property

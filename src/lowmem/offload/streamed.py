@@ -122,8 +122,9 @@ class StreamedWeights(WeightsOnDevice):
     def host_block(self, p: nn.Parameter) -> HostBlock | None:
         return self._host_block_of.get(p)
 
-    def drive_buffers(self) -> Iterable[Tensor]:
-        return () if self._on_drive is None else self._on_drive.memory()
+    def staging_buffers(self) -> Iterator[Tensor]:
+        yield from () if self._on_drive is None else self._on_drive.memory()
+        yield from (edge.staging for edge in self.edges if edge.staging is not None)
 
     def host_tensors(self) -> Iterator[Tensor]:
         """Yields the memory from which weights are copied to the device."""

@@ -125,7 +125,7 @@ def write(folder: Path) -> Path:
     if verifies:
         log.info(f"{file}: llama.cpp computes the same log-probabilities as transformers.")
     else:
-        log.info(f"{file}: this file is not verified. Type pip install xllamacpp, and export again, to compare it with llama.cpp.")
+        log.info(f"{file}: not compared with llama.cpp. Type pip install xllamacpp, and export again.")
     return file
 
 

@@ -1,0 +1,108 @@
+"""A real trained model of 135M parameters in whole runs: what it learns, what is predicted, and what it answers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import ROOT
+from lowmem.config.settle import run_of
+from lowmem.config.typed_lines import composed
+from lowmem.data.loader import IGNORED
+from lowmem.training import build
+from real_model import folder_or_skip
+
+pytestmark = [pytest.mark.matrix]
+
+CHATS = ("data=chat", f"data.path={ROOT}/examples/chat.jsonl", "seq_len=128")
+PAIRS = ("data=preference", f"data.path={ROOT}/examples/preference.jsonl", "seq_len=96")
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return folder_or_skip()
+
+
+@pytest.fixture
+def trained(model, tmp_path):
+    """(lines) -> (summary, run folder), with the real model."""
+    from lowmem.fit import fit
+
+    def run(*lines, folder="run"):
+        base = {"model": "hf", "model.name": model, "batch_size": 2, "val_sequences": 8, "val_every": 1000}
+        base |= {"sample_tokens": 0, "logger": "csv", "device": "cpu", "plan": "off", "scheduler.warmup_steps": 0}
+        base |= {"cache_dir": tmp_path / "cache"} | dict(line.split("=", 1) for line in lines)
+        typed = [f"{key}={value}" for key, value in base.items()]
+        return fit(composed(typed), tmp_path / folder, {}, typed), tmp_path / folder
+
+    return run
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def test_only_the_answers_of_its_own_template_are_in_the_loss(model, tmp_path):
+    lines = ("model=hf", f"model.name={model}", *CHATS, "data.packing=padded", "batch_size=4", f"cache_dir={tmp_path}")
+    data = build.data(run_of(lines))
+    tokenizer, records = data.tokens.tokenizer, (ROOT / "examples" / "chat.jsonl").read_text().splitlines()
+    messages = [message for line in records for message in json.loads(line)["messages"]]
+    said = {message["content"] for message in messages}
+    answers = {message["content"] for message in messages if message["role"] == "assistant"}
+    batch = next(iter(data.train)).micro_batches[0]
+    assert "<|im_start|>" in tokenizer.chat_template and len(batch.labels) == 4
+    for row in batch.labels:
+        learnt = tokenizer.decode(row[row != IGNORED]).split("<|im_end|>")
+        found = {answer.strip() for answer in learnt if answer.strip()}
+        assert found <= answers and not found & (said - answers)
+
+
+def test_an_adapter_learns_what_is_held_out(trained):
+    before, _ = trained(*CHATS, "max_steps=1", "lr=1e-12")
+    after, _ = trained(*CHATS, "adapter=lora", "lr=1e-3", "max_steps=25", "precision=bf16")
+    assert after["val_loss"] < 0.75 * before["val_loss"]  # 2.4 before; 1.5 after 25 steps
+
+
+def test_dpo_moves_the_margin_of_held_out_pairs(trained):
+    before, _ = trained(*PAIRS, "loss=dpo", "max_steps=1", "lr=1e-12")
+    after, _ = trained(*PAIRS, "loss=dpo", "adapter=lora", "lr=1e-3", "max_steps=15", "precision=bf16")
+    margins = [summary["validation"][0]["margin"] for summary in (before, after)]
+    assert abs(margins[0]) < 1e-4 and margins[1] > 0.1  # before, a rounding error of sums of 100 log-probabilities
+    assert after["validation"][0]["accuracy"] > 0.6
+
+
+STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing=every_layer", "optim=adamw8bit")
+
+
+@pytest.mark.parametrize("lines", [("precision=bf16",), STREAMED], ids=["bf16", "streamed"])
+def test_a_resume_in_the_middle_of_learning_has_the_same_bits(trained, lines):
+    lines = (*CHATS, *lines, "lr=1e-4", "max_steps=4", "scheduler=constant")
+    whole, at_once = trained(*lines, folder="at_once")
+    trained(*lines, "max_steps=2", folder="part")
+    rest, resumed = trained(*lines, f"resume={at_once.parent / 'part'}", folder="resumed")
+    assert rest["val_loss"] == whole["val_loss"]
+    ours, theirs = weights(resumed), weights(at_once)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_training_without_a_change_leaves_the_answer(trained, model, command, capsys):
+    """A learning rate of 1e-30 is below the last bit of every weight."""
+    _, run = trained(*CHATS, "max_steps=1", "lr=1e-30", "optim=sgd")
+    capsys.readouterr()
+    answers = [
+        command(f"generate={place}", f"prompt={QUESTION}", "max_new_tokens=8", base=None)[1] for place in (model, run)
+    ]
+    assert "Paris" in answers[0] and answers[0].splitlines()[-1] == answers[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [("precision=32",), ("precision=bf16", "adapter=lora"), (*STREAMED, "loss=tiled")],
+    ids=["fp32", "lora", "streamed"],
+)
+def test_predicted_peaks_of_a_tied_vocabulary(trained, text_folder, lines):
+    data = ("data=text", f"data.path={text_folder}", "seq_len=128")  # full rows, which a prediction assumes
+    summary, _ = trained(*data, *lines, "max_steps=2", "plan=check")
+    assert summary["predicted"]["allocated"] == pytest.approx(summary["peak_bytes"]["device"], rel=2e-3)

@@ -26,11 +26,11 @@ import transformers
 
 from benchmarks.runner import RESULTS, ROOT, row, run_train, write
 
-STEPS, SEEDS = 40, (0, 1, 2)
+STEPS, SEEDS = 30, (0, 1, 2)
 PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # with several seeds
 UNTRAINED = "max_steps=1 lr=1e-12"
 BASE = [
-    *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=48"),
+    *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=32"),
     *("val_every=1000", "save_every=1000", "logger=none", "sample_tokens=0", "plan=off", "lr=5e-5"),
 ]
 HELD_OUT = 8  # of these many folders one is held out

@@ -44,7 +44,6 @@ from lowmem.system.errors import FULL, NotUploaded, RankLost, Refused, of_place
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
-GONE = ("master.skips_in_a_row", "weights_dtype")  # keys of an earlier lowmem that runs no longer have
 LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
@@ -172,7 +171,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
     for folder in (f for name in places for f in (Path(name).expanduser(), *Path(name).expanduser().parents[:2])):
         file = folder / ".hydra" / "overrides.yaml"
         if file.is_file():
-            earlier = without(of_a_run.union(GONE), folders.lines_of(file))
+            earlier = without(of_a_run.union(spelling.LEFT_OUT), folders.lines_of(file))
             _refuse_taken_out(earlier, arguments)
             renamed = _renamed(earlier)
             _refuse_code(renamed, arguments, folder)

@@ -119,6 +119,8 @@ def test_a_file_that_nobody_verified_is_named_so_and_replaces_an_older_one(tmp_p
     [
         ({"model_type": "opt"}, "no GGUF of opt models; llama, qwen2, qwen3, gpt2 are supported"),
         (MODELS["llama"] | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "=yarn"),
+        (MODELS["llama"] | {"hidden_act": "gelu"}, "with hidden_act=gelu"),
+        (MODELS["gpt2"] | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (MODELS["qwen2"] | {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows"),
     ],
 )

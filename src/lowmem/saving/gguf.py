@@ -40,11 +40,13 @@ class Family(NamedTuple):
 
     Args: name: llama.cpp's; transposed: the endings of weights that transformers keeps as (inputs, outputs); pairs:
     rotary embeddings turn neighbours in place of halves, so the rows of queries and keys have another order; of_config:
-    GGUFWriter's method -> its value.
+    GGUFWriter's method -> its value; fixed: key of the configuration -> the values that llama.cpp computes with, which
+    a file cannot name.
     """
 
     name: str
     of_config: Callable[[PreTrainedConfig], Mapping[str, Any]]
+    fixed: Mapping[str, tuple]
     transposed: tuple[str, ...] = ()
     pairs: bool = False
 
@@ -78,11 +80,17 @@ def _of_gpt2(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+_SILU = {"hidden_act": ("silu", "swish")}
+_GELU = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+}
 FAMILIES = {  # transformers' model_type -> llama.cpp's
-    "llama": Family("llama", _of_llama, pairs=True),
-    "qwen2": Family("qwen2", _of_llama),
-    "qwen3": Family("qwen3", _of_llama),
-    "gpt2": Family("gpt2", _of_gpt2, transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+    "llama": Family("llama", _of_llama, _SILU, pairs=True),
+    "qwen2": Family("qwen2", _of_llama, _SILU),
+    "qwen3": Family("qwen3", _of_llama, _SILU),
+    "gpt2": Family("gpt2", _of_gpt2, _GELU, transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
 }
 
 
@@ -90,11 +98,15 @@ def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises Refused for a model that this module cannot write, before it is trained or loaded."""
     if find_spec("gguf") is None:
         raise Refused("export_format=gguf: the package gguf is not installed. Type pip install gguf.")
-    why = None
-    if config.model_type not in FAMILIES:
+    why, family = None, FAMILIES.get(config.model_type)
+    if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
+    elif other := [key for key, values in family.fixed.items() if getattr(config, key) not in values]:
+        why = f"with {other[0]}={getattr(config, other[0])}"
     elif _rope(config) not in ("default", "llama3", "linear"):
         why = f"with rope_type={_rope(config)}"
+    elif (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        why = "with partial rotary embeddings"
     elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         why = "with sliding windows"
     elif _pre(json.loads(tokenizer.backend_tokenizer.to_str())) is None:

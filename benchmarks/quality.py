@@ -111,7 +111,7 @@ def table(results: Mapping[str, dict]) -> str:
     start = results.get(UNTRAINED)
     for name, figures in results.items():
         plain = results.get(f"precision=32 seed={name.rpartition('seed=')[2] if 'seed=' in name else 0}", start)
-        change = [f"{figures[held] - plain[held]:+.4f}" for held in ("new", "old")]
+        change = [f"{figures[held] - plain[held]:+.4f}" if plain else "-" for held in ("new", "old")]
         seconds = f"{figures['seconds_per_step']:.2f}" if figures["seconds_per_step"] else "-"
         lines.append(
             f"| `{name}` | {figures['new']:.4f} | {change[0]} | {figures['old']:.4f} | {change[1]} | {seconds} |"

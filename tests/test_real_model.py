@@ -56,7 +56,7 @@ def test_only_the_answers_of_its_own_template_are_in_the_loss(model, tmp_path):
     for row in batch.labels:
         learnt = tokenizer.decode(row[row != IGNORED]).split("<|im_end|>")
         found = {answer.strip() for answer in learnt if answer.strip()}
-        assert found <= answers and not found & (said - answers)
+        assert found and found <= answers and not found & (said - answers)
 
 
 def test_an_adapter_learns_what_is_held_out(trained):

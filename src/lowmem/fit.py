@@ -216,6 +216,8 @@ def _left(training: Training, command: Command, task: Task, summary: dict, finis
         hints.tell_commands(
             command.folder, task.work, summary, command.run.max_steps, partial(example, training.tokens)
         )
+        if exports and command.run.export_format == "gguf":
+            model_folder.convert(command)
         if exports and command.run.push is not None:
             model_folder.upload(command)
     return summary

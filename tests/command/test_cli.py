@@ -221,6 +221,33 @@ def test_a_run_of_a_choice_that_became_a_setting_is_resumed_with_that_setting(ea
     assert cli.prepare([f"evaluate={earlier}"]) == [*instead, "seed=7", f"evaluate={earlier}"]
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("devices=auto", "devices=auto: give a whole number of at least 1."),
+        ("~devices", "devices has no value: type devices=<value>."),
+        ("generate=${nope}", "generate: Interpolation key 'nope' not found."),
+        ("export=${nope}", "export: Interpolation key 'nope' not found."),
+        ("lr=-1", "lr=-1: give a positive learning rate"),
+    ],
+)
+@pytest.mark.filterwarnings("error")  # Hydra's, of a callback that failed: it would go on without a lock
+def test_a_wrong_value_leaves_the_run_in_its_folder_as_it_was(command, tmp_path, line, says):
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    for name in ("summary.json", ".hydra/overrides.yaml", ".hydra/config.yaml"):
+        (run / name).write_text("{}")
+    code, said = command(line)
+    assert code == 1 and says in said and "Callback" not in said
+    files = [file for file in run.rglob("*") if file.is_file()]
+    assert len(files) == 3 and all(file.read_text() == "{}" for file in files)
+
+
+def test_values_that_only_the_job_knows_are_settled_by_the_job(command, tmp_path):
+    code, said = command("cache_dir=${hydra:runtime.output_dir}/cache", "lr=-1")
+    assert code == 1 and "lr=-1: give a positive learning rate" in said and not (tmp_path / "run").exists()
+
+
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])

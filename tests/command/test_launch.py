@@ -21,12 +21,11 @@ from omegaconf import OmegaConf
 from conftest import ROOT
 from devices import CARDS
 from lowmem.command import cli, folder_lock, launch
-from lowmem.command.folder_lock import Claim
 from lowmem.config import check
 from lowmem.config.typed_lines import composed
 from lowmem.report import folders
 from lowmem.system import rank_environment, signals
-from lowmem.system.errors import NotUploaded, Refused
+from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from made_up import WATCHDOG
 
@@ -217,7 +216,7 @@ def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
 
 @pytest.mark.process
 def test_a_complete_run_that_rank_0_could_not_upload_is_not_a_failed_one(ranks):
-    with pytest.raises(NotUploaded, match=r"^push=me/it: no network$"):
+    with pytest.raises(NotPublished, match=r"^push=me/it: no network$"):
         ranks("if rank == 0: fails('not uploaded', 'push=me/it: no network')\nlaunched.report('done')")
     assert not (ranks.run / folders.FAILED).exists()
 
@@ -349,7 +348,7 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     """Hydra turns an exception of a callback into a warning, so it exits."""
     place(**env)
     with pytest.raises(SystemExit) as ended:
-        Claim().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
+        cli.Settle().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
     assert says in ended.value.code
 
 
@@ -357,9 +356,11 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
 )
-def test_as_many_processes_as_were_asked_for_are_accepted(place, env):
+def test_as_many_processes_as_were_asked_for_are_accepted(place, env, monkeypatch):
     place(**env)
-    rank_environment.check(devices=2)
+    monkeypatch.setattr(cli.Settle, "run", None)
+    cli.Settle().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
+    assert cli.Settle.run.devices == 2
 
 
 def test_a_sweep_in_each_of_several_processes_is_refused(place):

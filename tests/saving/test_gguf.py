@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lowmem.saving import gguf, llama_cpp
 from lowmem.saving.export import ModelFolder, export
@@ -119,6 +120,8 @@ def test_a_file_that_nobody_verified_is_named_so_and_replaces_an_older_one(tmp_p
     [
         ({"model_type": "opt"}, "no GGUF of opt models; llama, qwen2, qwen3, gpt2 are supported"),
         (MODELS["llama"] | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "=yarn"),
+        (MODELS["qwen2"] | {"rope_parameters": ROPE | {"original_max_position_embeddings": 32}}, "rope_type=llama3"),
+        (MODELS["qwen3"] | {"attention_bias": True}, "attention_bias=True"),
         (MODELS["llama"] | {"hidden_act": "gelu"}, "with hidden_act=gelu"),
         (MODELS["gpt2"] | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (MODELS["qwen2"] | {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows"),
@@ -131,10 +134,12 @@ def test_what_cannot_be_written_is_refused_with_what_can(changes, says):
 
 
 def test_a_tokenizer_that_splits_otherwise_is_refused():
-    made = tokenizer()
+    made, none = tokenizer(), tokenizer()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(Refused, match="no GGUF with this tokenizer"):
-        gguf.check(AutoConfig.for_model(**MODELS["llama"]), made)
+    none.backend_tokenizer.pre_tokenizer = None
+    for wrong in (made, none, ByT5Tokenizer()):
+        with pytest.raises(Refused, match="no GGUF with this tokenizer"):
+            gguf.check(AutoConfig.for_model(**MODELS["llama"]), wrong)
     for kind in SPLITS:
         assert gguf._pre(json.loads(tokenizer(kind).backend_tokenizer.to_str())) == kind
 
@@ -154,6 +159,26 @@ def test_a_run_writes_the_file_and_an_export_writes_it_again(fit, alone):
     file.unlink()
     fit(f"export={run}", "export_format=gguf", folder="other")
     assert (run.parent / "other" / "model" / gguf.UNVERIFIED).read_bytes()[-1000:] == before[-1000:]
+
+
+def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path, alone):
+    network = written(tmp_path / "model", MODELS["llama"])
+    network.generation_config.eos_token_id = [1, 2]
+    network.generation_config.save_pretrained(tmp_path / "model")
+    fields = GGUFReader(gguf.write(tmp_path / "model")).fields
+    assert [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot")] == [1, 2]
+
+
+@pytest.mark.matrix
+def test_a_run_whose_file_is_wrong_is_complete_and_says_what_to_type(command, tmp_path, monkeypatch):
+    def write(folder):
+        raise Refused("llama.cpp cannot compute with the file (x).")
+
+    monkeypatch.setattr(gguf, "write", write)
+    code, said = command("max_steps=1", "export_format=gguf")
+    assert code == 1 and "The run is complete, and model/ has everything but a GGUF file" in said
+    assert f"type export={tmp_path}/run export_format=huggingface." in said
+    assert (tmp_path / "run" / "summary.json").exists() and not (tmp_path / "run" / "failed.txt").exists()
 
 
 # --- llama.cpp -------------------------------------------------------------------------------------------------------
@@ -188,7 +213,7 @@ def test_llama_cpp_computes_the_same(tmp_path, llama, name, kind):
 @pytest.mark.process
 @pytest.mark.matrix
 @pytest.mark.wrong
-@pytest.mark.parametrize("wrong", ["rows", "rope", "tokens"])
+@pytest.mark.parametrize("wrong", ["rows", "rope", "tokens", "letters"])
 def test_llama_cpp_tells_a_wrong_file(tmp_path, llama, monkeypatch, wrong):
     if wrong == "rows":
         monkeypatch.setattr(gguf, "_in_pairs", lambda tensor, heads: tensor)
@@ -196,10 +221,22 @@ def test_llama_cpp_tells_a_wrong_file(tmp_path, llama, monkeypatch, wrong):
         monkeypatch.setattr(gguf, "_rope", lambda config: "default")
     if wrong == "tokens":
         monkeypatch.setattr(gguf, "_pre", lambda _: "gpt-2")
+    if wrong == "letters":
+        add = GGUFWriter.add_token_list
+        monkeypatch.setattr(
+            GGUFWriter, "add_token_list", lambda self, all: add(self, [*all[:3], *reversed(all[3:400]), *all[400:]])
+        )
     written(tmp_path / "model", MODELS["llama3's rope"], "qwen2")
-    with pytest.raises(Refused, match="tokens" if wrong == "tokens" else "log-probabilities"):
+    with pytest.raises(Refused, match="tokens" if wrong in ("tokens", "letters") else "log-probabilities"):
         gguf.write(tmp_path / "model")
     assert not [*(tmp_path / "model").glob("*gguf*")]
+
+
+@pytest.mark.process
+@pytest.mark.matrix
+def test_a_model_of_few_positions_is_compared_at_these(tmp_path, llama):
+    written(tmp_path / "model", MODELS["gpt2"] | {"n_positions": 16})
+    assert gguf.write(tmp_path / "model").name == gguf.NAME
 
 
 @pytest.mark.process

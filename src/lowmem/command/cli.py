@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -40,7 +41,7 @@ from lowmem.config.typed_lines import (
 )
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
-from lowmem.system.errors import FULL, NotUploaded, RankLost, Refused, of_place
+from lowmem.system.errors import FULL, NotPublished, RankLost, Refused, of_place
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
@@ -68,7 +69,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     _failures.clear()
     _unfit.clear()
     signals.received.clear()
-    sweep.Report.failed = ()
+    sweep.Report.failed, Settle.run = (), None
     OmegaConf.register_new_resolver("help", lambda _root_: help.text(_root_, CONF), replace=True)
     rank_environment.leashed()
     try:
@@ -115,7 +116,7 @@ def prepare(arguments: list[str]) -> list[str]:
     """Returns the arguments for Hydra: its flags, the overrides of a resumed run or sweep, and the typed lines; quoted.
 
     Raises:
-        Refused: an error that the arguments alone show. Hydra composes the config, and the job settles it.
+        Refused: an error that the arguments alone show. Hydra composes the config, and `Settle` checks it.
     """
     if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
         *words, last = os.environ["COMP_LINE"].split(" ")
@@ -210,6 +211,23 @@ def _renamed(lines: list[str]) -> list[str]:
     return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
 
+class Settle(Callback):
+    """Checks and settles the config when Hydra has composed it, before anything is written."""
+
+    run: Run | None = None  # of this command; None: the job settles it, since the config names values of Hydra's job
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        if any("${hydra:" in line for line in OmegaConf.to_container(config.hydra.overrides.task)):
+            return
+        task = [key for key in config if key != "hydra"]
+        try:
+            Settle.run = settled(OmegaConf.masked_copy(config, task))
+            if config.hydra.job.name != "plan" and not rank_environment.works_alone(Settle.run.as_dict()):
+                rank_environment.check(Settle.run.devices)
+        except Refused as error:
+            rank_environment.leave(str(error))
+
+
 def run(cfg: DictConfig) -> float:
     """Runs one job and turns an error into a message. In a sweep each job has its own process.
 
@@ -286,13 +304,13 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
 
 
 def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
-    """Settles the config and returns the job's result; None after a failure, which `start` reports at the end."""
+    """Returns the job's result; None after a failure, which `start` reports at the end."""
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
     overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: the config resolves each ${key}
     debug, places = False, [str(output_dir)]
     try:
-        debug, run = cfg.debug, settled(cfg)
+        debug, run = cfg.debug, Settle.run or settled(cfg)
         places += _words(run.as_dict())
         return job(run, output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except BrokenPipeError:
@@ -306,10 +324,10 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
                 print(ended.said, file=sys.stderr)
             raise ended from None
         message = _message(error, debug, places)
-        how = {RankLost: "lost", NotUploaded: "not uploaded"}.get(type(error), "failed")
+        how = {RankLost: "lost", NotPublished: "not uploaded"}.get(type(error), "failed")
         rank_environment.report(how, message)
         _failures.append(message)
-        if not isinstance(error, NotUploaded):
+        if not isinstance(error, NotPublished):
             _leave(output_dir, message)
         return None
 

@@ -73,12 +73,9 @@ class Claimed:
 
 @contextmanager
 def _or_exit() -> Iterator[None]:
-    """Ends the process where a folder's name cannot be resolved, or where there are too few or too many ranks: Hydra
-    would warn, and go on without a lock."""
+    """Ends the process where a folder's name cannot be resolved: Hydra would warn, and go on without a lock."""
     try:
         yield
-    except Refused as error:
-        rank_environment.leave(str(error))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         sys.exit(
@@ -102,9 +99,6 @@ class Claim(Callback):
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         HydraConfig.instance().set_config(config.copy())  # Hydra does so only later, and ${hydra:...} needs it
-        if not (rank_environment.of_run() or config.hydra.job.name == "plan" or rank_environment.works_alone(config)):
-            with _or_exit():
-                rank_environment.check(config.devices)
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
             with read_write(config):  # only the first rank writes Hydra's files
@@ -120,11 +114,11 @@ class Claim(Callback):
         of_sweep = os.environ.get(OF_SWEEP) == str(folder.absolute())
 
         def goes_on() -> bool:
-            works_on = {name: config.get(name) for name in ("evaluate", "export", "resume")}
+            works_on = {name: _value(config, name) for name in ("evaluate", "export", "resume")}
             return of_sweep or _goes_on(folder, config.hydra.job.name == "plan", works_on)
 
         typed = _sets("hydra.run.dir", config.hydra.overrides.hydra)
-        exported = None if typed or config.hydra.job.name == "plan" else _exported(config.get("export"))
+        exported = None if typed or config.hydra.job.name == "plan" else _exported(_value(config, "export"))
         if exported:
             claimed = _claimed("export", exported, True, lambda: True)
         else:
@@ -150,6 +144,14 @@ class Claim(Callback):
                 config.hydra.sweep.dir = str(Claim.now.folder)
                 # Hydra composes each job from these lines
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
+
+
+def _value(config: DictConfig, key: str) -> str | None:
+    """Returns the value of a key; None if it cannot be resolved yet, which the job will report."""
+    try:
+        return config.get(key)
+    except OmegaConfBaseException:
+        return None
 
 
 def _redirect(run: Path) -> None:

@@ -23,7 +23,7 @@ from lowmem.command import sweep
 from lowmem.config.typed_lines import in_shell
 from lowmem.report import folders
 from lowmem.system import processors, rank_environment, signals
-from lowmem.system.errors import NotUploaded, Refused
+from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
@@ -126,7 +126,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
     Raises:
         RankEnded: one has failed. If it was killed or lost, failed.txt says so too.
-        NotUploaded: all are done, but for `push=`.
+        NotPublished: all are done, but for `push=` or `export_format=`.
         Ended: a signal has ended them at once.
     """
     with _started(folder, typed, size) as ranks:
@@ -135,7 +135,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     if causes:
         cause = min(causes, key=lambda rank: (CAUSES.index(rank.how), not rank.watchdog_message, rank.at))
         if cause.how == "not uploaded":
-            raise NotUploaded(cause.report["said"])
+            raise NotPublished(cause.report["said"])
         if cause.how != "ended":
             raise RankEnded(_error_message(cause, ranks, folder))
         sent = sent or [cause.signal]

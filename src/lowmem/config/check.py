@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra.utils import get_object
@@ -90,6 +91,8 @@ def check_values(run: Run) -> None:
             f"push={run.push}: this adapter needs its base model {run.model.name}, a folder that exists only on this "
             "machine. Type merge=true to upload the merged model."
         )
+    if run.export_format == "gguf" and run.evaluate is None and find_spec("gguf") is None:
+        raise Refused("export_format=gguf: the package gguf is not installed. Type pip install gguf.")
     if run.export_format == "gguf" and run.exports_adapter:
         raise Refused("export_format=gguf: an adapter alone is not a model for llama.cpp. Also type merge=true.")
     if run.generate is None and run.prompt is not None:

@@ -72,7 +72,7 @@ class MemoryMeter(Callback):
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
-        self._loaded: tuple[int, int] | None = None  # (resident, its peak) before an evaluation came first
+        self._loaded: dict[str, int] = {}  # columns that were read before an evaluation came first
         for row in self.rows():  # of the steps before a resume
             self._note(row)
 
@@ -90,7 +90,8 @@ class MemoryMeter(Callback):
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
         """The model is loaded. What the evaluation before the first step takes is not the load's."""
-        self._loaded = process.rss_and_peak()
+        self._cuda = module.device if module.device.type == "cuda" else None
+        self._loaded = self._resident()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces them
@@ -111,8 +112,7 @@ class MemoryMeter(Callback):
             log.info("Memory by category is not measured: allocations inside compiled graphs cannot be tracked.")
             self.peak_bytes["device"] = 0 if self._cuda else None
         self._step = self._start = trainer.global_step
-        host = zip(("rss_bytes", "rss_peak_bytes"), self._loaded or (), strict=False)
-        self._window = {"load": self._read("load") | dict(host) | self._drive_row()}
+        self._window = {"load": self._read("load") | self._loaded | self._drive_row()}
         self._close_window(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch, batch_idx: int) -> None:
@@ -203,16 +203,21 @@ class MemoryMeter(Callback):
         self._phase = None
 
     def _read(self, phase: str) -> dict:
+        row = self._resident() | {"held_bytes": self._held_bytes(phase)}
+        if phase == "load":
+            row |= self._live_row(Point(phase, self.ledger.bytes(), {}))
+        return row
+
+    def _resident(self) -> dict[str, int]:
+        """Returns what the system and CUDA's allocator say, and their peaks."""
         rss, peak = process.rss_and_peak()
-        row = {"rss_bytes": rss, "rss_peak_bytes": peak, "held_bytes": self._held_bytes(phase)}
+        row = {"rss_bytes": rss, "rss_peak_bytes": peak}
         if self._cuda:
             stats = torch.cuda.memory_stats(self._cuda)
             kinds = ("allocated_bytes.all.", "reserved_bytes.all.")
             keys = [kind + which for kind in kinds for which in ("current", "peak")]
             keys += ["num_alloc_retries", "num_ooms"]
             row |= {column: stats.get(key, 0) for column, key in zip(CUDA_COLUMNS, keys, strict=True)}
-        if phase == "load":
-            row |= self._live_row(Point(phase, self.ledger.bytes(), {}))
         return row
 
     def _held_bytes(self, phase: str) -> int:

@@ -72,8 +72,9 @@ class MasterWeights(Callback):
             if not p.requires_grad:
                 p.data = p.data.to(self.precision.dtype)
             elif p not in self.masters:
+                is_copied = p.dtype != torch.float32
                 self.masters[p] = master = self._new(name, p)
-                if self.weights.streams and type(master) is HostWeight:  # the others hold copies
+                if self.weights.streams and type(master) is HostWeight and not is_copied:  # other classes hold copies
                     master.leave_file()
                 if name in self.rests:
                     master.rest.copy_(self.rests[name])

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lowmem.saving import llama_cpp
@@ -89,27 +88,25 @@ _GELU = {
 FAMILIES = {  # transformers' model_type -> llama.cpp's
     "llama": Family("llama", _of_llama, _SILU, pairs=True),
     "qwen2": Family("qwen2", _of_llama, _SILU),
-    "qwen3": Family("qwen3", _of_llama, _SILU),
+    "qwen3": Family("qwen3", _of_llama, _SILU | {"attention_bias": (False,)}),
     "gpt2": Family("gpt2", _of_gpt2, _GELU, transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
 }
 
 
 def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises Refused for a model that this module cannot write, before it is trained or loaded."""
-    if find_spec("gguf") is None:
-        raise Refused("export_format=gguf: the package gguf is not installed. Type pip install gguf.")
+    """Raises Refused for a model that this module cannot write, before it is trained."""
     why, family = None, FAMILIES.get(config.model_type)
     if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
     elif other := [key for key, values in family.fixed.items() if getattr(config, key) not in values]:
         why = f"with {other[0]}={getattr(config, other[0])}"
-    elif _rope(config) not in ("default", "llama3", "linear"):
+    elif _rope(config) not in ("default", "linear", *(["llama3"] if family.pairs else [])):
         why = f"with rope_type={_rope(config)}"
     elif (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         why = "with partial rotary embeddings"
     elif "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         why = "with sliding windows"
-    elif _pre(json.loads(tokenizer.backend_tokenizer.to_str())) is None:
+    elif (rust := getattr(tokenizer, "backend_tokenizer", None)) is None or _pre(json.loads(rust.to_str())) is None:
         why = "with this tokenizer"
     if why:
         raise Refused(
@@ -159,7 +156,9 @@ def _write(folder: Path, file: Path) -> None:
     _add_tokenizer(writer, folder, config.vocab_size)
     tensors = [*_tensors(folder, config, family)]
     for tensor in tensors:
-        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias")) or tensor.name
+        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise Refused(f"llama.cpp has no place for {tensor.name}.")
         kind = next(gguf.GGMLQuantizationType[kind] for kind, dtype in DTYPES.items() if dtype == tensor.dtype)
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.bytes, kind)
     writer.write_header_to_file()
@@ -235,7 +234,7 @@ def _pre(tokenizer: Mapping[str, Any]) -> str | None:
         return None
     if (tokenizer.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         return None
-    cuts = tokenizer["pre_tokenizer"]
+    cuts = tokenizer["pre_tokenizer"] or {}
     steps = [
         {key: value for key, value in step.items() if key != "trim_offsets"}
         for step in cuts.get("pretokenizers", [cuts])
@@ -267,3 +266,6 @@ def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
     # llama.cpp has a default of its own for each kind of tokenizer
     special.add_special_token["bos"] = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     special.add_to_gguf(writer, quiet=True)
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    if others := {*(ends if isinstance(ends, list) else [ends])} - {tokenizer.eos_token_id, None}:
+        writer.add_eot_token_id(min(others))  # the end of the chat template's turn

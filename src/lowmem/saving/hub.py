@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from lowmem.system.errors import NotUploaded
+from lowmem.system.errors import NotPublished
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ def push(folder: Path, name: str, again: str) -> None:
         folder: model/ of a run; again: the `export=` to type after an error.
 
     Raises:
-        NotUploaded: why, and what to type.
+        NotPublished: why, and what to type.
     """
     from huggingface_hub import HfApi
 
@@ -25,7 +25,7 @@ def push(folder: Path, name: str, again: str) -> None:
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
     except Exception as error:  # no network, no token, no right, no room, or no such name: each has its own class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotUploaded(
+        raise NotPublished(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "
             f"network, log in with `hf auth login`, and type {again} push={name}."
         ) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.system.errors import Refused
 
@@ -23,8 +23,9 @@ TOP = 20  # the largest log-probabilities of a position, which are compared
 # llama.cpp rounds the inputs of products with 16-bit weights to 16 bits, and reads GELU from a table in fp16. How much
 # that changes depends on the model, so the tolerance is this many times what 16-bit products change in transformers.
 FACTOR = 2.0
-
-Top = list[tuple[int, float]]  # (token, its log-probability)
+CONTEXT = 512  # tokens, of llama.cpp's context
+PARTS = 6  # beginnings of TEXT that llama.cpp splits into tokens itself
+SAME = 1e-3  # nats between two answers of llama.cpp to the same tokens, which it may compute in batches of another size
 
 
 def is_installed() -> bool:
@@ -35,31 +36,49 @@ def compare(file: Path, folder: Path) -> None:
     """Compares the tokens of TEXT, and the log-probabilities of the next token at each of its positions.
 
     Raises:
-        Refused: the tokens are others, or the log-probabilities differ by more than rounding.
+        Refused: why the file is wrong: llama.cpp cannot open it, reads other tokens, or its log-probabilities differ by
+            more than rounding.
     """
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT).input_ids
+    texts, tokens = _tokenized(folder)
+    ids = tokens[-1]
     exact, rounded = _log_probabilities(folder, ids)
-    asked = {"file": str(file), "prompts": [*(ids[: end + 1] for end in range(len(ids))), TEXT], "top": TOP}
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    prompts = [*(ids[: end + 1] for end in range(len(ids))), *tokens, *texts]
+    asked = json.dumps({"file": str(file), "prompts": prompts, "top": TOP, "context": CONTEXT})
+    done = subprocess.run([sys.executable, "-c", _CHILD], input=asked, capture_output=True, text=True)
     if done.returncode:
-        raise Refused(f"export_format=gguf: llama.cpp cannot open the file ({done.stderr.strip()[-300:]}).")
-    *answers, of_text = json.loads(done.stdout.splitlines()[-1])
-    if of_text["tokens"] != len(ids):
-        raise Refused(
-            f"export_format=gguf: llama.cpp splits a text into {of_text['tokens']} tokens, and this tokenizer into "
-            f"{len(ids)}. Leave it out, and convert model/ with llama.cpp's own converter."
-        )
-    places = torch.tensor([[place, token] for place, one in enumerate(answers) for token, _ in one["top"]]).T
-    theirs = torch.tensor([value for one in answers for _, value in one["top"]], dtype=torch.float64)
-    off = (theirs - exact[*places]).abs().mean().item()
-    tolerance = FACTOR * (rounded[*places] - exact[*places]).abs().mean().item()
+        errors = [line.partition(" E ")[2] for line in done.stderr.splitlines() if " E " in line]
+        raise Refused(f"llama.cpp cannot compute with the file ({errors[0].strip() if errors else done.returncode}).")
+    answers = json.loads(done.stdout.splitlines()[-1])
+    of_tokens, of_texts = answers[len(ids) : -len(texts)], answers[-len(texts) :]
+    for text, one, other in zip(texts, of_tokens, of_texts, strict=True):
+        if one["tokens"] != other["tokens"] or _apart(one, other) > SAME:
+            raise Refused(f"llama.cpp splits this text into other tokens: {text[-40:]!r}.")
+    places = torch.tensor([[place, token] for place, one in enumerate(answers[: len(ids)]) for token, _ in one["top"]])
+    theirs = torch.tensor([value for one in answers[: len(ids)] for _, value in one["top"]], dtype=torch.float64)
+    off = (theirs - exact[*places.T]).abs().mean().item()
+    tolerance = FACTOR * (rounded[*places.T] - exact[*places.T]).abs().mean().item()
     if not off <= tolerance:
         raise Refused(
-            f"export_format=gguf: log-probabilities of llama.cpp are {off:.2g} from those of transformers in the mean, "
-            f"and rounding explains {tolerance:.2g}. Leave it out, and convert model/ with llama.cpp's own converter."
+            f"log-probabilities of llama.cpp differ from those of transformers by {off:.2g} in the mean, and rounding "
+            f"explains {tolerance:.2g}."
         )
+
+
+def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
+    """Returns beginnings of TEXT and their tokens; the longest one has as many as the model has positions for."""
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    text = TEXT + (tokenizer.eos_token or "")  # a special token is not made of letters
+    while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
+        text = text[: len(text) // 2]
+    texts = [text[: len(text) * part // PARTS] for part in range(1, PARTS + 1)]
+    return texts, [tokenizer(one).input_ids for one in texts]
+
+
+def _apart(one: dict, other: dict) -> float:
+    """Returns the largest difference of the log-probabilities that two answers have in common. llama.cpp gives none if
+    the next token is an incomplete character."""
+    theirs = dict(other["top"])
+    return max((abs(value - theirs[token]) for token, value in one["top"] if token in theirs), default=0.0)
 
 
 @torch.no_grad()
@@ -67,8 +86,8 @@ def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor
     """Returns log-probabilities of the next token, (T, vocabulary) each: computed in fp32, and in 16 bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    stored = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map="meta").dtype
-    for dtype in (torch.bfloat16,) if stored == torch.bfloat16 else (torch.float16, torch.bfloat16):
+    stored_in_bf16 = AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16,) if stored_in_bf16 else (torch.float16, torch.bfloat16):
         rounded = model.to(dtype)(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         if rounded.isfinite().all():  # fp16 overflows in some models
             break
@@ -81,7 +100,7 @@ import json, sys
 import xllamacpp as llama
 asked = json.load(sys.stdin)
 params = llama.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = asked["file"], 512, 1, False
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = asked["file"], asked["context"], 1, False
 params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
 params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 server, answers = llama.Server(params), []

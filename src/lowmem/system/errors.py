@@ -24,8 +24,9 @@ class NotFinite(Refused):
     advice."""
 
 
-class NotUploaded(Refused):
-    """push= could not upload model/. The run itself is complete, and its folder is not marked as failed."""
+class NotPublished(Refused):
+    """model/ could not be uploaded (push=) or converted (export_format=). The run itself is complete, and its folder is
+    not marked as failed."""
 
 
 class DriveFailed(Refused):

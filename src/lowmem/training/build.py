@@ -224,7 +224,7 @@ def module(
         built.identity["begin"] = str(framing.framing_of(data.tokens.tokenizer).begin)
     if saved:
         saved.check(built, data.tokens.tokenizer)
-    if run.export_format == "gguf":
+    if run.export_format == "gguf" and run.evaluate is None:
         gguf.check(built.model.config, data.tokens.tokenizer)
     built.ranks.shard(built)
     return built

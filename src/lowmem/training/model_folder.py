@@ -14,7 +14,7 @@ from lowmem.saving.export import ModelFolder, Weights
 from lowmem.saving.export_adapter import export
 from lowmem.saving.hub import push
 from lowmem.saving.model_card import card
-from lowmem.system.errors import Refused
+from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.fail_together import fail_together
 from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.training import results
@@ -42,8 +42,21 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
         ) from error
 
 
+def convert(command: Command) -> None:
+    """Writes the GGUF file of model/. Raises: NotPublished: why, and what to type; the run is complete."""
+    try:
+        gguf.write(command.folder / "model")
+    except (Refused, OSError) as error:
+        why = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else error
+        push = f" push={command.run.push}" if command.run.push else ""
+        raise NotPublished(
+            f"export_format=gguf: {why} The run is complete, and model/ has everything but a GGUF file. Convert it "
+            f"with {gguf.CONVERTER}, or type {_export_again(command)} export_format=huggingface{push}."
+        ) from error
+
+
 def upload(command: Command) -> None:
-    """Uploads model/ to the hub. Raises: NotUploaded: why, and what to type; the run is complete."""
+    """Uploads model/ to the hub. Raises: NotPublished: why, and what to type; the run is complete."""
     push(command.folder / "model", command.run.push, _export_again(command))
 
 
@@ -69,8 +82,6 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     with weights.writing() as writes:
         if writes:
             export(network, folder, run.merge, base, weights)
-            if run.export_format == "gguf":
-                gguf.write(folder.path)
 
 
 def _wider(dtype: str) -> str:

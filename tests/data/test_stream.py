@@ -8,6 +8,7 @@ import pytest
 import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
+from omegaconf import OmegaConf
 from pyarrow import parquet
 
 import tokenizers_of_all_kinds
@@ -237,5 +238,5 @@ def test_what_cannot_be_read_is_a_sentence(config, typed, tmp_path, line):
     given = line.split()
     kept = tuple(one for one in typed if one.split("=")[0] not in {g.split("=")[0] for g in given})
     with pytest.raises(Refused) as refusal:
-        fit(config(*given, base=kept), tmp_path / "run")
+        fit(OmegaConf.create(config(*given, base=kept).as_dict()), tmp_path / "run")
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)

@@ -111,9 +111,8 @@ def test_a_window_whose_micro_batches_pass_through_blocks_together_is_predicted(
     by_layer = [*typed, "accumulation.batches=4", "weights.order=by_layer"]
     _, folder = fit(*by_layer)
     found, phases = measured(folder), traced(config(*by_layer)).phases
-    room = 2 * parity.LENGTH * 64 * 2  # bytes from which an embedding's rows are sent: here on the device's side
     for phase in PHASES:
-        assert found[phase]["live_peak_bytes"] - phases[phase].total == (0 if phase == "evaluation" else room), phase
+        assert found[phase]["live_peak_bytes"] == phases[phase].total, phase
         for category in ("weights", "gradients", "optimizer"):
             assert phases[phase].bytes[category] == found[phase][f"{category}_bytes"], (phase, category)
     assert phases["evaluation"].host == found["evaluation"]["host_tensor_bytes"]

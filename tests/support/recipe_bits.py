@@ -104,7 +104,7 @@ def bits(lines: list[str], folder: Path) -> dict[str, object]:
     (folder / "drive").mkdir()
     model = [] if {*LLAMA} <= {*lines} else GPT2
     typed = [*SMALL, *model, *lines, f"hydra.run.dir={folder}/run", f"cache_dir={tempfile.gettempdir()}/recipe_bits"]
-    done = subprocess.run([sys.executable, "train.py", *typed], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "train.py", *typed], cwd=ROOT, capture_output=True, text=True, timeout=900)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1:]}
     rows = list(csv.DictReader((folder / "run" / "metrics.csv").open(encoding="utf-8")))

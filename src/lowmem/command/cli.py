@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -42,9 +43,11 @@ from lowmem.config.typed_lines import (
 from lowmem.report import folders
 from lowmem.system import home, rank_environment, signals
 from lowmem.system.errors import FULL, NotPublished, RankLost, Refused, of_place
+from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
+ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
 LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
@@ -81,19 +84,19 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     except BrokenPipeError:
         _nobody_reads()
     except (HydraException, OmegaConfBaseException) as error:
-        rank_environment.leave(spelling.explained(error, parted(sys.argv[1:])[1], config))
+        _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
-        rank_environment.leave(str(error))
+        _exit(str(error))
     except OSError as error:  # Hydra makes the folder before the job starts
         if not error.filename and error.errno not in FULL:
             raise
-        rank_environment.leave(_no_folder(error))
+        _exit(_no_folder(error))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         folder_lock.release()
     if failures := [*_failures, *sweep.Report.failed]:
-        rank_environment.leave("\n".join(failures))
+        _exit("\n".join(failures))
     if _unfit:
         sys.exit(NOTHING_FITS)
 
@@ -110,6 +113,11 @@ def _no_folder(error: OSError) -> str:
 def _nobody_reads() -> None:
     """Discards further output when the reader of a pipe is gone, as in `python plan.py | head -1`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _exit(message: str) -> NoReturn:
+    rank_environment.report("failed", message)
+    sys.exit(folded(message, sys.stderr) if rank_environment.says(message) else 1)
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -141,7 +149,7 @@ def prepare(arguments: list[str]) -> list[str]:
     earlier = _resumed_overrides(typed)
     lines = without(keys_replaced(typed) | keys_of_other_choices(typed, earlier), earlier) + typed
     lines += in_place_of(lines)
-    if any(line.partition("=")[2] != "null" for line in lines if key(line) in rank_environment.ALONE):
+    if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
     if {*flags} <= {*SWEEP}:  # --help and --cfg also show a config with errors
@@ -211,6 +219,10 @@ def _renamed(lines: list[str]) -> list[str]:
     return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
 
+def _works_alone(run: Run) -> bool:
+    return any(getattr(run, name) is not None for name in ALONE)
+
+
 class Settle(Callback):
     """Checks and settles the config when Hydra has composed it, before anything is written."""
 
@@ -222,10 +234,10 @@ class Settle(Callback):
         task = [key for key in config if key != "hydra"]
         try:
             Settle.run = settled(OmegaConf.masked_copy(config, task))
-            if config.hydra.job.name != "plan" and not rank_environment.works_alone(Settle.run.as_dict()):
+            if config.hydra.job.name != "plan" and not _works_alone(Settle.run):
                 rank_environment.check(Settle.run.devices)
         except Refused as error:
-            rank_environment.leave(str(error))
+            _exit(str(error))
 
 
 def run(cfg: DictConfig) -> float:
@@ -252,7 +264,7 @@ def run(cfg: DictConfig) -> float:
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
     """Returns the summary; None if none is written, or if rank 0 does the work of all ranks."""
-    if rank_environment.number() and rank_environment.works_alone(run.as_dict()):
+    if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
     if run.generate is not None:

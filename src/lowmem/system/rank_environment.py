@@ -11,22 +11,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
 
 from lowmem.system.errors import Refused
-from lowmem.system.terminal import folded
 
 OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
 REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor at which it listens
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
 LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
-ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
 MOST = 4000  # characters of a report: a pipe holds it until the rank has ended
 ORPHANED = 30.0  # seconds for a checkpoint, when the command that started the ranks is gone
 LOOK = 0.1  # seconds between two looks into the store: a signal comes in between
@@ -57,11 +53,6 @@ def on_this_machine() -> int:
 def of_run() -> Path | None:
     """Returns the run's folder if lowmem's own command has started this rank; else None."""
     return Path(os.environ[OF_RUN]) if OF_RUN in os.environ else None
-
-
-def works_alone(config: Mapping[str, Any]) -> bool:
-    """Returns whether rank 0 does the work of a command for all ranks."""
-    return any(config.get(key) is not None for key in ALONE)
 
 
 def folder(run: Path, rank: int) -> Path:
@@ -140,12 +131,6 @@ def _shortened(message: str) -> str:
 
 
 # --- an error that all ranks have is printed once ------------------------------------------------------------------
-
-
-def leave(message: str) -> NoReturn:
-    """Ends this process with an error."""
-    report("failed", message)
-    sys.exit(folded(message, sys.stderr) if says(message) else 1)
 
 
 def says(message: str) -> bool:

@@ -243,11 +243,8 @@ class _Search:
         return card is not None and recipe.prediction.device.total > card
 
     def _climb(self, route: Route) -> Climb:
-        alike = (
-            *route.on_card,
-            route.option.get(ORDER),
-            route.sums,
-        )  # need the same of the card with the same settings
+        # shared by routes that need the same of the card with the same settings
+        alike = (*route.on_card, route.option.get(ORDER), route.sums)
 
         def look(settings: Settings) -> Recipe | None:
             if (*alike, settings) in self.hopeless:

@@ -17,10 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import transformers
 from lightning.pytorch import Trainer
+from peft import PeftModel
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,10 +37,13 @@ from lowmem.model.blocks import blocks as blocks_of
 from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import predict
 from lowmem.plan.target import Target
+from lowmem.saving.export import Weights
+from lowmem.saving.export_adapter import _write as write_adapter
 from lowmem.saving.export_adapter import merge
 from lowmem.step.fp32_halves import rounded
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
+from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear
 from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
 from lowmem.training.training import mixes_dtypes
@@ -245,7 +251,8 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """Tests that only LoRA's matrices have gradients, and that merging them into the weights gives the same logits."""
+    """Tests that LoRA adapts what it names, that only its matrices have gradients, that PEFT opens its folder with the
+    same layers and logits, and that merging gives the same logits, and weights with the bits of PEFT's merge."""
     module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
@@ -256,13 +263,48 @@ def adapted(architecture: dict) -> str:
     if not having or any("lora_" not in name for name in having):
         return f"wrong: gradients of {len(having)} tensors"
     network.eval()
-    with torch.no_grad():
+    base, _ = build_module(configured(architecture))
+    with torch.no_grad(), TemporaryDirectory() as folder:
         unmerged = network(**batch.inputs, use_cache=False).logits
+        write_adapter(network, Path(folder), None, "base", Weights(network))
+        opened = PeftModel.from_pretrained(base.model, folder).eval()
+        if layers_with(opened.get_base_model()) != layers_with(network):
+            return "wrong: PEFT adapts other layers"
+        by_peft = opened(**batch.inputs, use_cache=False).logits
         merge(network, torch.float32)
         merged = network(**batch.inputs, use_cache=False).logits
-    finite = unmerged.isfinite() & merged.isfinite()
-    wrong = ((merged - unmerged)[finite].abs().max() / unmerged[finite].abs().max()).item()
-    return "right" if wrong < REORDERED else f"wrong: merged {wrong:.1g}"
+        theirs = opened.merge_and_unload().state_dict()
+    for name, logits in (("by PEFT", by_peft), ("merged", merged)):
+        finite = unmerged.isfinite() & logits.isfinite()
+        wrong = ((logits - unmerged)[finite].abs().max() / unmerged[finite].abs().max()).item()
+        if wrong >= REORDERED:
+            return f"wrong: {name} {wrong:.1g}"
+    different = [name for name, weight in network.state_dict().items() if not torch.equal(weight, theirs[name])]
+    return "right" if not different else f"wrong: merged {different[0]}"
+
+
+def layers_with(network: torch.nn.Module) -> set[str]:
+    """Returns the names of the layers that have LoRA's matrices."""
+    return {name.rpartition(".lora_A")[0] for name, _ in network.named_parameters() if ".lora_A" in name}
+
+
+def quantised(architecture: dict) -> str:
+    """Compares QLoRA with LoRA beside a plain model that has the dequantised weights: the same bits."""
+    found = []
+    for plain in (False, True):
+        module, ids = build_module(configured(architecture, "adapter=qlora", "adapter.r=4"))
+        network = module.model
+        if plain:
+            for name, layer in [*network.named_modules()]:
+                if isinstance(layer, NF4Linear | NF4Experts):
+                    network.set_submodule(name, layer.unpacked(torch.float32))
+        torch.manual_seed(1)
+        for _, p in trainable(network):
+            torch.nn.init.normal_(p, std=0.05)
+        value = module.loss(network, MicroBatch(ids[:, :-1], ids[:, 1:]))
+        value.backward()
+        found.append([value.detach(), *(p.grad for _, p in trainable(network) if p.grad is not None)])
+    return "right" if all(map(torch.equal, *found)) else "wrong: another loss or gradient"
 
 
 def planned(architecture: dict) -> str:
@@ -279,6 +321,7 @@ CELLS = {
     "offload": checkpointed("offload"),
     "bf16-master": masters,
     "lora": adapted,
+    "qlora": quantised,
     "plan": planned,
 }
 

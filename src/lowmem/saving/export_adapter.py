@@ -23,7 +23,16 @@ from lowmem.model.magnitude import Rounding
 from lowmem.model.trainable import Packed, trainable
 from lowmem.saving import export as plain
 from lowmem.saving.export import ModelFolder, Weights
-from lowmem.techniques.adapter.lora import BASE, BASE_DTYPE, CONFIG, PREFIX, WEIGHTS, stands_on_4_bits
+from lowmem.techniques.adapter.lora import (
+    BASE,
+    BASE_DTYPE,
+    CONFIG,
+    EXPERTS,
+    PREFIX,
+    WEIGHTS,
+    stands_on_4_bits,
+    targets_for_peft,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +94,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
     rounding = Rounding(dtype)
     for name in _names(network):
         plain_layer = _merged(network.get_submodule(name))
-        plain_layer.weight.data = rounding(f"{name}.weight", plain_layer.weight.data)
+        for key, p in plain_layer.named_parameters(recurse=False):
+            p.data = rounding(f"{name}.{key}", p.data)
         network.set_submodule(name, plain_layer)
     for name, p in network.named_parameters():
         p.data = rounding(name, p.data)
@@ -103,14 +113,15 @@ def _names(network: nn.Module) -> list[str]:
     return [name for name in names if not name.endswith(".base_layer")]  # replaced together with the layer around it
 
 
-def _merged(layer: nn.Module) -> nn.Linear | Conv1D:
-    """Returns the plain layer with the adapter inside, its weight in fp32."""
-    base = layer if _in_4_bits(layer) else layer.get_base_layer()
+def _merged(layer: nn.Module) -> nn.Module:
+    """Returns the plain layer with the adapter inside, its weights in fp32."""
+    if _in_4_bits(layer):
+        return layer.unpacked(torch.float32)
+    base = layer.get_base_layer()
     plain_layer = base.linear(torch.float32) if _in_4_bits(base) else base
     plain_layer.weight.data = plain_layer.weight.data.float()
-    if layer is not base:
-        layer.base_layer = plain_layer
-        layer.merge()
+    layer.base_layer = plain_layer
+    layer.merge()
     return base.as_found(plain_layer) if _in_4_bits(base) else plain_layer
 
 
@@ -119,21 +130,25 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
     """Replaces the layers of a sharded model by plain ones, whose weights are gathered and merged when they are
     read."""
 
-    def gathered(layer: nn.Module) -> Tensor:
+    def gathered(layer: nn.Module, key: str) -> Tensor:
         full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
         copy = deepcopy(layer, full_weights).cpu()  # gathered weights are on the CPU
-        return _merged(copy).weight.data
+        return getattr(_merged(copy), key).data
 
     for name in _names(network):
         layer = network.get_submodule(name)
         plain_layer = _without_numbers(layer)
-        weights.computed[plain_layer.weight] = partial(gathered, layer)
+        for key, p in plain_layer.named_parameters(recurse=False):
+            if p.is_meta:
+                weights.computed[p] = partial(gathered, layer, key)
         network.set_submodule(name, plain_layer)
     del network.peft_config
 
 
-def _without_numbers(layer: nn.Module) -> nn.Linear | Conv1D:
-    """Returns the plain layer that replaces one, with its bias, and with a weight that has no memory yet."""
+def _without_numbers(layer: nn.Module) -> nn.Module:
+    """Returns the plain layer that replaces one, with its bias, and with weights that have no memory yet."""
+    if isinstance(layer, _kinds_in_4_bits()[1]):
+        return layer.unpacked(torch.float32, "meta")
     base = layer if _in_4_bits(layer) else layer.get_base_layer()
     if _in_4_bits(base):
         with torch.device("meta"):
@@ -146,9 +161,13 @@ def _without_numbers(layer: nn.Module) -> nn.Linear | Conv1D:
 
 
 def _in_4_bits(module: nn.Module) -> bool:
-    from lowmem.techniques.adapter.nf4 import NF4Linear  # its operators take seconds too
+    return isinstance(module, _kinds_in_4_bits())
 
-    return isinstance(module, NF4Linear)
+
+def _kinds_in_4_bits() -> tuple[type, type]:
+    from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear  # its operators take seconds too
+
+    return NF4Linear, NF4Experts
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
@@ -165,11 +184,20 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
         rounding = Rounding(getattr(torch, dtype))
         tensors = {name: rounding(name, tensor) for name, tensor in tensors.items()}
         rounding.tell()
-    dtypes = {str(module.dtype).removeprefix("torch.") for module in network.modules() if _in_4_bits(module)}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"} | (BASE | {BASE_DTYPE: dtypes.pop()} if dtypes else {}))
+    save_file(tensors, folder / WEIGHTS, {"format": "pt", **_base_of(network)})
     (folder / CONFIG).write_text(
         json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def _base_of(network: PreTrainedModel) -> dict[str, str]:
+    """Returns what the header of the weights' file says of a quantised base: empty if it is not quantised."""
+    packed_layers = [module for module in network.modules() if isinstance(module, Packed)]
+    if not packed_layers:
+        return {}
+    experts = any(isinstance(module, _kinds_in_4_bits()[1]) for module in network.modules())
+    dtype = str(packed_layers[0].dtype).removeprefix("torch.")
+    return BASE | {BASE_DTYPE: dtype} | (EXPERTS if experts else {})
 
 
 def _peft_config(network: PreTrainedModel, base: str) -> dict:
@@ -182,6 +210,7 @@ def _peft_config(network: PreTrainedModel, base: str) -> dict:
         "inference_mode": True,
         "task_type": "CAUSAL_LM",
         "fan_in_fan_out": _has_conv1d(network),
+        **targets_for_peft(network),
     }
     return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
 

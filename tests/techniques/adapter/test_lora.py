@@ -5,16 +5,23 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem.config.check import check, check_places, settled
 from lowmem.config.typed_lines import composed
-from lowmem.model.trainable import trainable
+from lowmem.model.experts import routers
+from lowmem.model.trainable import Packed, trainable
+from lowmem.saving.export import Weights
+from lowmem.saving.export_adapter import _write as write
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
 from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
+from lowmem.techniques.adapter.qlora import QLoRA
 from same import last, same
+from tolerances import FP32_REORDERED
 
 pytestmark = pytest.mark.kernels
 SIZES = {
@@ -124,9 +131,12 @@ def test_what_cannot_be_adapted_is_refused(target, says):
         LoRA(target=target)(network())
 
 
-def test_a_layer_that_another_computes_with_is_refused():
-    with pytest.raises(Refused, match=r"PEFT cannot adapt this MambaForCausalLM .*out_proj.* Type adapter.target"):
-        LoRA()(AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1)))
+def test_a_layer_whose_weight_a_kernel_reads_is_refused_as_target():
+    mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(
+        Refused, match=r"adapter.target=out_proj: .*out_proj cannot be adapted .*Type some of \[in_proj"
+    ):
+        LoRA(target=["out_proj"])(mamba)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +152,88 @@ def test_values_that_cannot_be_are_refused(config, line, says):
     with pytest.raises(Refused, match=says):
         settled(composed(["adapter=lora", line]))
     check(config("adapter=lora", "adapter.target=[q_proj]", "adapter.r=null"), {})
+
+
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+JETMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "head_dim": 16}
+
+
+def layers(model):
+    return {name.split(".lora_")[0].removeprefix("base_model.model.") for name, _ in trainable(model)}
+
+
+@pytest.mark.parametrize("target", [None, ["gate_proj"], ["*.mlp.*"]])
+def test_dense_layers_beside_fused_experts_are_adapted_and_opened_by_peft(tmp_path, target):
+    model = network("deepseek_v3", **DEEPSEEK)
+    LoRA(r=4, target=target)(model)
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= layers(model)
+    assert not any(name.endswith((".experts", ".mlp.gate")) for name in layers(model))
+    base_model = tmp_path / "base"
+    network("deepseek_v3", **DEEPSEEK).save_pretrained(base_model)
+    write(moved(model), tmp_path, None, str(base_model), Weights(model))
+    opened = PeftModel.from_pretrained(network("deepseek_v3", **DEEPSEEK), tmp_path, is_trainable=True).eval()
+    assert layers(opened) == layers(model)
+    assert (logits(opened) - logits(model)).abs().max() < FP32_REORDERED * logits(model).abs().max()
+    again = network("deepseek_v3", **DEEPSEEK)
+    LoRA(path=str(tmp_path))(again)
+    load(again, str(tmp_path))
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.wrong
+def test_pefts_own_choice_of_targets_adapts_the_experts_instead():
+    """PEFT 0.21 reads the names of dense layers as old names of fused experts. If this fails, PEFT has changed."""
+    from peft import inject_adapter_in_model
+
+    model = network("deepseek_v3", **DEEPSEEK)
+    config = LoraConfig(r=4, target_modules=["q_a_proj", "gate_proj", "up_proj", "down_proj"])
+    with pytest.warns(RuntimeWarning, match="gate_up_proj"):
+        inject_adapter_in_model(config, model)
+    assert "model.layers.0.mlp.gate_proj" not in layers(model) and "model.layers.1.mlp.experts" in layers(model)
+
+
+def test_dora_of_layers_that_peft_renames_is_refused():
+    with pytest.raises(Refused, match=r"PEFT cannot open DoRA adapters of model.layers.0.mlp.gate_proj .*q_a_proj"):
+        DoRA(r=4)(network("deepseek_v3", **DEEPSEEK))
+    DoRA(r=4, target=["o_proj"])(network("deepseek_v3", **DEEPSEEK))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "router"),
+    [
+        ("jetmoe", JETMOE, "mlp.router.layer"),
+        ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 16}, "feed_forward.router"),
+    ],
+)
+def test_routers_are_neither_adapted_nor_quantized(kind, keys, router):
+    model = network(kind, **keys)
+    assert any(name.endswith(router) for name in routers(model))
+    QLoRA(r=4)(model)
+    assert layers(model) and not any("router" in name for name in layers(model))
+    assert type(model.get_submodule(f"model.layers.0.{router}")).__mro__[-3:] == nn.Linear.__mro__[-3:]
+    assert not any("router" in name for name, part in model.named_modules() if isinstance(part, Packed))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "jamba"])
+def test_layers_that_a_mamba_kernel_reads_get_no_adapter(kind):
+    sizes = {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8} if kind == "mamba2" else {}
+    model = network(kind, **sizes | ({"num_experts": 1} if kind == "jamba" else {}))
+    LoRA()(model)
+    ends = {name.rpartition(".")[2] for name in layers(model)}
+    assert "in_proj" in ends and not ends & {"x_proj", "dt_proj", "out_proj"}
 
 
 # --- from where it starts ---------------------------------------------------------------------------------------------

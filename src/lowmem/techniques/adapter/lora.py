@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lowmem.model.experts import fused_experts, routers
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.contract import Adapter
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Stands in the header of the weights' file, since peft's configuration has no key for it: the dtype that was quantised.
-BASE, BASE_DTYPE = {"base": "nf4"}, "base_dtype"
+# These stand in the header of the weights' file, since peft's configuration has no key for them: the dtype that was
+# quantised, and whether fused experts were, which older versions left in 16 bits.
+BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
-ROUTERS = ("gate", "router", "shared_expert_gate")
 # Keys of a folder's config that ask for more than matrices beside linear layers, or change the layers.
-NOT_HERE = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
+NOT_HERE = ("modules_to_save", "trainable_token_indices", "layer_replication")
+# A Mamba layer passes the weights of these layers to its CUDA kernel and does not call them, so an adapter is ignored.
+READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
 
 class LoRA(Adapter):
@@ -50,7 +53,7 @@ class LoRA(Adapter):
         alpha: its product is multiplied by alpha / r; None: 2 r, or the folder's.
         dropout: of A's input.
         target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
-            folder's. Embeddings and the head are never adapted.
+            folder's. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
         path: a folder of peft's to start from; None: B is zero.
 
     Raises:
@@ -80,32 +83,30 @@ class LoRA(Adapter):
         self.config.lora_dropout = dropout
 
     def __call__(self, model: PreTrainedModel) -> None:
-        """Adds the adapter. Raises: Refused: a target that is no linear layer, or whose matrix another layer uses."""
-        from peft import inject_adapter_in_model
-
+        """Adds the adapter. Raises: Refused: a target that is not a linear layer, or whose matrix another layer
+        uses."""
         own_count, linear = parameters(model), _linear(model)
-        config = deepcopy(self.config)
         if self.path is None:
-            config.target_modules = _shortest(model, _chosen(model, linear, self.target or ALL))
+            names = _chosen(model, linear, self.target or ALL)
+        else:
+            names = self._names_of_folder(model, linear)
+        config = deepcopy(self.config)
         config.fan_in_fan_out = any(isinstance(layer, Conv1D) for layer in linear.values())
-        try:
-            with warnings.catch_warnings(action="ignore"):  # peft warns about Conv1D, whose matrix is transposed
-                inject_adapter_in_model(config, model)
-        except (ValueError, NotImplementedError) as error:
+        if config.use_dora and (renamed := _renamed(config, model, names)):
+            ends = sorted({name.rpartition(".")[2] for name in names if name not in renamed})
             raise Refused(
-                f"adapter: PEFT cannot adapt this {type(model).__name__} ({str(error).splitlines()[0].rstrip('.')}). "
-                "Type adapter.target=[<names of other linear layers>], or adapter=none."
-            ) from None
-        adapted = _adapted(model)
-        if self.path is not None:
-            self._check_targets(model, adapted, linear)
+                f"adapter=dora: PEFT cannot open DoRA adapters of {renamed[0]} and {len(renamed) - 1} other layers of "
+                f"{type(model).__name__}, because it takes their names for those of experts. Type adapter=lora, or "
+                f"adapter.target=[{','.join(ends)}]."
+            )
+        _inject(config, model, names)
         for _, p in trainable(model):
             p.data = p.data.float()
-        for layer in adapted.values():
-            _measure(layer)
+        for name in names:
+            _measure(model.get_submodule(name))
         added = sum(p.numel() for _, p in trainable(model))
         log.info(
-            f"adapter: {len(adapted)} of {len(linear)} linear layers have an adapter: {added:,} trainable parameters "
+            f"adapter: {len(names)} of {len(linear)} linear layers have an adapter: {added:,} trainable parameters "
             f"beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
         )
 
@@ -123,6 +124,7 @@ class LoRA(Adapter):
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Type another folder.") from None
         more = [name for name in NOT_HERE if getattr(config, name, None)]
+        more += ["experts"] if any(not _is_weight(name) for name in _parameters_of(config)) else []
         more += ["bias"] if getattr(config, "bias", "none") != "none" else []  # theirs: peft's
         if not isinstance(config, LoraConfig) or more:
             problem = f"has {', '.join(more)}" if more else f"is of type {getattr(config, 'peft_type', None)}"
@@ -155,14 +157,29 @@ class LoRA(Adapter):
                 "it was not, type adapter=lora."
             )
 
-    def _check_targets(self, model: nn.Module, adapted: dict[str, nn.Module], linear: dict[str, nn.Module]) -> None:
-        if beyond := [name for name in adapted if name not in linear]:
+    def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
+        """Returns the names of the layers that a folder's adapter changes. Raises: Refused: a layer that cannot be
+        adapted; layers other than those of `target`."""
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if self.config.target_modules == ALL:
+            names = _chosen(model, linear, ALL)
+        else:
+            weights = _parameters_of(self.config)
+            names = [
+                name
+                for name, _ in model.named_modules()
+                if check_target_module_exists(self.config, name)
+                or any(_meant(f"{name}.weight", weight) for weight in weights)
+            ]
+        if beyond := [name for name in names if name not in linear]:
             raise Refused(
                 f"adapter.path={self.path}: this adapter changes {beyond[0]}, but embeddings, heads and routers cannot "
                 "be adapted. Type a folder whose adapter has only other linear layers."
             )
-        if self.target is not None and {*adapted} != {*_chosen(model, linear, self.target)}:
+        if self.target is not None and {*names} != {*_chosen(model, linear, self.target)}:
             raise self._decided_by_folder(f"adapter.target={self.target}")
+        return names
 
     def _decided_by_folder(self, typed: str) -> Refused:
         key = typed.partition("=")[0]
@@ -179,6 +196,11 @@ class DoRA(LoRA):
 def stands_on_4_bits(folder: Path) -> bool:
     """Returns True if a folder's base was quantised to 4 bits."""
     return BASE.items() <= _head(folder).items()
+
+
+def experts_in_4_bits(path: str) -> bool:
+    """Returns True if the fused experts of a folder's base were quantised to 4 bits."""
+    return EXPERTS.items() <= _head(Path(path).expanduser()).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
@@ -217,21 +239,94 @@ def load(model: PreTrainedModel, path: str) -> None:
         )
 
 
-def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the linear layers by name, without the head and what is tied to an embedding, whose matrices other layers
-    use, and without routers, whose choice of experts would change."""
-    tokens = model.get_input_embeddings().weight
-    kinds = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
-    head = model.get_output_embeddings()
+def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
+    """Returns the values of a folder's config with which PEFT adapts the same layers.
+
+    In models with fused experts PEFT takes names such as gate_proj for the names that the experts had in older versions
+    of transformers, and adapts the experts instead. Layers with such a name are written as target_parameters: PEFT
+    adapts a parameter of two dimensions like a linear layer, with tensors of the same names and shapes.
+    """
+    (config,) = model.peft_config.values()
+    names = [*_adapted(model)]
+    renamed = _renamed(config, model, names)
     return {
-        name: layer
-        for name, layer in kinds.items()
-        if layer is not head and not is_router(name) and not _holds(layer, tokens)
+        "target_modules": _shortest(model, [name for name in names if name not in renamed]),
+        "target_parameters": [f"{name}.weight" for name in renamed] or None,
     }
 
 
-def is_router(name: str) -> bool:
-    return name.rpartition(".")[2] in ROUTERS
+def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Returns the names of layers that PEFT would take for old names of fused experts."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return []
+
+    def is_kept(name: str) -> bool:
+        alone = copy(config)
+        alone.target_modules, alone.target_parameters = {name}, None
+        alone.rank_pattern, alone.alpha_pattern = {}, {}
+        try:
+            convert_peft_config_for_transformers(alone, model, None)
+        except ValueError:  # one of two names that PEFT would join
+            return False
+        return {*alone.target_modules} == {name}
+
+    kept = {end: is_kept(end) for end in {name.rpartition(".")[2] for name in names}}
+    return [name for name in names if not kept[name.rpartition(".")[2]]]
+
+
+def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Adds adapters beside exactly these layers.
+
+    PEFT finds the layers by the names of an adapter's tensors, not by target_modules, which it would change first
+    (`targets_for_peft`).
+    """
+    from peft import inject_adapter_in_model
+
+    config.target_modules, config.target_parameters = set(), None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about Conv1D, whose matrix is transposed, and the empty target
+            inject_adapter_in_model(
+                config, model, state_dict={f"{name}.lora_A.weight": torch.empty(0) for name in names}
+            )
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(
+            f"adapter: PEFT cannot adapt this {type(model).__name__} ({str(error).splitlines()[0].rstrip('.')}). "
+            "Type adapter.target=[<names of other linear layers>], or adapter=none."
+        ) from None
+    if (adapted := {*_adapted(model)}) != {*names}:
+        different = sorted(adapted ^ {*names})
+        raise RuntimeError(f"PEFT adapted other layers than those it was given: {different[0]} of {len(different)}.")
+    config.target_modules = {*_shortest(model, names)}
+
+
+def _parameters_of(config: "LoraConfig") -> list[str]:
+    return [*(config.target_parameters or [])]
+
+
+def _is_weight(name: str) -> bool:
+    """Returns True if a name in target_parameters is that of a linear layer's weight, not of fused experts."""
+    return name.endswith(".weight")
+
+
+def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the linear layers by name, without the head and what is tied to an embedding, whose matrices other layers
+    use, without routers, whose choice of experts would change, and without layers that only a kernel reads."""
+    tokens = model.get_input_embeddings().weight
+    kinds = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+    head, no_adapter = model.get_output_embeddings(), routers(model) | _read_by_kernels(model)
+    return {
+        name: layer
+        for name, layer in kinds.items()
+        if layer is not head and name not in no_adapter and not _holds(layer, tokens)
+    }
+
+
+def _read_by_kernels(model: nn.Module) -> set[str]:
+    """Returns the names of layers whose weight a Mamba mixer hands to its kernel: A_log and D make a mixer Mamba's."""
+    mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    return {f"{name}.{layer}" for name in mixers for layer in READ_BY_MAMBA}
 
 
 def _holds(layer: nn.Module, weight: Tensor) -> bool:
@@ -248,7 +343,8 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
         if not any(_meant(name, pattern) for name in linear):
             named = [name for name, _ in model.named_modules() if name and _meant(name, pattern)]
             reason = (
-                f"{named[0]} cannot be adapted (only linear layers other than the head and routers can)"
+                f"{named[0]} cannot be adapted (only linear layers can, other than the head, routers and layers whose "
+                "weight a kernel reads)"
                 if named
                 else f"{type(model).__name__} has no layer of this name"
             )
@@ -287,5 +383,5 @@ def _left_out(model: PreTrainedModel) -> str:
     left_out = ["embeddings"]
     if head is not None:
         left_out.append("the head (tied to them)" if head.weight is tied else "the head")
-    fused = [name for name, p in model.named_parameters() if p.dim() > 2]
+    fused = [f"{name}.{key}" for name, keys in fused_experts(model).items() for key in keys]
     return ", ".join([*left_out, *([f"{len(fused)} fused expert tensors such as {fused[0]}"] if fused else [])])

@@ -14,18 +14,23 @@ over the flat matrix, padded with zeros, which a CPU also reads up to ten times 
 """
 
 import logging
+import math
+from collections.abc import Sequence
+from copy import copy
+from functools import cache
 
 import bitsandbytes  # noqa: F401  (whose operators torch knows by name from then on)
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.trainable import Packed, parameters
+from lowmem.model.experts import fused_experts, routers
+from lowmem.model.trainable import Packed, packed, parameters
 from lowmem.system.errors import Refused
-from lowmem.techniques.adapter.lora import is_router
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +71,17 @@ class NF4Linear(nn.Linear, Packed):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns (out, in) in another dtype."""
-        scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, BLOCKS, torch.float32)
-        blocks = ops.dequantize_4bit(self.codes, scales.add_(self.mean), BLOCK, "nf4", (len(scales), BLOCK), dtype)
-        return blocks.flatten()[: self.packed_elements].view(self.out_features, self.in_features)
+        return _dequantised(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         return _Product.apply(x, self)
+
+    def unpacked(self, dtype: torch.dtype) -> nn.Linear | Conv1D:
+        """Returns a layer of the kind from which this one was made, with the dequantised matrix in `dtype`."""
+        return self.as_found(self.linear(dtype))
 
     def linear(self, dtype: torch.dtype) -> nn.Linear:
         """Returns an ordinary layer with the dequantised matrix in `dtype`."""
@@ -107,6 +114,107 @@ class _Product(torch.autograd.Function):
         return gradient @ ctx.layer.dequantised(gradient.dtype), None
 
 
+class NF4Stack(nn.Module, Packed):
+    """Fused experts (experts, rows, columns), each quantised like the matrix of an `NF4Linear`, to the same codes.
+
+    The codes and scales of an expert are padded to whole blocks of scales, so that one call dequantises all experts.
+    """
+
+    transposed = False
+
+    def __init__(self, experts: Tensor) -> None:
+        super().__init__()
+        self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
+        self.padded = -(-experts[0].numel() // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert
+        each = [quantised(expert.contiguous()) for expert in experts]
+        for name, size in (("codes", self.padded // 2), ("scales", self.padded // BLOCK)):
+            rows = [F.pad(one[name].flatten(), (0, size - one[name].numel())) for one in each]
+            self.register_buffer(name, torch.cat(rows).view(-1, 1) if name == "codes" else torch.cat(rows))
+        self.register_buffer("scales_of_scales", torch.cat([one["scales_of_scales"] for one in each]))
+        self.register_buffer("table", each[0]["table"])
+        self.register_buffer("mean", torch.stack([one["mean"] for one in each])[:, None])  # (experts, 1)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Returns (experts, rows, columns) in `dtype`."""
+        count, rows, columns = self.shape
+        flat = _dequantised(self, (count, self.padded), dtype)
+        return flat[:, : rows * columns].reshape(self.shape)
+
+
+class NF4Experts:
+    """The experts of a block whose stacks of matrices are stored in 4 bits, as modules with the suffix _nf4.
+
+    The class of transformers computes them, and finds the dequantised stacks under the old names. They exist only while
+    it computes: autograd would keep them until backward, so the experts are a checkpoint of their own, which backward
+    computes once more. That costs a second forward pass of the experts.
+    """
+
+    _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        x = args[0] if args else next(iter(kwargs.values()))
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+        def computed(*args, **kwargs) -> Tensor:
+            self._open = (dtype, {})
+            try:
+                return super(NF4Experts, self).forward(*args, **kwargs)
+            finally:
+                self._open = None
+
+        return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
+        """Returns a module of the class of transformers with the dequantised stacks in `dtype`; with device="meta"
+        they have no memory yet."""
+        plain, stacks = copy(self), self.stacks()
+        plain.__class__ = type(self).__mro__[2]
+        plain._parameters = dict(self._parameters)
+        plain._modules = {name: part for name, part in self._modules.items() if not isinstance(part, NF4Stack)}
+        for name, stack in stacks.items():
+            experts = torch.empty(stack.shape, dtype=dtype, device=device) if device else stack.dequantised(dtype)
+            plain.register_parameter(name, nn.Parameter(experts, requires_grad=False))
+        return plain
+
+    def stacks(self) -> dict[str, NF4Stack]:
+        return {name.removesuffix(SUFFIX): one for name, one in self.named_children() if isinstance(one, NF4Stack)}
+
+
+SUFFIX = "_nf4"
+
+
+def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
+    """Quantises the stacks of this module's experts in place. Args: names: of its 3-D parameters."""
+    for name in names:
+        stack = NF4Stack(getattr(experts, name).detach())
+        delattr(experts, name)
+        experts.add_module(name + SUFFIX, stack)
+    experts.__class__ = _class_in_4_bits(type(experts), tuple(names))
+
+
+@cache
+def _class_in_4_bits(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def opened(name: str) -> property:
+        def read(experts: NF4Experts) -> Tensor:
+            dtype, found = experts._open or (getattr(experts, name + SUFFIX).dtype, {})
+            if name not in found:
+                found[name] = getattr(experts, name + SUFFIX).dequantised(dtype)
+            return found[name]
+
+        return property(read)
+
+    return type(f"NF4{kind.__name__}", (NF4Experts, kind), {name: opened(name) for name in names})
+
+
+def _dequantised(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns the first elements of a layer's blocks in this shape."""
+    scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
+    scales = scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
+    blocks = ops.dequantize_4bit(layer.codes, scales, BLOCK, "nf4", (len(scales), BLOCK), dtype)
+    return blocks.flatten()[: math.prod(shape)].view(shape)
+
+
 def quantised(matrix: Tensor) -> dict[str, Tensor]:
     """Quantises a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
     own scales, the table of their 256 values, and their mean."""
@@ -120,31 +228,38 @@ def quantised(matrix: Tensor) -> dict[str, Tensor]:
     return {"codes": codes, "scales": small, "scales_of_scales": scales_of_scales, "table": table, "mean": mean}
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
     """Quantises every matrix of the model, one after the other, except embeddings, the head, and routers, whose choice
     of experts would change. It runs on the host wherever the model will be trained, so that the same weights get the
     same codes everywhere.
 
+    Args:
+        with_experts: also experts that are fused into one tensor.
+
     Raises:
         Refused: a model without such a matrix.
     """
-    names = [name for name, module in model.named_modules() if _fits(model, name, module)]
-    if not names:
+    no_codes = routers(model)
+    names = [name for name, module in model.named_modules() if name not in no_codes and _fits(model, module)]
+    experts = fused_experts(model) if with_experts else {}
+    if not names and not experts:
         raise Refused(
             f"adapter=qlora: {type(model).__name__} has no linear layers to quantize to 4 bits. Type adapter=lora."
         )
-    count = 0
     for name in names:  # the layer is looked up by name, so that nothing else refers to it once it is replaced
-        layer = NF4Linear(model.get_submodule(name))
-        model.set_submodule(name, layer)
-        count += layer.packed_elements
+        model.set_submodule(name, NF4Linear(model.get_submodule(name)))
+    for name, stacks in experts.items():
+        pack_experts(model.get_submodule(name), stacks)
+    count, total = sum(packed(model)), parameters(model)
+    stacks = f" and {sum(map(len, experts.values()))} stacks of experts" if experts else ""
     log.info(
-        f"adapter=qlora: quantized {len(names)} matrices to 4 bits, {count:,} of {parameters(model):,} parameters."
+        f"adapter=qlora: quantized {len(names)} matrices{stacks} to 4 bits, {count:,} of {total:,} parameters "
+        f"({count / total:.0%})."
     )
 
 
-def _fits(model: PreTrainedModel, name: str, module: nn.Module) -> bool:
+def _fits(model: PreTrainedModel, module: nn.Module) -> bool:
     """Returns True if a layer can be replaced: a subclass may compute more than a product, and a tied matrix is an
     embedding's."""
-    alone = module is not model.get_output_embeddings() and not is_router(name)
+    alone = module is not model.get_output_embeddings()
     return type(module) in (nn.Linear, Conv1D) and alone and module.weight is not model.get_input_embeddings().weight

@@ -7,7 +7,7 @@ adapter fits this base alone. Source: Dettmers et al. 2023, arXiv 2305.14314.
 
 from transformers import PreTrainedModel
 
-from lowmem.techniques.adapter.lora import LoRA
+from lowmem.techniques.adapter.lora import LoRA, experts_in_4_bits
 from lowmem.techniques.adapter.nf4 import quantise
 
 
@@ -17,5 +17,5 @@ class QLoRA(LoRA):
     in_4_bits = True
 
     def __call__(self, model: PreTrainedModel) -> None:
-        quantise(model)
+        quantise(model, with_experts=self.path is None or experts_in_4_bits(self.path))
         super().__call__(model)

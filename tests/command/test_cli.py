@@ -53,7 +53,7 @@ from typed import typed_run
         ("-m", "-m"),
     ],
 )
-def test_only_the_choices_of_a_group_are_quoted(typed, read):
+def test_values_of_group_overrides_are_quoted_and_other_values_are_not(typed, read):
     assert quoted(typed) == read
 
 
@@ -70,7 +70,7 @@ SWEEPS = {
 
 
 @pytest.mark.parametrize("typed", SWEEPS)
-def test_every_sweep_of_a_group_gives_each_job_its_choice(typed, command, monkeypatch):
+def test_sweep_over_a_group_gives_each_job_its_choice(typed, command, monkeypatch):
     """Hydra composes each job's config, as it does for a launcher."""
     chosen = []
 
@@ -86,12 +86,12 @@ def test_every_sweep_of_a_group_gives_each_job_its_choice(typed, command, monkey
     assert {line for _, lines in chosen for line in lines if key(line) == "seed"} == {"seed=1", "seed=2"}
 
 
-def test_a_choice_that_does_not_exist_is_told_before_a_sweep_starts():
+def test_sweep_over_an_unknown_choice_is_refused_before_any_job_starts():
     with pytest.raises(Refused, match=r"precision=17: there is no such choice"):
         cli.prepare(["-m", "precision=choice(16,17)"])
 
 
-def test_a_number_is_a_choice_with_a_prefix_and_in_a_package():
+def test_numeric_choice_works_with_a_prefix_and_a_package():
     assert composed(["+precision@mine=16"]).mine.init_scale == 65536
 
 
@@ -105,12 +105,12 @@ def earlier(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000001.ckpt"])
-def test_a_resumed_run_remembers_and_what_is_typed_wins(earlier, what):
+def test_resume_repeats_earlier_overrides_and_new_overrides_win(earlier, what):
     resume = f"resume={earlier / what}"
     assert cli.prepare([resume, "lr=0.2"]) == ["precision='16'", "optim=adafactor", resume, "lr=0.2"]
 
 
-def test_what_was_typed_for_another_choice_is_not_repeated(earlier):
+def test_resume_drops_overrides_that_belong_to_a_replaced_choice(earlier):
     """weights.drive= belongs to weights=streamed, optim.in_backward= to every optim."""
     before = ["weights=streamed", "weights.drive=/d", "optim.in_backward=true", "optim.betas=[0.8,0.9]", "lr=0.1"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
@@ -127,7 +127,7 @@ def test_what_was_typed_for_another_choice_is_not_repeated(earlier):
 
 
 @pytest.mark.parametrize("value", ["true", "Yes", "200GB", "http://x"])
-def test_what_is_no_folder_makes_none(value):
+def test_drive_value_that_is_not_a_folder_is_refused(value):
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")
     with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on a drive"):
         typed_run([*streamed, f"weights.drive={value}"])
@@ -137,24 +137,24 @@ DAMAGED = (b"", b"seed", b"{a", b"\xff\xfe")
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_run_whose_typed_lines_are_damaged_is_not_resumed_without_them(earlier, content):
+def test_resume_of_a_run_with_damaged_overrides_file_is_refused(earlier, content):
     (earlier / ".hydra" / "overrides.yaml").write_bytes(content)
     with pytest.raises(Refused, match=r"overrides\.yaml is damaged.*Delete it, and type the overrides again"):
         cli.prepare([f"resume={earlier}"])
 
 
 @pytest.mark.parametrize("content", [*DAMAGED, b"hydra: {overrides: null}"])
-def test_a_sweep_whose_typed_lines_are_damaged_is_not_resumed(tmp_path, content):
+def test_resume_of_a_sweep_with_damaged_overrides_file_is_refused(tmp_path, content):
     (tmp_path / "multirun.yaml").write_bytes(content)
     with pytest.raises(Refused, match=r"multirun\.yaml is damaged.*Type them again, with another folder"):
         cli.prepare([f"sweep.resume={tmp_path}"])
 
 
-def test_without_its_overrides_a_run_is_resumed_as_typed(tmp_path):
+def test_resume_without_an_overrides_file_uses_the_typed_overrides(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
 
 
-def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was_typed_before(tmp_path):
+def test_old_key_fit_is_refused_when_typed_and_renamed_to_plan_in_stored_overrides(tmp_path):
     for typed in ("fit=12GiB", "+fit=12GiB"):
         with pytest.raises(Refused, match=r"this key is now called plan\. Type plan=12GiB"):
             cli.prepare([typed])
@@ -163,7 +163,7 @@ def test_the_old_word_for_plan_is_answered_with_the_new_one_and_read_in_what_was
     assert cli.prepare([f"resume={tmp_path}"]) == ["plan=12GiB", "lr=0.1", f"resume={tmp_path}"]
 
 
-def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
+def test_resume_drops_removed_keys_from_stored_overrides(earlier):
     gone = ["master.skips_in_a_row=7", "weights_dtype=float32", "weights.steps_in=device"]
     lines = ["precision=bf16-master", *gone, "precision.early_step=false"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
@@ -179,7 +179,7 @@ def test_a_resumed_run_leaves_out_a_key_that_is_gone(earlier):
         ("bf16-master", "master.early_step=false", "precision.early_step=false"),
     ],
 )
-def test_keys_of_an_earlier_precision_are_read_with_their_new_names(earlier, tmp_path, name, then, now):
+def test_old_precision_keys_are_renamed_in_stored_overrides_and_refused_when_typed(earlier, tmp_path, name, then, now):
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"precision={name}", then]))
     assert cli.prepare([f"export={earlier}"])[1:] == [now, f"export={earlier}"]
     typed = {"task": [f"precision={name}", "lr=1,2", then], "hydra": []}
@@ -189,7 +189,7 @@ def test_keys_of_an_earlier_precision_are_read_with_their_new_names(earlier, tmp
         cli.prepare([f"precision={name}", then])
 
 
-def test_a_run_of_an_optimizer_that_was_taken_out_is_evaluated_and_exported_but_not_resumed(earlier):
+def test_run_with_a_removed_optimizer_can_be_evaluated_and_exported_but_not_resumed(earlier):
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["optim=adamw_fp8", "optim.eps=1e-7"]))
     for work in ("evaluate", "export"):
         assert cli.prepare([f"{work}={earlier}"]) == ["optim=adamw8bit", "optim.eps=1e-7", f"{work}={earlier}"]
@@ -199,7 +199,7 @@ def test_a_run_of_an_optimizer_that_was_taken_out_is_evaluated_and_exported_but_
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_of_a_strategy_that_was_taken_out_is_resumed_with_the_one_that_is_typed(earlier, stage):
+def test_run_with_a_removed_strategy_resumes_with_the_typed_replacement(earlier, stage):
     lines = [f"strategy=deepspeed_zero{stage}", "devices=2", "strategy.whole_below=1", "strategy.offload=true"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
     with pytest.raises(Refused, match=r"was removed \(PyTorch's FSDP.*\)\. Also type strategy=fsdp to continue"):
@@ -210,7 +210,7 @@ def test_a_run_of_a_strategy_that_was_taken_out_is_resumed_with_the_one_that_is_
     assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # by one process
 
 
-def test_a_run_of_a_choice_that_became_a_setting_is_resumed_with_that_setting(earlier):
+def test_run_with_a_choice_that_became_a_setting_resumes_with_the_setting(earlier):
     lines = ["seed=7", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.2", "compile=none"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
     instead = ["gradient_checkpointing=none", "compile=blocks", "compile.activation_memory_budget=0.5"]
@@ -232,7 +232,7 @@ def test_a_run_of_a_choice_that_became_a_setting_is_resumed_with_that_setting(ea
     ],
 )
 @pytest.mark.filterwarnings("error")  # Hydra's, of a callback that failed: it would go on without a lock
-def test_a_wrong_value_leaves_the_run_in_its_folder_as_it_was(command, tmp_path, line, says):
+def test_invalid_value_leaves_an_existing_run_folder_unchanged(command, tmp_path, line, says):
     run = tmp_path / "run"
     (run / ".hydra").mkdir(parents=True)
     for name in ("summary.json", ".hydra/overrides.yaml", ".hydra/config.yaml"):
@@ -243,7 +243,7 @@ def test_a_wrong_value_leaves_the_run_in_its_folder_as_it_was(command, tmp_path,
     assert len(files) == 3 and all(file.read_text() == "{}" for file in files)
 
 
-def test_values_that_only_the_job_knows_are_settled_by_the_job(command, tmp_path):
+def test_hydra_runtime_interpolations_are_resolved_by_the_job(command, tmp_path):
     code, said = command("cache_dir=${hydra:runtime.output_dir}/cache", "lr=-1")
     assert code == 1 and "lr=-1: give a positive learning rate" in said and not (tmp_path / "run").exists()
 
@@ -251,7 +251,7 @@ def test_values_that_only_the_job_knows_are_settled_by_the_job(command, tmp_path
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])
-def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, tmp_path):
+def test_config_errors_are_reported_before_torch_is_imported(typed, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     line = [sys.executable, "train.py", *typed.split(), f"hydra.run.dir={tmp_path}/run"]
@@ -260,7 +260,7 @@ def test_what_the_config_alone_can_tell_is_told_before_torch_is_imported(typed, 
     assert "Type seq_len=" in done.stderr or "give" in done.stderr
 
 
-def test_the_folder_of_a_copy_of_train_py_is_a_run(command, tmp_path, monkeypatch):
+def test_copy_of_train_py_writes_a_run_folder(command, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("train.main", importlib.import_module("train_mine").main)
@@ -270,7 +270,7 @@ def test_the_folder_of_a_copy_of_train_py_is_a_run(command, tmp_path, monkeypatc
     assert (tmp_path / "run" / "train.log").exists()
 
 
-def test_jobs_of_a_copy_of_train_py_run_the_copy(command, tmp_path, monkeypatch):
+def test_sweep_started_from_a_copy_of_train_py_runs_the_copy(command, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train.py", tmp_path / "train_swept.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("train.main", importlib.import_module("train_swept").main)
@@ -282,7 +282,7 @@ def test_jobs_of_a_copy_of_train_py_run_the_copy(command, tmp_path, monkeypatch)
 
 @pytest.mark.process
 @pytest.mark.parametrize(("script", "line"), [("train.py", "seed=1"), ("plan.py", "rows=3")])
-def test_a_copy_of_a_command_reads_the_config_of_the_command(tmp_path, script, line):
+def test_copy_of_a_command_reads_the_config_of_the_original_command(tmp_path, script, line):
     copy = shutil.copy(ROOT / script, tmp_path / f"my_{script}")
     done = subprocess.run([sys.executable, copy, f"x{line}"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and f"Type {line}" in done.stderr, done.stderr

@@ -53,27 +53,27 @@ def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
 
 
 @pytest.mark.process
-def test_eight_runs_of_one_second_have_eight_folders(race, tmp_path):
+def test_eight_runs_started_in_one_second_get_eight_folders(race, tmp_path):
     first = "outputs/2026-01-31/12-00-00"
     assert have_their_own(race, tmp_path) == [first, *(f"{first}-{n}" for n in range(2, EIGHT + 1))]
 
 
 @pytest.mark.process
-def test_three_sweeps_of_one_second_have_three_folders(race, tmp_path):
+def test_three_sweeps_started_in_one_second_get_three_folders(race, tmp_path):
     found = have_their_own(race, tmp_path, "-m", "seed=1", count=3)
     assert found == sorted(f"multirun/2026-01-31/12-00-00{end}/0" for end in ("", "-2", "-3"))
 
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_without_a_claim_they_share_one_and_are_caught(race, tmp_path):
+def test_runs_without_a_folder_lock_share_a_folder_and_the_check_fails(race, tmp_path):
     with pytest.raises(AssertionError):
         have_their_own(race, tmp_path, count=2, claims=False)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
-def test_of_eight_that_want_the_same_folder_one_gets_it(race, tmp_path, more, exists):
+def test_one_of_eight_runs_with_the_same_folder_starts_and_seven_are_refused(race, tmp_path, more, exists):
     if exists:
         (tmp_path / "mine").mkdir()
     codes, said = race(f"hydra.run.dir={tmp_path}/mine", *more)
@@ -89,7 +89,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_a_folder_that_holds_a_run_is_refused_as_it_is_and_goes_on_where_it_is_named(command, tmp_path):
+def test_second_run_in_an_occupied_folder_is_refused_and_resume_of_it_is_accepted(command, tmp_path):
     run = tmp_path / "run"
     assert command("max_steps=2", "save_every=1")[0] == 0
     assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # all of it is known as a run's
@@ -112,7 +112,7 @@ def test_a_folder_that_holds_a_run_is_refused_as_it_is_and_goes_on_where_it_is_n
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
 
 
-def test_a_run_that_failed_and_goes_on_in_its_folder_has_failed_no_more(command, tmp_path):
+def test_failed_run_is_no_longer_failed_after_a_successful_resume(command, tmp_path):
     assert command("max_steps=1")[0] == 0
     (tmp_path / "run" / folders.FAILED).write_text("SIGTERM: ended at once.\n")
     assert command(f"resume={tmp_path}/run", "max_steps=2")[0] == 0
@@ -120,7 +120,7 @@ def test_a_run_that_failed_and_goes_on_in_its_folder_has_failed_no_more(command,
 
 
 @pytest.mark.parametrize("name", [None, "notes.txt", "train.log", "model"])
-def test_what_somebody_else_has_in_a_folder_stays(command, tmp_path, name):
+def test_files_of_other_programs_in_a_run_folder_are_kept(command, tmp_path, name):
     folder = tmp_path / "run"
     folder.mkdir()
     if name is not None:
@@ -131,7 +131,7 @@ def test_what_somebody_else_has_in_a_folder_stays(command, tmp_path, name):
     assert folder.is_dir() and content(folder) == before
 
 
-def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, monkeypatch):
+def test_error_while_inspecting_a_folder_refuses_the_run(command, tmp_path, monkeypatch):
     """Hydra takes what its hooks raise for a warning."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("mine")
@@ -141,7 +141,7 @@ def test_where_it_cannot_be_told_what_is_here_nothing_starts(command, tmp_path, 
     assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
 
 
-def test_a_folder_whose_name_hydra_completes_is_locked_as_any_other(command, tmp_path):
+def test_folder_with_a_hydra_interpolation_in_its_name_is_locked(command, tmp_path):
     """Hydra's own values are known to it only after its callbacks, and it takes what they raise for a warning."""
     named = f"hydra.run.dir={tmp_path}/${{hydra:job.name}}-run"
     assert command("max_steps=1", named)[0] == 0
@@ -153,13 +153,13 @@ def test_a_folder_whose_name_hydra_completes_is_locked_as_any_other(command, tmp
     assert code == 1 and "name of the output folder cannot be resolved" in said and "warn" not in said.lower()
 
 
-def test_a_refused_run_leaves_no_folder(command, tmp_path):
+def test_refused_run_leaves_no_folder(command, tmp_path):
     assert command("lr=-1")[0] == 1 and command("optim.in_backward=true")[0] == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.process
-def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, tmp_path, monkeypatch):
+def test_other_sweep_in_an_occupied_folder_is_refused_and_the_same_sweep_continues(command, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "running", nullcontext)
     monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": False, "overrides": ["seed=1", "max_steps=1"]})
@@ -174,7 +174,7 @@ def test_a_sweep_is_not_started_where_another_was_and_the_same_goes_on(command, 
 
 
 @pytest.mark.parametrize(("left", "typed"), [("train.log", ()), ("multirun.yaml", ("-m",))])
-def test_what_goes_on_with_a_folder_can_be_copied_from_what_is_said(command, tmp_path, left, typed):
+def test_resume_command_in_the_error_can_be_copied_into_a_shell(command, tmp_path, left, typed):
     folder = tmp_path / "Müller's run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-00000001.ckpt").touch()
@@ -185,7 +185,7 @@ def test_what_goes_on_with_a_folder_can_be_copied_from_what_is_said(command, tmp
     assert code == 1 and (f"sweep.resume={folder}" if typed else f"resume={folder}") in told, said
 
 
-def test_a_plan_is_not_gone_on_with(command, tmp_path):
+def test_folder_of_a_plan_cannot_be_resumed(command, tmp_path):
     """resume=auto, which would be said of another folder without a checkpoint, is refused here too."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").touch()
@@ -194,7 +194,7 @@ def test_a_plan_is_not_gone_on_with(command, tmp_path):
         assert code == 1 and "Type another folder." in said and "Traceback" not in said, said
 
 
-def test_a_living_run_is_running_and_a_killed_one_is_broken_at_once(command, tmp_path, monkeypatch):
+def test_live_run_has_status_running_and_killed_run_has_status_broken(command, tmp_path, monkeypatch):
     seen, write = [], results.write
 
     def watched(file, summary):

@@ -39,7 +39,7 @@ def greedy(folder, ids, tokens):
 
 
 @pytest.mark.parametrize("folder", ["", "model"])
-def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(command, run, tmp_path, folder):
+def test_generate_from_run_or_model_equals_transformers_and_creates_no_folder(command, run, tmp_path, folder):
     own = f"hydra.run.dir={tmp_path}/outputs/2026-01-31/12-00-00"
     code, said = command(f"generate={run / folder}", "prompt=def return", "max_new_tokens=5", own)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
@@ -49,7 +49,7 @@ def test_a_run_and_its_model_write_what_transformers_does_and_leave_no_folder(co
     assert not (tmp_path / "outputs").exists()  # nor the folder of the day
 
 
-def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monkeypatch, caplog):
+def test_empty_or_blank_completion_is_reported_with_a_warning(config, run, monkeypatch, caplog):
     for written, warned in (("", True), (" \n\n", True), (" word\n", False)):
         caplog.clear()
         monkeypatch.setattr(TextGenerator, "continuation", lambda *_, written=written: written)
@@ -57,14 +57,16 @@ def test_a_model_that_ends_at_once_is_said_to_beside_the_text(config, run, monke
         assert ("the completion of this prompt is empty or blank" in caplog.text) == warned
 
 
-def test_a_temperature_draws_from_the_seed(config, run):
+def test_sampling_with_a_temperature_depends_on_the_seed(config, run):
     def written(*more):
         return generate(config(f"generate={run}", "prompt=def", "max_new_tokens=8", *more))
 
     assert written("temperature=1.5") == written("temperature=1.5") != written("temperature=1.5", "seed=1")
 
 
-def test_weights_that_stream_write_the_same_and_go_up_once_for_all_prompts(config, run, tmp_path, monkeypatch):
+def test_streamed_weights_generate_the_text_of_resident_weights_and_are_fetched_once(
+    config, run, tmp_path, monkeypatch
+):
     file = tmp_path / "prompts.txt"
     file.write_text("def return\nimport\nclass Name\n")
     lines = [f"generate={run}", f"sample_prompts={file}", "max_new_tokens=6", "temperature=1.5"]
@@ -81,7 +83,7 @@ def test_weights_that_stream_write_the_same_and_go_up_once_for_all_prompts(confi
     assert at_once < in_twos < one_by_one < 3 * at_once + 9  # a stack of two slots keeps what is there
 
 
-def test_with_a_template_the_prompt_is_a_users_turn(run):
+def test_prompt_is_rendered_as_a_user_message_by_the_chat_template(run):
     chats = AutoTokenizer.from_pretrained(run / "model")
     chats.chat_template = TEMPLATE
     expected = chats("<|im_start|>user\nhi, {a: 1}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
@@ -93,7 +95,7 @@ def test_with_a_template_the_prompt_is_a_users_turn(run):
         prompt_ids(chats, "hi", chat=True)
 
 
-def test_an_adapter_stands_on_its_base(command, run, tmp_path):
+def test_generate_from_an_adapter_folder_loads_its_base(command, run, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(run / "model"), LoraConfig(target_modules=["c_attn"]))
@@ -116,7 +118,7 @@ def test_an_adapter_stands_on_its_base(command, run, tmp_path):
     assert code == 1 and "does not name its base model" in said
 
 
-def test_what_cannot_be_is_a_sentence(command, tmp_path):
+def test_invalid_generate_commands_are_refused(command, tmp_path):
     (tmp_path / "empty").mkdir()
     for lines, says in (
         (("generate=/none", "prompt=x"), "there is no such run folder"),
@@ -131,7 +133,7 @@ def test_what_cannot_be_is_a_sentence(command, tmp_path):
         assert code == 1 and says in said and "Traceback" not in said, said
 
 
-def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
+def test_generation_stops_at_end_token_last_position_or_stop_request():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -162,7 +164,7 @@ def test_it_stops_at_an_end_token_at_the_last_position_and_when_told():
     assert writer.continuation(torch.ones(1, 12, dtype=torch.long), 100) == ""
 
 
-def test_the_prompt_is_taken_as_it_was_typed():
+def test_prompt_with_special_characters_is_read_unchanged():
     typed = ["generate=a b", "prompt=What's [1, 2], {a: b}? 7"]
     from lowmem.config.typed_lines import composed
 

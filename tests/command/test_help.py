@@ -43,7 +43,7 @@ def unwrapped(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", YAMLS, ids=str)
-def test_every_key_of_a_yaml_is_found_with_its_comment(name):
+def test_comment_parser_finds_every_key_of_each_yaml(name):
     """By a parser that knows YAML; it does not see what stands on one line in braces, nor `override /group`."""
     found = help.comments(CONF / name)
     there = {key for key in keys_of(yaml.safe_load((CONF / name).read_text())) if "override" not in key}
@@ -54,20 +54,20 @@ def test_every_key_of_a_yaml_is_found_with_its_comment(name):
     assert all(f"# {comment}\n" in text for comment in found.values() if comment)
 
 
-def test_the_comments_of_a_yaml(tmp_path):
+def test_comments_and_heading_of_a_yaml_are_parsed(tmp_path):
     (tmp_path / "a.yaml").write_text("# head\n# on two lines\na: 1 # one\nb:\n  - c: x\n  d: '{e: f}' # g # h\ni: 2\n")
     assert help.comments(tmp_path / "a.yaml") == {"a": "one", "b": None, "b.c": None, "b.d": "g # h", "i": None}
     assert help.heading(tmp_path / "a.yaml") == "head on two lines"
 
 
 @pytest.mark.process
-def test_every_key_with_a_comment_is_shown_with_it(typed):
+def test_help_shows_every_key_with_its_comment(typed):
     assert len(COMMENTS) > 30
     for key, comment in COMMENTS.items():
         assert f"{key.removeprefix('defaults.')}" in typed and unwrapped(comment) in unwrapped(typed), key
 
 
-def test_every_key_that_one_may_type_has_a_comment():
+def test_every_overridable_key_has_a_comment():
     """Sections, what the groups fill and Hydra's own part aside."""
     cfg = OmegaConf.load(CONF / "config.yaml")
     for key, comment in help.comments(CONF / "config.yaml").items():
@@ -78,7 +78,7 @@ def test_every_key_that_one_may_type_has_a_comment():
 
 
 @pytest.mark.process
-def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, typed):
+def test_help_shows_new_comments_and_drops_removed_comments(tmp_path, typed):
     """The text is made from the files: another conf/ has another help."""
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "config.yaml"
@@ -94,7 +94,7 @@ def test_a_comment_that_is_new_is_shown_and_one_that_is_gone_is_not(tmp_path, ty
 
 @pytest.mark.process
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_choice_of_every_group_is_named(typed, group):
+def test_help_names_every_choice_of_every_group(typed, group):
     start = typed.index(f"  {group}=")
     entry = typed[start : typed.index("\n  ", typed.index("or ", start))] + typed[start:]
     for file in (CONF / group).glob("*.yaml"):
@@ -102,13 +102,13 @@ def test_every_choice_of_every_group_is_named(typed, group):
 
 
 @pytest.mark.process
-def test_it_is_eighty_columns_wide(typed):
+def test_help_is_at_most_80_columns_wide(typed):
     wide = [line for line in typed.splitlines() if len(line) > 80]
     assert not wide
 
 
 @pytest.mark.process
-def test_it_shows_what_is_typed_beside_it():
+def test_help_shows_keys_of_typed_choices():
     text = said("precision=bf16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
     assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
     assert "optim=muon" in text and "Muon for the matrices inside the blocks" in text
@@ -117,13 +117,13 @@ def test_it_shows_what_is_typed_beside_it():
 
 
 @pytest.mark.process
-def test_what_is_taken_out_is_shown_as_that():
+def test_help_shows_removed_keys_with_a_tilde():
     text = said("~clip", "memory=null", "--help")
     assert "  ~clip " in text and "  ~memory.limit " in text and unwrapped(COMMENTS["clip"]) in unwrapped(text)
 
 
 @pytest.mark.process
-def test_the_planner_shows_its_own_keys_too():
+def test_help_of_the_planner_shows_its_own_keys():
     text = unwrapped(said("--help", script="plan.py"))
     for key, comment in help.comments(CONF / "plan.yaml").items():
         assert not comment or (f"{key}=" in text and unwrapped(comment) in text)
@@ -131,12 +131,12 @@ def test_the_planner_shows_its_own_keys_too():
 
 
 @pytest.mark.process
-def test_compare_shows_its_options():
+def test_help_of_compare_shows_its_options():
     assert "comparison.csv" in said("--help", script="compare.py")
 
 
 @pytest.mark.process
-def test_a_reader_that_reads_no_further_is_no_error():
+def test_help_piped_into_head_writes_no_error():
     line = f"{shlex.quote(sys.executable)} train.py --help | head -n 1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("python train.py") and not done.stderr
@@ -164,12 +164,12 @@ def completed(line: str, script: str = "train.py") -> list[str]:
         ("python train.py -m precision=16,32 optim=adam8bit optim.emb", ["optim.embedding_bits="]),
     ],
 )
-def test_groups_choices_and_keys_are_completed(line, expected):
+def test_completion_offers_groups_choices_and_keys(line, expected):
     assert completed(line) == expected
 
 
 @pytest.mark.process
-def test_the_planners_keys_are_completed():
+def test_completion_offers_keys_of_the_planner():
     assert completed("python plan.py gp", "plan.py") == ["gpu="]
 
 
@@ -201,7 +201,7 @@ def in_bash(tmp_path):
 
 
 @pytest.mark.process
-def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_bash):
+def test_documented_completion_line_completes_and_does_not_run_other_scripts(in_bash):
     install = next(
         line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "-sc install=bash" in line
     )
@@ -209,6 +209,6 @@ def test_what_its_page_types_for_it_completes_and_runs_nobody_elses_script(in_ba
 
 
 @pytest.mark.process
-def test_without_its_second_half_a_strangers_script_is_run(in_bash):
+def test_completion_line_of_hydra_runs_another_projects_script(in_bash):
     """The wrong variant: Hydra's own line, which looks for its decorator and does not ask what it found."""
     assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)

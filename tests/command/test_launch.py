@@ -94,7 +94,7 @@ def meet(word: str) -> str:
 
 
 @pytest.mark.process
-def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
+def test_each_rank_has_its_environment_and_its_own_log(ranks, capfd):
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     does = f"print(*(os.environ[key] for key in {keys}), *sys.argv[1:])"
     assert ranks(does, 3) is None
@@ -114,7 +114,7 @@ def test_each_rank_knows_its_place_and_prints_into_its_own_log(ranks, capfd):
         ("os._exit(7)", "exit code 7"),
     ],
 )
-def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_lines(ranks, end, says):
+def test_dead_rank_ends_the_other_ranks_and_is_reported_with_its_last_lines(ranks, end, says):
     """The other one is deaf and never ends: it waits in a collective."""
     began = time.monotonic()
     said = message(
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named_with_its_last_line
 
 
 @pytest.mark.process
-def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
+def test_error_of_a_dead_rank_suggests_resume_if_a_checkpoint_exists(ranks):
     (ranks.run / "checkpoints").mkdir()
     (ranks.run / "checkpoints" / "step-00000002.ckpt").touch()
     said = message(ranks, "if rank: time.sleep(60)\nos.kill(os.getpid(), 9)")
@@ -142,13 +142,13 @@ def test_a_rank_that_dies_behind_a_checkpoint_is_told_to_go_on_from_it(ranks):
 
 
 @pytest.mark.process
-def test_of_the_first_rank_the_last_lines_are_those_of_the_runs_log(ranks):
+def test_error_of_rank_0_quotes_the_last_lines_of_train_log(ranks):
     said = message(ranks, "if rank: time.sleep(60)\n(run / 'train.log').write_text('step 3')\nos.kill(os.getpid(), 9)")
     assert "Rank 0 of 2: killed by SIGKILL" in said and f"({ranks.run / 'train.log'}):\n  step 3\n" in said
 
 
 @pytest.mark.process
-def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
+def test_error_reports_the_rank_that_failed_first_and_not_the_lost_connections(ranks):
     """Rank 0 sees a connection that closes before anybody sees that rank 1 has died; rank 2 aborts."""
     launch.SETTLE = 2.0  # put back by the fixture
     lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank has exited.')\n"
@@ -162,13 +162,13 @@ def test_the_cause_is_told_and_not_what_the_others_met_of_it_first(ranks):
 
 
 @pytest.mark.process
-def test_what_a_library_does_when_its_process_ends_takes_nothing_back(ranks):
+def test_crash_of_a_library_at_exit_does_not_fail_a_finished_run(ranks):
     assert ranks("launched.report('done')\nif rank == 0: os.abort()") is None
     assert message(ranks, "if rank == 0: os.abort()").startswith("Rank 0 of 2: killed by SIGABRT")
 
 
 @pytest.mark.process
-def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collective(ranks):
+def test_timeout_of_the_waiting_ranks_names_the_collective(ranks):
     said = message(
         ranks, "if rank == 1: time.sleep(60)\nfails('lost', 'all_reduce in total: another rank did not ...')"
     )
@@ -176,7 +176,7 @@ def test_a_time_limit_that_all_but_the_one_that_hangs_run_into_names_the_collect
 
 
 @pytest.mark.process
-def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, capfd):
+def test_nccl_watchdog_timeout_names_the_collective(ranks, capfd):
     """The first rank prints them to the terminal only; another rank's stand before everything that follows. If several
     ranks were aborted, the one whose words are understood is reported."""
     aborts = f"print({WATCHDOG!r}, *['a frame'] * 50, sep='\\n', file=sys.stderr, flush=True); os.abort()"
@@ -188,7 +188,7 @@ def test_where_nccl_ends_a_rank_its_watchdogs_words_name_the_collective(ranks, c
 
 
 @pytest.mark.process
-def test_a_rank_that_has_failed_and_does_not_leave_ends_all(ranks, monkeypatch):
+def test_failed_rank_that_does_not_exit_ends_all_ranks(ranks, monkeypatch):
     monkeypatch.setattr(launch, "LEAVES", 1.0)
     began = time.monotonic()
     said = message(
@@ -198,7 +198,7 @@ def test_a_rank_that_has_failed_and_does_not_leave_ends_all(ranks, monkeypatch):
 
 
 @pytest.mark.process
-def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
+def test_failed_rank_gets_time_to_finish_its_cleanup(ranks):
     said = message(
         ranks, "if rank == 0: time.sleep(60)\nlaunched.report('failed', 'a bug')\ntime.sleep(2)\n(run / 'left').touch()"
     )
@@ -206,7 +206,7 @@ def test_a_rank_that_has_failed_has_time_for_what_it_still_does(ranks):
 
 
 @pytest.mark.process
-def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
+def test_refusal_of_all_ranks_is_printed_once_without_a_rank(ranks, capfd):
     sentence = "lr=-1: give a positive learning rate."
     assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
     assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
@@ -215,7 +215,7 @@ def test_what_all_ranks_refuse_is_said_once_and_by_no_rank(ranks, capfd):
 
 
 @pytest.mark.process
-def test_a_complete_run_that_rank_0_could_not_upload_is_not_a_failed_one(ranks):
+def test_failed_upload_of_rank_0_does_not_mark_a_complete_run_as_failed(ranks):
     with pytest.raises(NotPublished, match=r"^push=me/it: no network$"):
         ranks("if rank == 0: fails('not uploaded', 'push=me/it: no network')\nlaunched.report('done')")
     assert not (ranks.run / folders.FAILED).exists()
@@ -237,7 +237,7 @@ def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_is_handed_to_all_ranks_once_and_they_end_in_order(ranks, name):
+def test_signal_is_forwarded_to_all_ranks_once_and_ranks_stop_in_order(ranks, name):
     signalled(ranks, name, name, apart=0.0)  # twice at once, as of a terminal's whole process group
     does = "listens()\nwhile not told: time.sleep(0.01)\ntime.sleep(0.4)\n"
     sent = ranks(does + "(run / f'told-{rank}').write_text(str(told))\nstops()")
@@ -246,7 +246,7 @@ def test_a_signal_is_handed_to_all_ranks_once_and_they_end_in_order(ranks, name)
 
 
 @pytest.mark.process
-def test_a_second_signal_ends_at_once_also_who_does_not_hear_it(ranks):
+def test_second_signal_ends_all_ranks_including_one_that_ignores_signals(ranks):
     signalled(ranks, "SIGTERM", "SIGTERM")
     began = time.monotonic()
     with pytest.raises(Ended) as ended:
@@ -255,21 +255,21 @@ def test_a_second_signal_ends_at_once_also_who_does_not_hear_it(ranks):
 
 
 @pytest.mark.process
-def test_a_signal_to_one_rank_ends_the_run_as_that_signal(ranks):
+def test_signal_sent_to_one_rank_ends_the_run_with_that_signal(ranks):
     signalled(ranks, "SIGTERM", to=1)
     does = "listens()\ntogether('listens')\nwhile not told and not (run / 'told').exists(): time.sleep(0.01)\n"
     assert ranks(does + "(run / 'told').touch()\ntold = told or [15]\nstops()") == signal.SIGTERM
 
 
 @pytest.mark.process
-def test_a_signal_before_anything_is_there_to_keep_ends_at_once(ranks):
+def test_signal_before_the_first_checkpoint_ends_the_run_immediately(ranks):
     signalled(ranks, "SIGHUP")
     with pytest.raises(Ended) as ended:
         ranks("listens()\nwhile not told: time.sleep(0.01)\nsys.exit(129)")
     assert ended.value.code == 129 and ended.value.said == "SIGHUP: ended at once."
 
 
-def test_each_rank_is_started_with_the_lines_of_the_command_and_one_folder(tmp_path, monkeypatch):
+def test_each_rank_is_started_with_the_overrides_and_one_run_folder(tmp_path, monkeypatch):
     """In this process: the first rank is not started."""
 
     class Started(Exception):
@@ -287,7 +287,7 @@ def test_each_rank_is_started_with_the_lines_of_the_command_and_one_folder(tmp_p
 
 @pytest.mark.seam
 @pytest.mark.process
-def test_ranks_do_not_outlive_who_has_started_them(tmp_path):
+def test_ranks_end_when_their_launcher_dies(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "train.py").write_text(
@@ -344,7 +344,7 @@ def place(monkeypatch):
         ),
     ],
 )
-def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
+def test_world_size_that_differs_from_devices_is_refused(place, env, says):
     """Hydra turns an exception of a callback into a warning, so it exits."""
     place(**env)
     with pytest.raises(SystemExit) as ended:
@@ -356,21 +356,21 @@ def test_as_many_processes_as_were_not_asked_for_are_refused(place, env, says):
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
 )
-def test_as_many_processes_as_were_asked_for_are_accepted(place, env, monkeypatch):
+def test_world_size_that_equals_devices_is_accepted(place, env, monkeypatch):
     place(**env)
     monkeypatch.setattr(cli.Settle, "run", None)
     cli.Settle().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
     assert cli.Settle.run.devices == 2
 
 
-def test_a_sweep_in_each_of_several_processes_is_refused(place):
+def test_sweep_under_torchrun_is_refused(place):
     place(RANK="0", WORLD_SIZE="2")
     with pytest.raises(Refused, match=r"each would run the whole sweep. Type python train.py -m ... devices=2"):
         cli.prepare(["-m", "strategy=ddp", "devices=2", "seed=1,2"])
 
 
 @pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
-def test_more_ranks_than_cards_are_refused(place, monkeypatch, device, ranks):
+def test_more_ranks_than_cuda_devices_are_refused(place, monkeypatch, device, ranks):
     """Only the ranks of this machine count, out of 8."""
     place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -382,7 +382,7 @@ def test_more_ranks_than_cards_are_refused(place, monkeypatch, device, ranks):
             check._device(device, snapshot=False)
 
 
-def test_ranks_that_would_all_take_the_first_card_are_refused(place, monkeypatch):
+def test_ranks_without_local_rank_are_refused(place, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -391,7 +391,7 @@ def test_ranks_that_would_all_take_the_first_card_are_refused(place, monkeypatch
         check._device("cuda", snapshot=False)
 
 
-def test_another_life_of_torchruns_ranks_does_not_read_the_words_of_the_one_before(place):
+def test_restarted_torchrun_ranks_do_not_read_store_keys_of_the_previous_attempt(place):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     place(TORCHELASTIC_USE_AGENT_STORE="True")
@@ -404,13 +404,13 @@ def test_another_life_of_torchruns_ranks_does_not_read_the_words_of_the_one_befo
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_what_one_process_does_is_done_by_one(place, env):
+def test_single_process_commands_ignore_strategy_and_devices(place, env):
     place(**env)
     assert cli.prepare(["show=3", "strategy=ddp", "strategy.timeout=9", "devices=2"]) == ["show=3"]
     assert cli.prepare(["export=null", "strategy=ddp", "devices=2"])[1:] == ["strategy=ddp", "devices=2"]
 
 
-def test_the_folders_of_ranks_are_no_runs(tmp_path):
+def test_rank_folders_are_not_listed_as_runs(tmp_path):
     run = tmp_path / "run"
     for folder in (run, run / "rank-1"):
         folder.mkdir(parents=True)
@@ -427,9 +427,7 @@ hydra: {run: {dir: RUN}, output_subdir: .hydra, overrides: {hydra: ["hydra.run.d
 
 
 @pytest.mark.parametrize(("number", "file"), [(0, "train.log"), (1, None)])
-def test_a_rank_writes_into_the_folder_that_was_claimed_for_it_and_not_over_hydras_files(
-    place, tmp_path, monkeypatch, number, file
-):
+def test_rank_uses_the_claimed_folder_and_does_not_overwrite_hydra_files(place, tmp_path, monkeypatch, number, file):
     (tmp_path / "summary.json").touch()  # another run is in this folder, which a command would refuse
     place(RANK=str(number), WORLD_SIZE="2", LOWMEM_RANK_OF=str(tmp_path))
     config = OmegaConf.create(HYDRAS.replace("RUN", str(tmp_path)))
@@ -442,7 +440,7 @@ def test_a_rank_writes_into_the_folder_that_was_claimed_for_it_and_not_over_hydr
 
 
 @pytest.mark.parametrize("earlier", [None, "of an earlier life"])
-def test_a_refused_run_of_ranks_leaves_the_folder_as_it_was(tmp_path, monkeypatch, earlier):
+def test_refused_multi_rank_run_leaves_the_folder_unchanged(tmp_path, monkeypatch, earlier):
     log = tmp_path / "run" / "rank-1" / "output.log"
     if earlier:
         log.parent.mkdir(parents=True)
@@ -456,7 +454,7 @@ def test_a_refused_run_of_ranks_leaves_the_folder_as_it_was(tmp_path, monkeypatc
     assert not earlier or log.read_text() == earlier
 
 
-def test_what_a_rank_has_written_is_no_folder_as_it_was(tmp_path):
+def test_folder_with_metrics_of_a_rank_is_not_untouched(tmp_path):
     claimed = folder_lock._this(tmp_path / "run", "hydra.run.dir", lambda: True)
     (tmp_path / "run" / "rank-1").mkdir()
     (tmp_path / "run" / "rank-1" / "metrics.csv").touch()
@@ -500,7 +498,7 @@ def of_run(run: Path) -> list[int]:
 
 
 @pytest.mark.process
-def test_a_config_that_every_rank_refuses_is_said_once_and_leaves_nothing(typed, tmp_path):
+def test_config_refused_by_every_rank_is_reported_once_and_leaves_no_folder(typed, tmp_path):
     assert typed("optim.in_backward=true", "clip=null").wait(120) == 1
     said = (tmp_path / "said").read_text()
     assert said.count("optim.in_backward=true: a parameter would be updated") == 1 == len(said.splitlines())
@@ -517,7 +515,7 @@ def at_step(run: Path, step: int, process: subprocess.Popen) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_resume_goes_on(typed, tmp_path, rank):
+def test_killed_rank_ends_the_run_and_resume_continues(typed, tmp_path, rank):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -534,7 +532,7 @@ def test_a_killed_rank_ends_the_run_and_resume_goes_on(typed, tmp_path, rank):
 
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "to"), [("SIGTERM", None), ("SIGINT", None), ("SIGHUP", 0), ("SIGTERM", 1)])
-def test_a_signal_leaves_a_checkpoint_whoever_gets_it(typed, tmp_path, name, to):
+def test_signal_to_launcher_or_rank_leaves_a_checkpoint(typed, tmp_path, name, to):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -548,7 +546,7 @@ def test_a_signal_leaves_a_checkpoint_whoever_gets_it(typed, tmp_path, name, to)
 
 @pytest.mark.process
 @pytest.mark.parametrize("device", ["cpu", CARDS])
-def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collective(typed, tmp_path, device):
+def test_hung_rank_ends_the_run_at_the_timeout_and_names_the_collective(typed, tmp_path, device):
     run = tmp_path / "run"
     # on a busy machine one rank may start some seconds before the other
     process = typed(*LONG, "strategy.timeout=20", f"device={device}")
@@ -566,7 +564,7 @@ def test_a_rank_that_hangs_ends_the_run_by_the_time_limit_and_names_the_collecti
 
 
 @pytest.mark.process
-def test_ranks_end_with_the_command_that_was_killed(typed, tmp_path):
+def test_ranks_end_when_the_command_is_killed(typed, tmp_path):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -576,7 +574,7 @@ def test_ranks_end_with_the_command_that_was_killed(typed, tmp_path):
 
 
 @pytest.mark.process
-def test_a_sweep_of_such_jobs_has_a_folder_for_each(typed, tmp_path):
+def test_sweep_of_multi_rank_jobs_has_one_folder_per_job(typed, tmp_path):
     process = typed("-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep", "max_steps=2")
     assert process.wait(240) == 0, (tmp_path / "said").read_text()
     assert [one.folder.name for one in folders.runs_below(tmp_path / "sweep")] == ["0", "1"]
@@ -587,7 +585,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 
 
 @pytest.mark.process
-def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typed, tmp_path):
+def test_torchrun_creates_one_run_folder_and_reports_a_shared_refusal_once(typed, tmp_path):
     assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 0, (tmp_path / "said").read_text()
     run = tmp_path / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
@@ -597,7 +595,7 @@ def test_under_torchrun_there_is_one_folder_and_what_all_refuse_is_said_once(typ
 
 
 @pytest.mark.process
-def test_two_agents_of_torchrun_are_one_run(typed, tmp_path):
+def test_two_torchrun_agents_form_one_run(typed, tmp_path):
     """As `srun torchrun` starts them, one on each of two nodes."""
     where = f"--rdzv-endpoint=127.0.0.1:{launch.free_port()}"
     agents = (

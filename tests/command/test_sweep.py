@@ -50,7 +50,7 @@ def summaries(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.process
-def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, failing, tmp_path, monkeypatch):
+def test_killed_job_leaves_other_jobs_intact_and_only_it_is_repeated(command, failing, tmp_path, monkeypatch):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
     assert "job 0 done: " in said and "bits per byte" in said
@@ -76,7 +76,7 @@ def test_a_killed_job_harms_no_other_and_is_all_that_is_run_again(command, faili
 
 
 @pytest.mark.process
-def test_eighteen_jobs_of_which_three_fail_leave_fifteen_results_and_three_reasons(command, failing, tmp_path):
+def test_sweep_with_3_failing_jobs_of_18_leaves_15_results_and_3_reasons(command, failing, tmp_path):
     ways = failing(s3="SIGKILL", s8="SIGSEGV", s13="raise")
     code, said = command("-m", f"seed={','.join(map(str, range(18)))}", *ways)
     assert code == 1 and len(summaries(tmp_path / "sweep")) == 15
@@ -97,7 +97,7 @@ def small_files():
 
 
 @pytest.mark.process
-def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(command, small_files, tmp_path):
+def test_job_on_a_full_disk_is_reported_and_later_jobs_run(command, small_files, tmp_path):
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
@@ -110,7 +110,7 @@ def test_a_job_without_room_for_its_checkpoint_says_so_and_the_others_go_on(comm
 
 
 @pytest.mark.process
-def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, monkeypatch, capsys):
+def test_failure_reason_that_cannot_be_written_is_printed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit('no room on the disk')")
     monkeypatch.setattr(sweep, "script", script)
@@ -122,7 +122,7 @@ def test_where_not_even_the_reason_can_be_written_the_terminal_has_it(tmp_path, 
 
 
 @pytest.mark.process
-def test_ctrl_c_waits_for_the_job_and_ends_the_sweep(tmp_path, monkeypatch):
+def test_ctrl_c_waits_for_the_running_job_and_ends_the_sweep(tmp_path, monkeypatch):
     """The job gets the signal from the terminal too: it ends after its step, with a checkpoint, and exit code 130."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -167,7 +167,7 @@ def job(tmp_path, monkeypatch):
         ("sys.exit(0)", "exited with code 0, but wrote no summary"),
     ],
 )
-def test_a_job_that_was_told_to_end_or_left_no_summary_has_failed(job, tmp_path, capsys, does, reason):
+def test_job_ended_by_a_signal_or_without_a_summary_has_failed(job, tmp_path, capsys, does, reason):
     ended = job(does)
     assert (ended.status, ended.reason) == ("failed", reason)
     assert (tmp_path / "job" / folders.FAILED).read_text() == reason
@@ -194,7 +194,7 @@ def ran(tmp_path, monkeypatch):
     return run
 
 
-def test_a_job_runs_the_script_with_its_own_lines_and_folder(ran, tmp_path):
+def test_job_runs_the_script_with_its_own_overrides_and_folder(ran, tmp_path):
     assert ran().status == "done"
     assert ran.words == [sys.executable, str(sweep.script), "lr=1", "precision='16'", f"hydra.run.dir={tmp_path}/job"]
 
@@ -208,7 +208,7 @@ def test_a_job_runs_the_script_with_its_own_lines_and_folder(ran, tmp_path):
         (0, "", False, "exited with code 0, but wrote no summary"),
     ],
 )
-def test_a_job_with_an_exit_code_or_without_a_summary_has_failed(ran, tmp_path, code, stderr, summarised, reason):
+def test_job_with_nonzero_exit_code_or_without_a_summary_has_failed(ran, tmp_path, code, stderr, summarised, reason):
     ended = ran(code, stderr, summarised)
     assert (ended.status, ended.reason) == ("failed", reason)
     assert (tmp_path / "job" / folders.FAILED).read_text() == reason
@@ -216,7 +216,7 @@ def test_a_job_with_an_exit_code_or_without_a_summary_has_failed(ran, tmp_path, 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_path, capsys, name):
+def test_signal_to_a_sweep_is_forwarded_and_ends_the_sweep_after_the_job(job, tmp_path, capsys, name):
     with signals.handled(signals.at_once), pytest.raises(signals.Ended) as ended:
         job(
             f"told = []; signal.signal(signal.{name}, lambda *_: told.append(1))\n"
@@ -229,9 +229,7 @@ def test_a_signal_to_the_sweep_is_passed_on_and_ends_it_after_the_job(job, tmp_p
     assert f"to continue the sweep, type python train.py sweep.resume={tmp_path}" in capsys.readouterr().out
 
 
-def test_jobs_whose_names_have_a_slash_are_named_and_resumed_from_the_folder_of_the_sweep(
-    command, tmp_path, monkeypatch
-):
+def test_jobs_with_a_slash_in_their_name_are_listed_and_resumed_from_the_sweep_folder(command, tmp_path, monkeypatch):
     """hydra.sweep.subdir='${hydra.job.override_dirname}' puts data.path=d/a.txt one level deeper."""
     sent = iter([None, signal.SIGTERM])
 
@@ -246,7 +244,7 @@ def test_jobs_whose_names_have_a_slash_are_named_and_resumed_from_the_folder_of_
     assert names == {f"{tmp_path}/sweep/data.path=d/{name}" for name in "ab"}
 
 
-def test_the_table_of_a_sweep_has_whole_names_of_its_jobs(tmp_path, capsys):
+def test_table_of_a_sweep_has_complete_job_names(tmp_path, capsys):
     for name in ("d/a", "d/b"):
         finished(tmp_path / name, ["lr=0.001"])
     (tmp_path / "d/b" / folders.FAILED).write_text("killed")
@@ -264,14 +262,14 @@ def test_the_table_of_a_sweep_has_whole_names_of_its_jobs(tmp_path, capsys):
         ("hydra.run.dir", [], "Type hydra.run.dir=<a writable folder>."),
     ],
 )
-def test_a_folder_whose_name_is_too_long_is_told_with_the_key_that_names_it(command, tmp_path, key, flags, says):
+def test_too_long_folder_name_is_reported_with_its_key(command, tmp_path, key, flags, says):
     place = "x" * 300 if flags else f"{tmp_path}/{'x' * 300}"
     code, said = command(*flags, "seed=1", f"{key}={place}", base=())
     assert code == 1 and "File name too long" in said and said.rstrip().endswith(says), said
 
 
 @pytest.mark.process
-def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, failing, tmp_path):
+def test_sweep_continues_after_a_signal_to_one_job_and_reports_it(command, failing, tmp_path):
     code, said = command("-m", "seed=0,1", *failing(s0="SIGTERM"))
     assert code == 1 and "job 0 failed: ended by SIGTERM" in said and "job 1 done: " in said
     summary = summaries(tmp_path / "sweep")["0"]
@@ -279,14 +277,14 @@ def test_a_sweep_survives_a_signal_to_one_of_its_jobs_and_tells_of_it(command, f
     assert (tmp_path / "sweep" / "0" / "checkpoints" / "step-00000001.ckpt").exists()
 
 
-def test_only_a_sweep_can_be_resumed_and_as_it_was(tmp_path, command):
+def test_sweep_resume_is_refused_for_other_folders_and_with_extra_overrides(tmp_path, command):
     code, said = command(f"sweep.resume={tmp_path}", base=None)
     assert code == 1 and "this is not the folder of a sweep" in said and "multirun.yaml" in said
     code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())
     assert code == 1 and "Leave out everything else" in said
 
 
-def test_a_damaged_job_keeps_its_row_in_the_table_at_the_end_of_a_sweep(tmp_path, capsys):
+def test_damaged_job_keeps_its_row_in_the_final_table_of_a_sweep(tmp_path, capsys):
     names = damaged(tmp_path)
     hydra = {"job": {"name": "train"}, "sweep": {"dir": str(tmp_path)}}
     sweep.Report().on_multirun_end(OmegaConf.create({"hydra": hydra}))

@@ -25,7 +25,7 @@ PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_card_has_every_field_and_says_where_from(name):
+def test_card_has_all_fields_and_names_its_source(name):
     said = cards.cards()[name]
     assert said.keys() == FIELDS and said["tflops"].keys() == PRODUCTS and said["source"].startswith("https://")
     assert (
@@ -40,20 +40,20 @@ def test_a_card_has_every_field_and_says_where_from(name):
     assert all(map(card.multiplies, ("float32", "tensorfloat32", "float16")))
 
 
-def test_all_of_them_are_listed_where_one_looks():
+def test_all_card_names_are_in_the_help_and_the_docs():
     assert set(cards.cards()) == set(NAMES)
     comment = help.comments(ROOT / "conf" / "plan.yaml")["gpu"]
     assert all(name in comment and name in (ROOT / "docs" / "cards.md").read_text() for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_none_has_as_much_as_its_name_says(name):
+def test_usable_memory_of_a_card_is_below_its_nominal_memory(name):
     sold = {"rtx3060": 12, "rtx4090": 24, "rtx5090": 32, "a10g": 24, "t4": 16, "h100": 80, "h200": 141}
     sold = sold.get(name) or int(name.partition("-")[2].removesuffix("gb"))
     assert 0.9 * sold < cards.card(name).size / GIB < sold
 
 
-def test_a_bare_size_keeps_a_share_free_and_assumes_a_context():
+def test_card_given_by_size_reserves_a_share_and_assumes_a_cuda_context():
     card = cards.card("12GiB")
     assert card.size == round(0.98 * 12 * GIB) and card.context_bytes == GIB // 2
     assert card.rates is None and card.multiplies("bfloat16") and cards.card(None) is None
@@ -63,7 +63,7 @@ def test_a_bare_size_keeps_a_share_free_and_assumes_a_context():
     ("word", "first"),
     [("rtx3070", "rtx3060"), ("RTX 4090", "rtx4090"), ("a100", "a100-"), ("4060ti", "rtx4060ti-16gb"), ("H10", "h100")],
 )
-def test_the_nearest_name_comes_first(word, first):
+def test_nearest_card_name_is_suggested_first(word, first):
     found = cards.nearest(word)
     assert found[0].startswith(first) and sorted(found) == sorted(NAMES)
 
@@ -81,7 +81,7 @@ def predicted(reserved, context_bytes):
 RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve
 
 
-def test_a_card_by_name_holds_what_torch_reserves_and_its_context():
+def test_run_fits_a_named_card_with_its_reserved_memory_and_cuda_context():
     card = cards.card("rtx3060")
     assert predicted(RECIPE, card.context_bytes).fits(Target(True, card))
     assert predicted(card.size - card.context_bytes, card.context_bytes).fits(Target(True, card))
@@ -89,7 +89,7 @@ def test_a_card_by_name_holds_what_torch_reserves_and_its_context():
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_card_that_is_here_is_not_charged_for_its_context_again(monkeypatch, config, twice):
+def test_cuda_context_is_not_subtracted_twice_from_free_memory_of_a_present_card(monkeypatch, config, twice):
     """11.75 GiB, of which the context took 0.3: README's recipe fits. Twice: the wrong variant."""
     free = round((11.75 - 0.3) * GIB)
     made_up(monkeypatch, free)
@@ -112,7 +112,7 @@ def made_up(monkeypatch, free, capability=(8, 6)):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
-def test_a_limit_is_of_the_allocator_which_holds_no_context(monkeypatch, config):
+def test_memory_limit_caps_the_allocator_and_excludes_the_cuda_context(monkeypatch, config):
     made_up(monkeypatch, 11 * GIB)
     of_card, capped, above = (
         at_start._free(config("device=cuda", *typed)) for typed in ((), ("memory.limit=8GiB",), ("memory.limit=12GiB",))
@@ -123,7 +123,7 @@ def test_a_limit_is_of_the_allocator_which_holds_no_context(monkeypatch, config)
     assert at_start._free(config()) is None
 
 
-def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
+def test_present_card_reports_the_dtypes_it_can_multiply(monkeypatch):
     made_up(monkeypatch, GIB, (7, 5))
     assert not cards.here().multiplies("bfloat16") and cards.here().multiplies("float16")
     made_up(monkeypatch, GIB, (12, 0))
@@ -133,7 +133,7 @@ def test_a_card_that_is_here_says_what_it_multiplies(monkeypatch):
             known.multiplies("float8_e4m3fn")
 
 
-def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
+def test_query_of_the_card_without_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match=r"this machine has no CUDA card.*Type gpu=12GiB"):
         cards.here()
@@ -153,7 +153,7 @@ def test_where_there_is_none_it_cannot_be_asked(monkeypatch):
         ("train.py", "plan=rtx3070", "or a card: rtx3060, "),
     ],
 )
-def test_bad_input_is_answered_before_torch_is_imported(script, line, says):
+def test_invalid_input_is_reported_before_torch_is_imported(script, line, says):
     """Nor anything else that is heavy: in a second, most of which Hydra takes, and 450 modules."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)

@@ -11,14 +11,14 @@ from lowmem.system.errors import Refused
 
 @pytest.mark.rows("precision", "optim")
 @pytest.mark.parametrize("group", groups())
-def test_the_config_says_what_the_yaml_declares(config, group):
+def test_technique_in_the_config_equals_the_declaration_in_its_yaml(config, group):
     for name, technique in techniques(group).items():
         more = ["accumulation.sizes={0: 1}"] if name.startswith("by_") else []
         assert config(f"{group}={name}", *more).technique(group) == technique
 
 
 @pytest.mark.parametrize("group", groups())
-def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
+def test_each_group_advises_one_technique_and_host_variants_exist(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
     # weights stream beside a precision and a checkpointing that are chosen with them, and who has one device has no
@@ -30,7 +30,7 @@ def test_one_of_each_group_is_the_first_to_try_and_twins_exist(group):
         assert technique.on_host is None or technique.on_host in every
 
 
-def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):
+def test_unknown_declaration_is_refused(tmp_path, monkeypatch, config):
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "typo.yaml").write_text(yaml.safe_dump({"declares": {"pagse": True}}))
     monkeypatch.setattr(module, "CONF", tmp_path)
@@ -42,11 +42,11 @@ def test_what_no_technique_declares_is_refused(tmp_path, monkeypatch, config):
         config("+optim.declares.pagse=true").technique("optim")
 
 
-def test_by_itself_a_technique_declares_nothing():
+def test_technique_without_declarations_has_the_defaults():
     assert Technique() == techniques("accumulation")["none"]
 
 
-def test_a_strategy_of_one_process_says_so():
+def test_strategies_that_run_in_one_process_declare_it():
     """The command line asks what is declared: it does not import torch to know whether it starts ranks."""
     alone = {name: run_of([f"strategy={name}"]).several for name in techniques("strategy")}
     assert alone == {name: not declared.one_process for name, declared in techniques("strategy").items()}

@@ -83,7 +83,7 @@ TYPED = {
 }
 
 
-def test_every_refusal_has_its_command_line_and_a_test_that_is_its_proof():
+def test_every_refusal_has_a_command_line_and_a_proof_test():
     proofs = [name for name in globals() if name.startswith("test_proof_")]
     told = "a refusal needs a line in TYPED and a test_proof_<name> that runs it with the list emptied"
     assert [f"test_proof_{name}" for name in TYPED] == proofs, told
@@ -91,7 +91,7 @@ def test_every_refusal_has_its_command_line_and_a_test_that_is_its_proof():
 
 
 @pytest.mark.parametrize(("refusal", "line"), [*zip(refusals.REFUSALS, TYPED.values(), strict=True)], ids=TYPED)
-def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_path, refusal, line, monkeypatch):
+def test_refused_command_line_builds_nothing_and_says_what_to_type(command, tmp_path, refusal, line, monkeypatch):
     monkeypatch.setattr(build, "data", None)  # calling it would be another error
     if line == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
@@ -113,7 +113,7 @@ def test_it_is_refused_before_anything_is_built_with_what_to_type(command, tmp_p
         ["optim=adam8bit", "optim.embedding_bits=32"],
     ],
 )
-def test_what_can_work_is_not_refused(fit, allowed):
+def test_allowed_command_lines_near_a_refusal_train(fit, allowed):
     summary, _ = fit(*allowed)
     assert summary["steps"] == 4
 
@@ -474,17 +474,17 @@ def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch
         fit("optim=adamw4bit", "model.architecture.n_embd=64")
 
 
-def test_all_refusals_of_a_command_line_are_said_at_once(command):
+def test_all_refusals_of_a_command_line_are_reported_together(command):
     code, said = command("optim.in_backward=true", "accumulation=fixed", "precision=16")
     assert code == 1 and all(word in said for word in ("clip=null", "accumulation=none", "precision=bf16"))
 
 
-def test_an_accumulation_that_is_refused_itself_is_a_sentence_too(command):
+def test_refused_accumulation_size_is_reported_without_a_traceback(command):
     lines = ("optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=10")
     code, said = command(*lines)
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
-def test_the_check_is_the_same_from_a_notebook(config):
+def test_check_refuses_the_same_config_from_a_notebook(config):
     with pytest.raises(Refused, match="clip=null"):
         check.check(config("optim.in_backward=true"), {})

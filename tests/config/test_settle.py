@@ -10,14 +10,14 @@ from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused
 
 
-def test_a_run_does_not_change():
+def test_run_is_frozen():
     run = run_of([])
     for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.precision, "target")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(one, key, 1)
 
 
-def test_a_configuration_of_transformers_changes_nothing_of_it():
+def test_building_a_transformers_config_does_not_change_the_run():
     """Some write into the mappings that they are made of, such as rope_scaling."""
     run = run_of(["model=qwen3-0.6b", "model.pretrained=false"])
     others = {key: value for key, value in run.model.architecture.items() if key != "rope_parameters"}
@@ -26,7 +26,7 @@ def test_a_configuration_of_transformers_changes_nothing_of_it():
     assert run.model.architecture["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_what_becomes_known_is_followed_by_what_depends_on_it():
+def test_values_that_depend_on_a_late_fact_are_computed_again():
     run = run_of(["scheduler=cosine"])
     later = run.knowing(max_steps=77)
     assert later.scheduler.total_steps == 77 == later.max_steps and run.scheduler.total_steps == run.max_steps != 77
@@ -34,14 +34,14 @@ def test_what_becomes_known_is_followed_by_what_depends_on_it():
     assert alone.scheduler.total_steps == run.max_steps and alone.max_steps == 77
 
 
-def test_of_a_key_that_is_replaced_nothing_is_left():
+def test_replaced_mapping_keeps_no_old_keys():
     run = run_of([])
     other = {"model_type": "llama"}
     assert "n_layer" in run.knowing(model={"architecture": other}).model.architecture
     assert run.replacing("model.architecture", other).model.architecture == other
 
 
-def test_all_that_is_wrong_is_said_at_once_and_a_run_is_taken_as_it_is():
+def test_settled_reports_all_errors_together_and_returns_a_run_unchanged():
     with pytest.raises(Refused) as refusal:
         settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
     assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)

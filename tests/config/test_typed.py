@@ -154,7 +154,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_it_is_one_sentence_with_what_to_type(line):
+def test_invalid_line_is_refused_in_one_sentence_with_what_to_type(line):
     with pytest.raises(Refused) as refusal:
         typed_run(shlex.split(line))
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
@@ -168,13 +168,13 @@ MISSPELT |= {"early_stop.patence": "early_stop.patience"}
 OTHER_WORDS = "banana foo workers shuffle port rank gpus stride lang output path dtype layers sweep mode_of lora_r"
 
 
-def test_a_suggestion_is_a_key_that_is_spelt_almost_so():
+def test_suggested_key_is_a_near_spelling():
     known = {*spelling.keys_of(OmegaConf.to_container(composed([], whole=True), resolve=False)), *GROUPS}
     assert {word: spelling.nearest(word, known) for word in MISSPELT} == MISSPELT
     assert {word: near for word in OTHER_WORDS.split() if (near := spelling.nearest(word, known))} == {}
 
 
-def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
+def test_streaming_with_a_tokenizer_and_single_character_delimiters_are_accepted():
     for line in (
         "data=hub data.path=x data.streaming=true tokenizer=x",
         "data=hub data.path=x data.streaming=true model.pretrained=true",
@@ -204,12 +204,12 @@ def test_a_stream_with_a_tokenizer_and_what_separates_cells_pass():
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several paths need names, as in {news:a,wiki:b}."),
     ],
 )
-def test_a_place_that_is_none_is_told_before_torch(lines, said):
+def test_missing_path_is_refused_before_torch_is_imported(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
         check.check_places(typed_run(lines))
 
 
-def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypatch):
+def test_folder_name_typed_as_a_choice_is_suggested_as_data_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
     for line, says in (
@@ -220,18 +220,18 @@ def test_a_folder_of_one_name_in_place_of_a_choice_is_a_place(tmp_path, monkeypa
             cli.prepare([line])
 
 
-def test_every_error_is_told_at_once():
+def test_all_invalid_keys_are_reported_together():
     with pytest.raises(Refused) as refusal:
         typed_run(["max_steps=0", "lr=a", "+seeds=1"])
     assert len(str(refusal.value).splitlines()) == 3  # and none of what takes lr and max_steps over
 
 
-def test_without_the_schema_all_of_them_would_be_taken():
+def test_invalid_lines_are_accepted_without_the_schema():
     for line in ("max_steps=abc", "+precison=16", "clip=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
         composed(cli.prepare([line]))
 
 
-def test_what_only_a_signature_tells():
+def test_arguments_unknown_to_the_schema_are_checked_against_the_signature():
     for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
         with pytest.raises(Refused, match=says):
             checked(typed_run([line, "loss=chunked"]), {})
@@ -248,19 +248,19 @@ def test_what_only_a_signature_tells():
         ("optim=glob(adam*),sdg", "optim=sdg: there is no such choice. Type optim=sgd, or one of"),
     ],
 )
-def test_a_glob_that_names_nothing_is_told_before_a_sweep_of_no_jobs(line, says):
+def test_glob_without_a_match_is_refused_before_an_empty_sweep(line, says):
     with pytest.raises(Refused, match=re.escape(says)):
         cli.prepare(["-m", "data=text", line])
 
 
-def test_the_advice_for_a_value_that_cannot_be_read_can_be_pasted_and_means_what_was_typed():
+def test_quoting_advice_can_be_pasted_and_keeps_the_typed_value():
     (advice,) = shlex.split(
         spelling._unreadable("hydra.sweep.subdir=lr=${seed}").partition("in quotes: ")[2].removesuffix(".")
     )
     assert composed([advice], whole=True).hydra.sweep.subdir == "lr=0"
 
 
-def test_a_key_that_one_job_of_a_sweep_lacks_is_told_as_of_a_single_run():
+def test_key_missing_in_one_job_of_a_sweep_is_explained_as_in_a_single_run():
     typed = ["optim=adamw,sgd", "optim.betas=[0.8,0.9]"]
     with pytest.raises(Refused) as single:
         typed_run(["optim=sgd", typed[1]])
@@ -271,14 +271,14 @@ def test_a_key_that_one_job_of_a_sweep_lacks_is_told_as_of_a_single_run():
     assert "this key already exists" in spelling.explained(HydraException(), ["optim=sgd,adamw", "+optim.betas=[0,0]"])
 
 
-def test_of_a_sweep_too():
+def test_unknown_choices_and_keys_are_refused_in_a_sweep():
     for line in ("precision=16,bf61", "optim=null,adamw", "precisio"):
         with pytest.raises(Refused):
             cli.prepare(["-m", line])
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_a_sweeps_flag_may_stand_anywhere(flag):
+def test_multirun_flag_is_accepted_at_any_position(flag):
     lines = ["precision='32','16'", "lr=0.1,0.2"]
     for place in range(3):
         typed = [unquoted(line) for line in lines]
@@ -296,7 +296,7 @@ def test_a_sweeps_flag_may_stand_anywhere(flag):
         "data=text data.path=. data.on_error=explode",
     ],
 )
-def test_the_command_answers_in_one_line_before_torch_and_leaves_nothing(line, tmp_path):
+def test_invalid_command_prints_one_line_before_torch_is_imported_and_leaves_no_files(line, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     places = [f"hydra.{kind}.dir={tmp_path}/run" for kind in ("run", "sweep")]
@@ -334,7 +334,7 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("value", AWKWARD)
-def test_a_path_needs_no_quotes_inside(value):
+def test_path_with_special_characters_needs_no_inner_quotes(value):
     keys = ("data.path", "model.name", "resume", "cache_dir", "hydra.run.dir", "logger.wandb.name")
     typed = ["data=text", *(f"{key}={value}" for key in keys)]
     read = cli.prepare(typed)
@@ -349,25 +349,25 @@ def text_values():
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text_values(), st.sampled_from(TEXTS))
-def test_text_is_read_as_it_was_typed_whatever_it_is(value, key):
+def test_text_value_is_quoted_once_and_read_back_unchanged(value, key):
     line = f"{key}={value}"
     assert quoted(quoted(line)) == quoted(line)
     if not re.match("~|['\"]", value):  # a home folder; Hydra's own quotes, which may be typed
         assert unquoted(quoted(line)) == line
 
 
-def test_hydras_own_quotes_may_be_typed():
+def test_quotes_of_hydra_may_be_typed():
     assert composed(cli.prepare(["data=text", "data.path='a, b'"])).data.path == "a, b"
     assert composed(cli.prepare(["data=text", 'data.path="it\'s"'])).data.path == "it's"
 
 
-def test_a_home_folder_and_null_are_meant(monkeypatch, tmp_path):
+def test_home_folder_is_expanded_and_null_is_none(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = composed(cli.prepare(["data=text", "data.path=~/notes", "data.val_path=null"]))
     assert cfg.data.path == f"{tmp_path}/notes" and cfg.data.val_path is None
 
 
-def test_in_a_sweep_a_comma_separates_unless_all_of_it_is_there(tmp_path):
+def test_comma_in_a_sweep_separates_values_unless_the_whole_path_exists(tmp_path):
     there = tmp_path / "Müller's (old) notes, 2026"
     typed = ["-m", "data=text", f"data.path={there}", f"hydra.sweep.dir={tmp_path}/a, b", "model.name=a, b (c)"]
     read = cli.prepare(typed)
@@ -378,14 +378,14 @@ def test_in_a_sweep_a_comma_separates_unless_all_of_it_is_there(tmp_path):
     assert cli.prepare(["-m", "data.path=choice(a,b)"])[1] == "data.path=choice(a,b)"
 
 
-def test_a_printed_recipe_can_be_copied():
+def test_printed_recipe_can_be_copied_into_a_shell():
     typed = ["data=text", *(f"data.path={value}" for value in AWKWARD), "accumulation.sizes={0: 1, 3: 4}"]
     of_one = SimpleNamespace(devices=1, node=8)
     printed = table.command(typed, Recipe(("optim=sgd",), of_one, 0.0))
     assert shlex.split(printed) == ["python", "train.py", *typed, "optim=sgd"]
 
 
-def test_an_awkward_path_trains_and_is_remembered_as_typed(command, text_folder, tmp_path):
+def test_run_with_an_awkward_path_trains_and_stores_the_typed_path(command, text_folder, tmp_path):
     folder = tmp_path / "Müller's (old) notes, #h=1, 数据"
     folder.symlink_to(text_folder)
     typed = f"data.path={folder}"
@@ -397,7 +397,7 @@ def test_an_awkward_path_trains_and_is_remembered_as_typed(command, text_folder,
 
 
 @pytest.mark.process
-def test_an_awkward_path_trains_in_a_sweep(command, text_folder, tmp_path):
+def test_sweep_with_an_awkward_path_trains(command, text_folder, tmp_path):
     folder = tmp_path / "Müller's (old) notes, 2026"
     folder.symlink_to(text_folder)
     code, said = command(f"data.path={folder}", "seed=0,1", "-m")
@@ -414,7 +414,7 @@ def declared(kind) -> set[str]:
     return {".".join(path) for path, _ in schema._wordings(kind) if "*" not in path and "_target_" not in path}
 
 
-def test_every_key_of_the_config_is_declared_once_and_nothing_else():
+def test_schema_declares_every_config_key_once_and_no_other_key():
     cfg = composed(["precision=bf16-master"], "plan")
     groups = {key for key in cfg if is_group(key)} - {"model", "optim"}
     here = {key for key in keys_of(OmegaConf.to_container(cfg)) if key.partition(".")[0] not in groups}
@@ -425,7 +425,7 @@ def test_every_key_of_the_config_is_declared_once_and_nothing_else():
     assert declared(schema.PlanKeys) - groups == (here | extra) - groups
 
 
-def test_a_key_without_a_declaration_is_refused():
+def test_key_without_a_declaration_is_refused():
     cfg = composed([])
     with pytest.raises(Refused, match="there is no key patience"):
         settled(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
@@ -435,7 +435,7 @@ def test_a_key_without_a_declaration_is_refused():
     "identity",
     ["torch.optim.AdamW", "lowmem.techniques.scheduler.cosine", "lowmem.techniques.loss.cross_entropy.Chunked", "gpt2"],
 )
-def test_a_technique_needs_no_entry(identity):
+def test_arguments_of_every_technique_have_descriptions_without_an_entry(identity):
     kinds = {field.alias: field for field in schema.arguments(identity).model_fields.values()}
     assert all(field.description for field in kinds.values())
     assert not schema.arguments("no.yaml.names.it").model_fields
@@ -463,30 +463,30 @@ def a_yaml_of_ones_own(tmp_path, monkeypatch):
     schema.arguments.cache_clear()
 
 
-def test_arguments_of_ones_own_class_mean_what_it_says(a_yaml_of_ones_own):
+def test_arguments_of_a_user_class_are_not_checked_by_lowmem_rules(a_yaml_of_ones_own):
     run = typed_run(a_yaml_of_ones_own("mine"))
     checked(run, {})
     assert run.loss.plain()["path"] == ["a", "b"] and run.loss.plain()["alpha"] == -1
 
 
-def test_places_of_ones_own_source_are_not_checked():
+def test_paths_of_a_user_source_are_not_checked():
     lines = ["data=text", "data._target_=mine.Source", "data.path=s3://bucket/texts", "data.on_error=retry"]
     check.check_places(typed_run(lines))
 
 
-def test_arguments_of_lowmems_classes_have_the_types_of_their_names(a_yaml_of_ones_own):
+def test_arguments_of_lowmem_classes_have_the_types_of_their_names(a_yaml_of_ones_own):
     with pytest.raises(Refused) as refusal:
         typed_run(a_yaml_of_ones_own("lowmem"))
     assert all(line.split("=")[0].lstrip("+") in str(refusal.value) for line in OWN)
 
 
-def test_what_ones_own_class_takes_over_from_a_key_has_that_keys_type(a_yaml_of_ones_own):
+def test_user_argument_that_interpolates_a_key_has_the_type_of_the_key(a_yaml_of_ones_own):
     with pytest.raises(Refused, match=r"loss\.lr=fast"):
         typed_run([*a_yaml_of_ones_own("mine"), "loss.lr=fast"])
 
 
 @pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
-def test_text_keys_are_text_in_the_schema(one):
+def test_numbers_typed_for_text_keys_stay_text(one):
     others = {"resume", "evaluate", "export", "generate"} - {one} | {"may_change", "drive"}  # no number; of plan.py
     others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
     keys = [key for key in TEXTS if key not in others]

@@ -146,7 +146,7 @@ def holds(cases, folder, again):
 
 
 @pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.matrix)])
-def test_any_files_end_in_tokens_or_in_a_sentence(cases, tmp_path):
+def test_arbitrary_files_become_tokens_or_are_refused(cases, tmp_path):
     counted = holds(cases, tmp_path / "case", again=cases > 50)
     print(f"\n{dict(counted.most_common())}")
     empty = counted["contain no text"] + counted["there is no text in it"]
@@ -155,7 +155,7 @@ def test_any_files_end_in_tokens_or_in_a_sentence(cases, tmp_path):
 
 @pytest.mark.wrong
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of the files of the example that fails
-def test_a_traceback_a_draft_and_tokens_that_say_something_else_are_seen(tmp_path, monkeypatch):
+def test_planted_reader_faults_are_caught(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
         (reading, "shown", lambda file: str(file)[10**9]),  # a bug in what makes a sentence

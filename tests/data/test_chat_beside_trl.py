@@ -35,7 +35,7 @@ def test_every_difference_between_lowmem_and_trl_has_a_reason(name):
     assert not wrong
 
 
-def test_what_was_recorded_is_of_all_templates_and_conversations_and_has_reasons():
+def test_recorded_results_cover_all_templates_and_conversations():
     found = json.loads((RESULTS / "chat_templates.json").read_text())["templates"]
     again = "python -m benchmarks.chat_templates"
     assert found.keys() == TEMPLATES.keys() and all(one.keys() == CONVERSATIONS.keys() for one in found.values()), again
@@ -49,11 +49,11 @@ def right() -> Case:
     return case_of(CHATML, TWO)
 
 
-def test_the_same_rows_are_the_same(right):
+def test_identical_rows_are_marked_equal(right):
     assert right.compared(right.rows).marks == "="
 
 
-def test_one_row_per_answer_is_the_same_as_one_row_of_all_answers(right):
+def test_one_row_per_answer_is_marked_equal_to_one_row_of_all_answers(right):
     (row,) = right.rows
     first = row.learnt.index(True)
     begins = [i for i in range(first, len(row.ids)) if row.learnt[i] and not row.learnt[i - 1]]
@@ -103,7 +103,7 @@ def writes_another_answer(ids, learnt, begin, end):
         writes_another_answer,
     ],
 )
-def test_a_wrong_row_has_no_reason(right, wrong):
+def test_wrong_row_is_marked_unexplained(right, wrong):
     (row,) = right.rows
     end = max(i for i, one in enumerate(row.learnt) if one) + 1
     begin = max(i for i in range(end) if not row.learnt[i]) + 1
@@ -112,11 +112,11 @@ def test_a_wrong_row_has_no_reason(right, wrong):
 
 
 @pytest.mark.wrong
-def test_an_answer_that_is_learnt_twice_has_no_reason(right):
+def test_answer_learnt_twice_is_marked_unexplained(right):
     assert unexplained(right._replace(rows=right.rows * 2).compared(right.rows).marks)
 
 
-def test_what_a_template_leaves_out_is_found_part_by_part():
+def test_parts_left_out_by_a_template_are_listed():
     assert left_out(CHATML, TWO) == []
     lost = left_out(CHATML, CONVERSATIONS["reasoning before a call and after"])
     assert {
@@ -127,6 +127,6 @@ def test_what_a_template_leaves_out_is_found_part_by_part():
     assert "messages.3.content" not in lost
 
 
-def test_a_tokenizer_has_each_token_of_its_template_whole():
+def test_control_tokens_of_a_template_are_single_tokens():
     made = tokenizer(CHATML)
     assert all(len(made(token, add_special_tokens=False).input_ids) == 1 for token in CHATML.special.split())

@@ -109,32 +109,32 @@ def learnt(template: str, *messages: dict, **how) -> list[str]:
         (turns("{{ messages[0].content }}"), [USER, ANSWER], "message 2 (assistant)"),
     ],
 )
-def test_a_part_that_the_template_leaves_out_is_refused_by_message_and_role(template, messages, missing):
+def test_message_part_missing_from_the_rendered_text_is_refused(template, messages, missing):
     said = re.escape(missing) + r".* is missing from the text that the chat template renders; .* type data.template="
     with pytest.raises(BadRecord, match=said):
         encoded(tokenizer(template), {"messages": messages})
 
 
 @pytest.mark.parametrize("value", [7, 2.5, "cat", ["cat", 7], {"deep": {"cat": 7}}])
-def test_arguments_of_every_type_are_found_where_the_template_writes_them(value):
+def test_tool_call_arguments_of_every_type_are_found_in_the_rendered_text(value):
     (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert f"A:[ call weather {json.dumps({'value': value})}{END}]" in row
 
 
 @pytest.mark.parametrize("value", [True, False, None, "", {}, []])
-def test_arguments_without_another_value_to_put_in_their_place_are_learnt(value):
+def test_tool_call_arguments_that_have_no_substitute_value_are_learnt(value):
     (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert json.dumps({"value": value}) in row
 
 
-def test_a_tools_name_that_the_call_before_it_says_is_in_the_row():
+def test_tool_name_given_by_the_preceding_call_is_accepted_and_another_is_refused():
     named = message("tool", "26", name="weather")
     assert learnt(BOTH, USER, LOOKS, named, ANSWER) == learnt(BOTH, USER, LOOKS, message("tool", "26"), ANSWER)
     with pytest.raises(BadRecord, match="the name of message 3"):
         learnt(BOTH, USER, LOOKS, named | {"name": "other"}, ANSWER)
 
 
-def test_every_tool_of_the_record_is_in_the_row():
+def test_every_tool_of_a_record_is_rendered_or_refused():
     asked = {"messages": [USER, ANSWER], "tools": [{"name": "cat", "description": "the mat"}, {"name": "sat"}]}
     both = "{% for t in tools %}{{ t.name }} {{ t.description }}{% endfor %}" + THREE
     assert "cat· the· mat·sat" in marked(tokenizer(both), asked)
@@ -143,27 +143,27 @@ def test_every_tool_of_the_record_is_in_the_row():
             encoded(tokenizer(template), asked)
 
 
-def test_a_role_that_makes_no_difference_is_refused():
+def test_template_that_ignores_the_role_is_refused():
     anyone = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(BadRecord, match=r"the chat template ignores the role of message 1 \(user\)"):
         learnt(anyone, USER, ANSWER)
 
 
-def test_a_role_that_a_template_knows_where_there_are_tools_is_no_loss():
+def test_template_that_renders_a_role_differently_with_tools_is_accepted():
     """As in Llama 3.1, which then writes the first message as the user's."""
     first = "<|im_start|>U:{{ messages[0].content }}{{ tools[0].name }}<|im_end|>"
     knows = "{% if tools %}" + first + "{% set messages = messages[1:] %}{% endif %}" + THREE
     assert "U·:·hello·cat" in marked(tokenizer(knows), {"messages": [USER, ANSWER], "tools": [{"name": "cat"}]})
 
 
-def test_white_space_inside_of_a_tag_is_not_learnt_behind_the_end_of_an_answer():
+def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learnt():
     inside = THREE.replace(
         "A:{{ m.content }}<|im_end|>", "A:{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
     )
     assert learnt(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
 
 
-def test_a_template_that_wants_certain_values_is_asked_part_by_part():
+def test_template_that_rejects_placeholder_values_is_checked_part_by_part():
     """It raises an error for the values that all parts are replaced by."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     assert learnt(choosy + THREE, USER, ANSWER) == learnt(THREE, USER, ANSWER)
@@ -171,14 +171,14 @@ def test_a_template_that_wants_certain_values_is_asked_part_by_part():
         learnt(choosy + THREE, USER, LOOKS)
 
 
-def test_white_space_that_a_template_takes_off_and_blank_messages_are_no_loss():
+def test_white_space_trimmed_by_a_template_and_blank_messages_are_accepted():
     trims = turns("{{ m.content | trim }}").replace("U:{{ m.content }}", "U:{{ m.content | trim }}")
     assert learnt(trims, message("system", ""), message("user", " hello\n"), message("assistant", "fine \n\n")) == [
         f"{START}S:{END}{START}U:hello{END}{START}A:[fine{END}]"
     ]
 
 
-def test_a_thought_that_is_cut_out_of_an_answer_is_refused():
+def test_reasoning_cut_out_of_an_earlier_answer_is_refused():
     cuts = turns("{{ m.content.split('</think>')[-1] }}")
     with pytest.raises(
         BadRecord, match=r"'I am' of message 2 \(assistant\) is missing from the text that the chat template renders"
@@ -186,7 +186,7 @@ def test_a_thought_that_is_cut_out_of_an_answer_is_refused():
         learnt(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
 
 
-def test_fields_that_a_template_does_not_know_are_told():
+def test_message_fields_unknown_to_the_template_are_reported():
     chat = Chat()
     chat.encode(tokenizer(THREE), [{"messages": [USER | {"mood": "good"}, ANSWER | {"id": "1"}]}] * 3)
     assert dict(chat.remarks()) == {'messages with a field "mood" that the chat template does not render': 3}
@@ -213,7 +213,7 @@ def with_calls(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_arguments_as_an_object_and_as_a_text_of_json_are_the_same_tokens(name):
+def test_arguments_as_an_object_and_as_json_text_give_equal_tokens(name):
     template, written = with_calls(name), json.dumps(ARGUMENTS, ensure_ascii=False)
     found = [
         learnt(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
@@ -226,7 +226,7 @@ def test_arguments_as_an_object_and_as_a_text_of_json_are_the_same_tokens(name):
 
 @pytest.mark.parametrize("quoted", ["{'value': 'cat'}", json.dumps('{"value": "cat"}')])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_message_may_quote_arguments_in_another_spelling(name, quoted):
+def test_message_that_quotes_arguments_does_not_change_their_rendering(name, quoted):
     """A template that writes them in that spelling needs the other type, but a message that quotes them says nothing of
     the template."""
     asked = [message("user", f"call with {say}") for say in (quoted, "words")]
@@ -235,7 +235,7 @@ def test_a_message_may_quote_arguments_in_another_spelling(name, quoted):
     assert quoting == plain
 
 
-def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_writes_an_object():
+def test_arguments_that_are_not_a_json_object_are_refused_if_the_template_renders_an_object():
     broken = message("assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"city": "Par'}}])
     with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has tool-call arguments that are not a JSON object"):
         learnt(BOTH, USER, broken)
@@ -255,12 +255,12 @@ def test_arguments_that_are_a_text_and_no_object_are_refused_where_the_template_
         ),
     ],
 )
-def test_calls_that_are_none_are_refused(calls, said):
+def test_invalid_tool_calls_are_refused(calls, said):
     with pytest.raises(BadRecord, match=said):
         learnt(BOTH, USER, message("assistant", "fine", tool_calls=calls))
 
 
-def test_no_arguments_are_an_empty_object():
+def test_blank_arguments_are_an_empty_object():
     blank = {"function": {"name": "f", "arguments": ""}}
     assert learnt(BOTH, USER, message("assistant", tool_calls=[blank]))[0].endswith(f"call f {{}}{END}]")
 
@@ -271,7 +271,7 @@ def test_no_arguments_are_an_empty_object():
 PAIR = [message("user", "hello"), message("assistant", "fine"), message("user", "the cat"), message("assistant", "sat")]
 
 
-def test_what_a_template_writes_behind_the_last_message_does_not_hinder_earlier_answers():
+def test_text_rendered_after_the_last_message_does_not_hide_earlier_answers():
     ends = f"{THREE}{{% if not add_generation_prompt %}}{{{{ '\\n</s>' }}}}{{% endif %}}"
     assert learnt(ends, *PAIR) == [
         f"{START}U:hello{END}{START}A:[fine{END}]{START}U:the cat{END}{START}A:[sat{END}\n</s>]"
@@ -282,7 +282,7 @@ OPENS = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>
 
 
 @pytest.mark.parametrize("how", ["all", "last"])
-def test_a_header_that_opens_a_thought_which_answers_lack_is_told(how):
+def test_generation_prompt_that_opens_reasoning_absent_from_answers_is_reported(how):
     chat = Chat(assistant=how)
     made = tokenizer(OPENS)
     (one,) = chat.encode(made, [{"messages": PAIR}])
@@ -304,7 +304,7 @@ def thought(text: str, content: str, **others) -> dict:
     return message("assistant", content, reasoning_content=text, **others)
 
 
-def test_each_thought_is_in_the_row_that_learns_it():
+def test_each_answer_with_reasoning_has_its_own_row():
     first, second = [USER, thought("I am", "fine")], [message("user", "the cat"), thought("on", "sat")]
     one = f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]"
     two = f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[<think>on</think>sat{END}]"
@@ -313,7 +313,7 @@ def test_each_thought_is_in_the_row_that_learns_it():
     assert learnt(THINKS, *first, USER) == [one]  # a question without an answer teaches nothing
 
 
-def test_answers_that_agree_share_a_row_and_others_have_one_of_their_own():
+def test_answers_rendered_alike_share_a_row_and_other_answers_have_their_own():
     asks, looks = message("user", "the cat"), thought("I", "am", tool_calls=[PARIS])
     one = f"{START}U:hello{END}{START}A:[<think>I</think>am call weather" + ' {"city": "Paris"}' + f"{END}]"
     one += f"{START}T:26{END}{START}A:[<think>on</think>sat{END}]"
@@ -331,7 +331,7 @@ DROPS = turns(  # drops the thought before a call once an answer follows, and en
 )
 
 
-def test_an_answer_stands_behind_the_text_that_asked_for_it():
+def test_answer_follows_the_context_that_its_generation_prompt_renders():
     """Only that text has the thought: the template drops it once the answer is there."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
     assert learnt(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
@@ -341,7 +341,7 @@ def test_an_answer_stands_behind_the_text_that_asked_for_it():
     ]
 
 
-def test_a_template_that_asks_in_another_way_than_it_writes_is_refused():
+def test_template_whose_generation_prompt_changes_the_context_is_refused():
     other = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>other:{% endif %}").replace(
         "{% for m", "{% if add_generation_prompt %}the cat{% endif %}{% for m"
     )
@@ -349,7 +349,7 @@ def test_a_template_that_asks_in_another_way_than_it_writes_is_refused():
         learnt(other, USER, ANSWER)
 
 
-def test_a_tag_around_answers_does_not_hide_a_thought_that_is_dropped():
+def test_generation_tag_does_not_hide_reasoning_that_is_dropped_later():
     tagged = THINKS.replace("A:{% if", "A:{% generation %}{% if").replace(
         f"{END}{{% endif %}}{{% endfor %}}", f"{END}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     )
@@ -359,7 +359,7 @@ def test_a_tag_around_answers_does_not_hide_a_thought_that_is_dropped():
     assert learnt(tagged, *several, assistant="last") == learnt(THINKS, *several, assistant="last")
 
 
-def test_a_thought_inside_of_an_answer_that_is_dropped_later_is_in_a_row_of_its_own():
+def test_reasoning_inside_an_answer_that_is_dropped_later_has_its_own_row():
     """As in LFM2.5, whose tag holds an earlier answer without its thought."""
     cuts = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}" + END
     several = [USER, message("assistant", "<think>I am</think>fine"), message("user", "the cat"), ANSWER]
@@ -370,7 +370,7 @@ def test_a_thought_inside_of_an_answer_that_is_dropped_later_is_in_a_row_of_its_
         ]
 
 
-def test_a_part_outside_of_the_generation_tag_is_refused():
+def test_part_outside_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     with pytest.raises(
         BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of the generation block of"
@@ -378,7 +378,7 @@ def test_a_part_outside_of_the_generation_tag_is_refused():
         learnt(outside, USER, LOOKS)
 
 
-def test_a_thought_that_the_template_opens_for_every_answer_begins_at_its_own_token():
+def test_reasoning_opened_by_the_template_starts_at_its_own_token():
     """The header ends in a line end, and the template writes another one behind it: two would be one token."""
     opens = turns("<think>\n{{ m.reasoning_content or '' }}\n</think>{{ m.content }}").replace(
         ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
@@ -391,7 +391,7 @@ def test_a_thought_that_the_template_opens_for_every_answer_begins_at_its_own_to
     assert made.decode(one.ids[one.learnt]) == f"\n</think>fine{END}"
 
 
-def test_the_end_of_a_call_is_no_end_of_an_answer():
+def test_end_of_a_tool_call_is_not_accepted_as_the_end_of_an_answer():
     """As in GLM-4.5, whose answers the next header ends: with </tool_call> the model would not learn to stop."""
     glm = BOTH.replace(END, "").replace("tojson }}", "tojson }}</call>")
     made = tokenizer(glm)
@@ -403,7 +403,7 @@ def test_the_end_of_a_call_is_no_end_of_an_answer():
     assert made.decode(encoded(made, {"messages": [USER, LOOKS]}).ids).endswith(f"</call>{END}")
 
 
-def test_a_token_that_is_not_special_ends_answers_if_it_ends_one_without_calls():
+def test_non_special_token_that_ends_answers_without_calls_is_the_answer_end():
     made = tokenizer(turns("{{ m.content }}", end="<end>"), (START, END, "</s>"))
     made.add_tokens([AddedToken("<end>", special=False, normalized=False)])
     row = encoded(made, {"messages": [USER, ANSWER]})
@@ -413,7 +413,7 @@ def test_a_token_that_is_not_special_ends_answers_if_it_ends_one_without_calls()
 # ---- empty turns, records that are left out, counts
 
 
-def test_an_empty_turn_is_context_and_is_not_learnt():
+def test_empty_answer_is_kept_as_context_and_not_learnt():
     said, empty = (
         conversation("hello", "", "the cat", "sat"),
         "empty answers of the assistant, kept as context and not in the loss",
@@ -427,7 +427,7 @@ def test_an_empty_turn_is_context_and_is_not_learnt():
 
 
 @pytest.mark.parametrize("how", ["all", "last"])
-def test_a_conversation_in_which_nothing_is_learnt_cannot_be_used(how):
+def test_conversation_without_a_learnt_answer_is_refused(how):
     for answers in (["", " \n"], ["I am", ""]):
         said = conversation("hello", answers[0], "the cat", answers[1])
         if how == "last" or not any(map(str.strip, answers)):
@@ -437,7 +437,7 @@ def test_a_conversation_in_which_nothing_is_learnt_cannot_be_used(how):
                 encoded(tokenizer(CHATML), said, assistant=how)
 
 
-def test_values_that_are_nested_too_deeply_cannot_be_used():
+def test_too_deeply_nested_values_are_refused():
     value: list = []
     for _ in range(3000):
         value = [value]
@@ -463,7 +463,7 @@ VALIDATION = conversation("on", "mat")
 SEVERAL = {"messages": [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]}
 
 
-def test_the_log_says_what_rows_of_several_answers_and_empty_turns_cost(tmp_path):
+def test_log_reports_rows_of_several_answers_and_empty_answers(tmp_path):
     made = source(
         tmp_path, [SEVERAL, SEVERAL, conversation("hello", "", "the cat", "sat"), {"messages": []}], skip_bad=True
     )
@@ -478,7 +478,7 @@ def test_the_log_says_what_rows_of_several_answers_and_empty_turns_cost(tmp_path
     assert two - one > one  # the longest row is not counted
 
 
-def test_of_a_row_that_is_too_long_the_line_of_its_conversation_is_named(tmp_path):
+def test_too_long_row_is_refused_with_the_line_of_its_conversation(tmp_path):
     """The records before it are two rows, one row and none."""
     long = conversation("hello", "I am fine " * 60)
     made = source(
@@ -491,7 +491,7 @@ def test_of_a_row_that_is_too_long_the_line_of_its_conversation_is_named(tmp_pat
         made.rows(tokens.train, 100, "train")
 
 
-def test_a_side_of_a_pair_is_one_row(tmp_path):
+def test_side_of_a_pair_that_needs_two_rows_is_refused(tmp_path):
     (tmp_path / "own.jinja").write_text(THINKS)
     before, last = SEVERAL["messages"][:-1], SEVERAL["messages"][-1]
     pairs = [{"prompt": before, "chosen": [last], "rejected": [thought("on", "am")]}]
@@ -505,7 +505,7 @@ def test_a_side_of_a_pair_is_one_row(tmp_path):
     assert len(made.train.ends) == 2
 
 
-def test_a_pair_whose_last_answer_is_blank_is_refused_where_all_answers_are_learnt(tmp_path):
+def test_pair_with_a_blank_last_answer_is_refused_for_assistant_all(tmp_path):
     pair = {"prompt": SEVERAL["messages"][:-1], "chosen": [ANSWER], "rejected": [message("assistant", " ")]}
     path = write(tmp_path / "a.jsonl", [pair])
     val = write(tmp_path / "v.jsonl", [pair])
@@ -514,7 +514,7 @@ def test_a_pair_whose_last_answer_is_blank_is_refused_where_all_answers_are_lear
         token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
 
 
-def test_the_example_of_the_page_about_data_is_learnt_as_the_page_says():
+def test_tool_example_of_the_data_page_is_learnt_as_documented():
     page = (ROOT / "docs" / "data.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
     listed = "{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
@@ -555,7 +555,7 @@ answers_and_others = st.one_of(
 @pytest.mark.parametrize("template", [THREE, BOTH, THINKS, DROPS], ids=["three", "both", "thinks", "drops"])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(answers_and_others, min_size=1, max_size=5))
-def test_whatever_is_not_refused_is_in_the_rows_and_every_answer_is_learnt_once(template, messages):
+def test_every_answer_of_an_accepted_conversation_is_learnt_exactly_once(template, messages):
     made = OPENED.setdefault(template, tokenizer(template))
     try:
         found = encoded(made, {"messages": messages})

@@ -44,7 +44,7 @@ def run(chat, tmp_path):
     return lambda *overrides, folder="run", **how: fit(chat(*overrides, **how), tmp_path / folder)
 
 
-def test_a_tokenizer_trained_on_conversations_has_chatml_and_learnt_no_markup(chat):
+def test_tokenizer_trained_on_conversations_has_chatml_and_no_markup_words(chat):
     data = build.data(chat())
     tokenizer = data.tokens.tokenizer
     assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>"
@@ -57,7 +57,7 @@ def test_a_tokenizer_trained_on_conversations_has_chatml_and_learnt_no_markup(ch
     assert 0.2 < data.tokens.train.learnt(0, len(data.tokens.train.ids)).mean() < 0.7
 
 
-def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_template(run, tmp_path):
+def test_training_on_shipped_conversations_learns_and_exports_the_template(run, tmp_path):
     summary = run("max_steps=25", "lr=1e-2", "val_sequences=16")
     assert summary["val_loss"] < 5.5  # of 6.0 = ln(400) at the start
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
@@ -70,7 +70,7 @@ def test_training_on_the_conversations_that_ship_learns_and_the_model_has_the_te
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_label(run, chat, tmp_path, packing, caplog):
+def test_token_counts_exclude_padding_and_learned_tokens_have_labels(run, chat, tmp_path, packing, caplog):
     """Padding counts nowhere. A run of an earlier version counted learned tokens only, and goes on from these."""
     typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
     summary = run(*typed)
@@ -95,7 +95,7 @@ def test_tokens_are_those_that_the_model_computes_and_learned_tokens_have_a_labe
         assert ("counted only learned tokens" in caplog.text) == (not more)
 
 
-def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):
+def test_resume_with_another_chat_template_is_refused(run, tmp_path):
     run("max_steps=2")
     own = tmp_path / "own.jinja"
     own.write_text(CHATML.replace("assistant\\n", "assistant\\n"))
@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_its_own_template_alone(run, tmp_path):
         run(f"resume={tmp_path / 'run'}", *typed, folder="other")
 
 
-def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(run, tmp_path, caplog):
+def test_bad_conversation_is_refused_with_its_line_or_skipped_and_counted(run, tmp_path, caplog):
     lines = (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40]
     lines[2] = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     file = tmp_path / "some.jsonl"
@@ -118,13 +118,13 @@ def test_the_line_of_a_bad_conversation_is_named_or_it_is_left_out_and_counted(r
     assert "1 of" in caplog.text and "some.jsonl, line 3" in caplog.text
 
 
-def test_a_template_that_is_not_there_is_told_of_by_its_name_alone(chat):
+def test_missing_template_file_is_refused_with_its_name(chat):
     with pytest.raises(Refused, match=r"data\.template=own\.jinja: there is no such file"):
         check_places(chat("data.template=own.jinja"))
     check_places(chat("data.template=chatml"))
 
 
-def test_a_base_model_is_told_of_chatml_and_learns_its_two_tokens(run, fit, tmp_path):
+def test_base_model_without_a_template_trains_with_chatml_and_its_two_tokens(run, fit, tmp_path):
     fit("max_steps=1", "model.architecture.n_positions=512", folder="base")
     base = ("model=hf", f"model.name={tmp_path / 'base' / 'model'}", "lr=1e-3", "max_steps=1")
     with pytest.raises(Refused, match=r"base.model has no chat template.*Type data\.template=chatml"):

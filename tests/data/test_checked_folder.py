@@ -73,7 +73,7 @@ FILES = ("train.bin", "train_ends.bin", "train_text_bytes.bin", "val.bin", "toke
     ("file", "damaged"),
     [*product(FILES, (cut, emptied, flipped, Path.unlink)), ("meta.json", of_another_type)],
 )
-def test_a_damaged_file_of_the_cache_is_made_again_and_told_in_one_line(tokens, tmp_path, caplog, file, damaged):
+def test_damaged_cache_file_is_rebuilt_and_reported_in_one_line(tokens, tmp_path, caplog, file, damaged):
     right = tokens()
     damaged(folder_of(tmp_path) / file)
     with caplog.at_level("INFO", "lowmem"):
@@ -86,7 +86,7 @@ def test_a_damaged_file_of_the_cache_is_made_again_and_told_in_one_line(tokens, 
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("damaged", [cut, flipped])
-def test_damage_is_not_seen_without_checksums(tokens, tmp_path, monkeypatch, damaged):
+def test_damaged_cache_file_is_not_detected_without_checksums(tokens, tmp_path, monkeypatch, damaged):
     """The deliberately wrong variant."""
     right = tokens()
     damaged(folder_of(tmp_path) / "train.bin")
@@ -94,14 +94,14 @@ def test_damage_is_not_seen_without_checksums(tokens, tmp_path, monkeypatch, dam
     assert tokens() != right
 
 
-def test_a_folder_without_checksums_as_an_earlier_version_wrote_it_is_made_again(tokens, tmp_path):
+def test_cache_folder_of_an_earlier_version_without_checksums_is_rebuilt(tokens, tmp_path):
     right = tokens()
     (folder_of(tmp_path) / "meta.json").write_text(json.dumps({"dtype": "uint16", "notes": []}))
     flipped(folder_of(tmp_path) / "train.bin")
     assert tokens() == right
 
 
-def test_a_trained_tokenizer_that_was_changed_is_trained_again(source, tmp_path):
+def test_modified_trained_tokenizer_is_trained_again(source, tmp_path):
     def trained():
         return token_store.train_tokenizer(source(), tmp_path / "cache", 300, []).backend_tokenizer.to_str()
 
@@ -111,7 +111,7 @@ def test_a_trained_tokenizer_that_was_changed_is_trained_again(source, tmp_path)
     assert trained() == right
 
 
-def test_a_folder_that_is_replaced_while_it_is_open_keeps_its_tokens(source, tmp_path):
+def test_cache_folder_replaced_while_open_keeps_its_tokens(source, tmp_path):
     made = token_store.tokenize(source(), tmp_path / "cache", 300)
     right = made.train.ids.tobytes()
     flipped(folder_of(tmp_path) / "val.bin")
@@ -119,7 +119,7 @@ def test_a_folder_that_is_replaced_while_it_is_open_keeps_its_tokens(source, tmp
     assert made.train.ids.tobytes() == right == again.train.ids.tobytes()
 
 
-def test_a_folder_that_another_process_removes_between_two_files_is_made_again(tokens, tmp_path, monkeypatch):
+def test_cache_folder_removed_by_another_process_while_opening_is_rebuilt(tokens, tmp_path, monkeypatch):
     right, mapped, once = tokens(), checked_folder._mapped, iter([True])
 
     def removed(file, *expected):
@@ -131,7 +131,7 @@ def test_a_folder_that_another_process_removes_between_two_files_is_made_again(t
     assert tokens() == right
 
 
-def test_several_runs_that_find_a_damaged_cache_at_once_get_the_right_tokens(tokens, tmp_path):
+def test_concurrent_runs_with_a_damaged_cache_get_correct_tokens(tokens, tmp_path):
     """Threads stand for processes: they share nothing but the folder."""
     right, found = tokens(), []
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_several_runs_that_find_a_damaged_cache_at_once_get_the_right_tokens(tok
     assert folder_of(tmp_path).is_dir()  # it is alone: no draft is left
 
 
-def test_a_folder_that_another_process_removes_is_filled(tokens, tmp_path, monkeypatch):
+def test_damaged_cache_folder_removed_by_another_process_is_rebuilt(tokens, tmp_path, monkeypatch):
     """It is there when it is asked for, and gone a moment later."""
     right = tokens()
     flipped(folder_of(tmp_path) / "train.bin")
@@ -161,7 +161,7 @@ def test_a_folder_that_another_process_removes_is_filled(tokens, tmp_path, monke
     assert tokens() == right
 
 
-def test_several_runs_that_fill_a_cache_at_once_get_the_right_tokens(tokens, tmp_path):
+def test_concurrent_runs_that_fill_a_cache_get_correct_tokens(tokens, tmp_path):
     found = []
     runs = [threading.Thread(target=lambda: found.append(tokens())) for _ in range(4)]
     [run.start() for run in runs]
@@ -169,7 +169,7 @@ def test_several_runs_that_fill_a_cache_at_once_get_the_right_tokens(tokens, tmp
     assert found == [tokens()] * 4 and folder_of(tmp_path).is_dir()
 
 
-def test_a_text_that_changes_while_it_is_tokenized_is_refused_and_not_stored(source, tokens, tmp_path, monkeypatch):
+def test_text_changed_during_tokenization_is_refused_and_not_cached(source, tokens, tmp_path, monkeypatch):
     write, file = token_store._write, tmp_path / "text" / "0.txt"
 
     def changing(*arguments):
@@ -185,7 +185,7 @@ def test_a_text_that_changes_while_it_is_tokenized_is_refused_and_not_stored(sou
     assert "cat" in made.tokenizer.decode(made.train.ids)  # the tokens of the text as it is now
 
 
-def test_a_drive_that_does_not_keep_what_is_written_is_a_sentence(tokens, tmp_path, monkeypatch):
+def test_drive_that_alters_written_data_is_refused(tokens, tmp_path, monkeypatch):
     replace = checked_folder.os.replace
 
     def damaging(draft, place):

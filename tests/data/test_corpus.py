@@ -13,7 +13,7 @@ from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
 
-def test_stdlib_is_several_megabytes_of_source_split_by_file():
+def test_stdlib_source_is_split_by_file_without_unwanted_folders():
     lib = text_files.stdlib(val_fraction=0.05)
     size = {split: sum(f.stat().st_size for f in files) for split, files in (("train", lib.train), ("val", lib.val))}
     assert size["train"] > 3e6 and size["val"] >= 0.05 * (size["train"] + size["val"])
@@ -22,7 +22,7 @@ def test_stdlib_is_several_megabytes_of_source_split_by_file():
     assert not any(unwanted & {*f.parts} for f in lib.train + lib.val)
 
 
-def test_the_split_does_not_move_when_a_file_is_added(text_folder, tmp_path):
+def test_text_split_is_stable_when_a_file_is_added(text_folder, tmp_path):
     for f in text_folder.iterdir():
         (tmp_path / f.name).write_bytes(f.read_bytes())
     before = text_files.text(str(tmp_path), "**/*.txt", 0.2)
@@ -31,7 +31,7 @@ def test_the_split_does_not_move_when_a_file_is_added(text_folder, tmp_path):
     assert {f.name for f in before.train} - {f.name for f in after.train} == set()
 
 
-def test_a_validation_path_of_its_own(text_folder, caplog):
+def test_files_of_val_path_are_excluded_from_training(text_folder, caplog):
     every = sorted(text_folder.iterdir())
     with caplog.at_level("INFO"):
         given = text_files.text(str(text_folder), "**/*.txt", 0.2, str(every[0]))
@@ -40,7 +40,7 @@ def test_a_validation_path_of_its_own(text_folder, caplog):
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["file", "folder"])
-def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_folder, tmp_path, alone):
+def test_val_path_that_equals_the_training_text_is_refused(text_folder, tmp_path, alone):
     path = next(text_folder.iterdir()) if alone else text_folder
     (tmp_path / "link").symlink_to(path)
     for same in (path, tmp_path / "link"):
@@ -51,7 +51,7 @@ def test_a_validation_path_that_is_all_of_the_training_text_is_refused(text_fold
 # --- a single file ----------------------------------------------------------------------------------------------------
 
 
-def test_a_single_file_is_validated_on_its_end(text_folder):
+def test_single_file_is_validated_on_its_end(text_folder):
     one = next(text_folder.iterdir())
     given = text_files.text(str(one), "*", 0.2)
     assert given.train == given.val == [one] and given.tail == 0.2
@@ -68,11 +68,11 @@ def test_a_single_file_is_validated_on_its_end(text_folder):
         ("ab", "b"),
     ],
 )
-def test_the_cut_is_where_a_paragraph_a_line_or_a_word_begins(text, val):
+def test_single_file_is_cut_at_a_paragraph_line_or_word(text, val):
     assert text[reading.cut_at(lambda: [text], 0.2) :] == val
 
 
-def test_a_cut_loses_nothing_and_leaves_text_on_both_sides():
+def test_cut_keeps_all_text_and_leaves_text_on_both_sides():
     for length in range(2, 60):
         text = "".join("ab \n"[i * i % 4] for i in range(length))
         for tail in (0.001, 0.05, 0.5, 0.95, 0.999):
@@ -113,7 +113,7 @@ def _files(folder, *names):
         ({"on_error": "ignore"}, "type refuse, replace or skip"),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
+def test_invalid_text_source_is_refused(tmp_path, typed, said):
     _files(tmp_path, "a.txt", "b.txt")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     typed = {"path": "{}", "pattern": "**/*.txt", "val_fraction": 0.5} | typed
@@ -124,7 +124,7 @@ def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
         text_files.text(**typed)
 
 
-def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
+def test_files_that_do_not_match_the_pattern_are_reported(tmp_path, caplog):
     path = _files(tmp_path, "a.txt", "b.txt", "c.md", "below/d.md", "e.rst", "f", ".git/g.md", "h.TXT")
     with caplog.at_level("INFO"):
         text_files.text(path, "**/*.txt", 0.5)
@@ -135,7 +135,7 @@ def test_files_that_the_pattern_passes_over_are_mentioned(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_where_nothing_matches_it_says_what_is_there(tmp_path):
+def test_pattern_without_a_match_is_refused_with_the_files_found(tmp_path):
     with pytest.raises(
         Refused, match=r"no file there matches data.pattern=\*\*/\*.txt \(found: 2 .md, 1 .rst\). Type.*'\*\*/\*.md'"
     ):
@@ -145,7 +145,7 @@ def test_where_nothing_matches_it_says_what_is_there(tmp_path):
         text_files.text(str(tmp_path), "**/*.txt", 0.5)
 
 
-def test_records_are_no_plain_text_unless_one_says_so(tmp_path):
+def test_record_files_read_as_plain_text_are_refused_unless_on_error_is_set(tmp_path):
     path = _files(tmp_path, "a.jsonl", "b.txt", "c.txt")
     with pytest.raises(Refused, match=r"a.jsonl contains records.*data.on_error=replace"):
         text_files.text(f"{path}/a.jsonl", "*", 0.5)
@@ -183,14 +183,14 @@ def _lock(path, mode=0o000):
 
 
 @pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "one below it"])
-def test_a_folder_that_may_not_be_read_is_called_that(locked, which):
+def test_unreadable_folder_is_refused_with_permission_denied(locked, which):
     assert text_files.text(str(locked), "**/*.txt", 0.5).root == locked
     _lock(locked / which)
     with pytest.raises(Refused, match=f"data.path={locked}: permission denied.*Give files"):
         text_files.text(str(locked), "**/*.txt", 0.5)
 
 
-def test_a_file_that_may_not_be_read_is_called_that(locked):
+def test_unreadable_file_is_refused_with_permission_denied(locked):
     _lock(locked / "b.txt")
     with pytest.raises(Refused, match=r"b.txt cannot be read \(permission denied\)"):
         token_store.tokenize(text_files.text(str(locked), "**/*.txt", 0.5), locked / "cache", 300)

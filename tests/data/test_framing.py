@@ -101,7 +101,7 @@ def check_answer(made, around, prompt, completion, never_refused=False):
 @pytest.mark.matrix
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), text=VISIBLE.filter(lambda t: EOS not in t))
-def test_a_row_of_text_is_what_the_tokenizers_own_call_gives_and_one_end(kind, around, lower, text):
+def test_text_row_equals_tokenizer_call_with_one_end_token(kind, around, lower, text):
     made = shared(*kind, around, lower)
     if own(made, text) != own(made, ""):  # white space alone may have no token
         check_text(made, around, text)
@@ -110,9 +110,7 @@ def test_a_row_of_text_is_what_the_tokenizers_own_call_gives_and_one_end(kind, a
 @pytest.mark.matrix
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), prompt=TEXTS, completion=VISIBLE)
-def test_a_row_of_prompt_and_completion_begins_as_generation_does_and_decodes_to_both(
-    kind, around, lower, prompt, completion
-):
+def test_prompt_completion_row_begins_as_generation_and_decodes_to_both_texts(kind, around, lower, prompt, completion):
     if EOS not in prompt and EOS not in completion:
         check_answer(shared(*kind, around, lower), around, prompt, completion)
 
@@ -120,7 +118,7 @@ def test_a_row_of_prompt_and_completion_begins_as_generation_does_and_decodes_to
 @pytest.mark.parametrize("kind", EXACT, ids="-".join)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(prompt=st.text(max_size=8), completion=st.text(max_size=8).filter(str.strip))
-def test_a_tokenizer_that_keeps_texts_has_a_row_for_any_two_texts(kind, prompt, completion):
+def test_lossless_tokenizer_has_a_row_for_any_prompt_and_completion(kind, prompt, completion):
     if "\0" not in prompt + completion:
         made = shared(*kind, "bos")
         check_answer(made, "bos", prompt, completion, never_refused=True)
@@ -131,7 +129,7 @@ def test_a_tokenizer_that_keeps_texts_has_a_row_for_any_two_texts(kind, prompt, 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_of_every_kind_of_tokenizer(model, pre_tokenizer, around):
+def test_rows_are_correct_for_every_kind_of_tokenizer(model, pre_tokenizer, around):
     made = tokenizer(model, pre_tokenizer, around)
     for prompt, completion in (("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("the c", "at sat"), ("", "the cat")):
         check_text(made, around, prompt + completion)
@@ -140,19 +138,19 @@ def test_rows_of_every_kind_of_tokenizer(model, pre_tokenizer, around):
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 @pytest.mark.parametrize("texts", [("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("foo", "bar"), ("A:", "42 the")])
-def test_no_space_comes_between_a_prompt_and_its_completion(scheme, texts):
+def test_no_space_is_inserted_between_prompt_and_completion(scheme, texts):
     made = tokenizer("bpe with bytes", f"metaspace {scheme}", "bos")
     assert decoded(made, encoded(made, *texts).ids[1:-1]) == "".join(texts)
 
 
-def test_texts_that_a_tokenizer_can_only_join_are_a_bad_record_that_says_what_to_do():
+def test_prompt_and_completion_that_merge_in_one_token_are_a_bad_record():
     made = tokenizer("wordlevel", "white space")
     bad = encoded(made, "the c", "at sat")
     assert isinstance(bad, BadRecord) and "'the c'" in str(bad) and "move white space" in str(bad)
     assert not isinstance(encoded(made, "the", " cat sat"), BadRecord)
 
 
-def test_length_and_filler_of_the_tokenizers_files_change_no_row(tmp_path):
+def test_truncation_and_padding_stored_with_a_tokenizer_change_no_row(tmp_path):
     made = tokenizer("bpe", "byte level", "bos")
     plain = [list(row.ids) for row in Text("text").encode(made, [{"text": "the cat"}, {"text": "the cat sat on it"}])]
     made.backend_tokenizer.enable_truncation(3)
@@ -190,7 +188,7 @@ class Letters(PreTrainedTokenizer):
 
 
 @pytest.mark.parametrize("pattern", ["none", "bos", "eos", "bos_eos"])
-def test_tokenizers_in_python_have_the_same_rows(pattern):
+def test_pure_python_tokenizers_give_the_same_rows(pattern):
     made = Letters(pattern)
     assert not made.is_fast
     begin, end = [made.bos_token_id] * ("bos" in pattern), [made.eos_token_id] * ("eos" in pattern)
@@ -202,7 +200,7 @@ def test_tokenizers_in_python_have_the_same_rows(pattern):
     assert prompt_ids(made, "ab:", False)[0].tolist() == own(made, "ab:")[: len(begin) + 3]
 
 
-def test_a_tokenizer_of_bytes_that_writes_an_end_ends_once_and_asks_without_it():
+def test_byte_tokenizer_with_its_own_end_token_ends_rows_once_and_prompts_without_it():
     made = ByT5Tokenizer()
     assert own(made, "A:")[-1] == made.eos_token_id
     row = encoded(made, "A:", " 42")
@@ -212,7 +210,7 @@ def test_a_tokenizer_of_bytes_that_writes_an_end_ends_once_and_asks_without_it()
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("bos", [True, False])
-def test_data_bos_changes_the_tokenizers_own_call_and_what_is_exported(bos, around, tmp_path):
+def test_data_bos_changes_the_tokenizer_call_and_the_export(bos, around, tmp_path):
     made, (_, begin, end) = tokenizer("bpe", "byte level", around), AROUND[around]
     source = text_files.Corpus("text", tmp_path, [], [], bos=bos)
     framing.dress(made, source)
@@ -228,7 +226,7 @@ def test_data_bos_changes_the_tokenizers_own_call_and_what_is_exported(bos, arou
     assert prompt_ids(made, "the cat", False)[0].tolist() == [*around_text[0], *text]
 
 
-def test_data_bos_that_a_tokenizer_cannot_follow_is_refused(tmp_path):
+def test_data_bos_is_refused_if_the_tokenizer_cannot_apply_it(tmp_path):
     source = text_files.Corpus("text", tmp_path, [], [], bos=True)
     with pytest.raises(Refused, match=r"data.bos=true: .* has no begin-of-text token. Type data.bos=auto"):
         framing.dress(tokenizer("bpe", "byte level", bos_token=None), source)
@@ -238,7 +236,7 @@ def test_data_bos_that_a_tokenizer_cannot_follow_is_refused(tmp_path):
         framing.dress(Letters("none"), source)
 
 
-def test_data_bos_of_conversations_is_refused(tmp_path):
+def test_data_bos_for_conversations_is_refused(tmp_path):
     file = tmp_path / "chat.jsonl"
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file.write_text(json.dumps({"messages": said}) + "\n")
@@ -251,7 +249,7 @@ def test_data_bos_of_conversations_is_refused(tmp_path):
         Preference(str(file), prompt=None, bos=False).chat  # noqa: B018
 
 
-def test_parts_of_a_mixture_agree_on_data_bos(tmp_path):
+def test_parts_of_a_mixture_with_different_data_bos_are_refused(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
     parts = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2) for name in "ab"}
@@ -273,7 +271,7 @@ def corpus(tmp_path, made, **how):
     return source, token_store.tokenize(source, tmp_path / "cache", 0, made)
 
 
-def test_every_file_begins_and_ends_once_and_what_begins_it_is_no_label(tmp_path):
+def test_every_file_begins_and_ends_once_and_the_begin_token_is_not_a_label(tmp_path):
     made = tokenizer("bpe", "byte level", "both")
     source, tokens = corpus(tmp_path, made)
     documents = np.split(tokens.train.ids, tokens.train.ends[:-1])
@@ -282,7 +280,7 @@ def test_every_file_begins_and_ends_once_and_what_begins_it_is_no_label(tmp_path
     assert IDS[BOS] not in labels and IDS[EOS] in labels and IGNORED in labels
 
 
-def test_tokens_around_texts_are_no_text_in_bits_per_byte(tmp_path):
+def test_begin_and_end_tokens_do_not_count_as_text_in_bits_per_byte(tmp_path):
     made = tokenizer("bpe", "byte level", "bos")
     _, tokens = corpus(tmp_path, made)
     rows = Joined(tokens.val, 5, "val")
@@ -293,7 +291,7 @@ def test_tokens_around_texts_are_no_text_in_bits_per_byte(tmp_path):
     assert nats == pytest.approx(len(ids) / len(text.encode()) / np.log(2))
 
 
-def test_pieces_of_a_long_text_begin_once(tmp_path, monkeypatch):
+def test_pieces_of_a_long_text_have_one_begin_token(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 40)
     monkeypatch.setattr(pieces, "AROUND", 30)
     made = tokenizer("bpe", "byte level", "both")
@@ -302,14 +300,14 @@ def test_pieces_of_a_long_text_begin_once(tmp_path, monkeypatch):
     assert tokens.train.ids.tolist() == [index for file in source.train for index in own(made, file.read_text())]
 
 
-def test_data_bos_is_part_of_the_key_of_the_tokens(tmp_path):
+def test_data_bos_is_part_of_the_token_cache_key(tmp_path):
     first = [corpus(tmp_path, tokenizer("bpe", "byte level"), bos=bos)[1].train.ids for bos in ("auto", True, "older")]
     assert [int(ids[0] == IDS[BOS]) for ids in first] == [0, 1, 0]
     assert len({*(tmp_path / "cache").iterdir()}) == 3
 
 
 @pytest.mark.parametrize("around", ["nothing", "eos", "bert"])
-def test_the_token_that_ends_a_row_ends_generation_and_is_exported(around):
+def test_token_that_ends_a_row_ends_generation_and_is_exported(around):
     made = tokenizer("bpe", "byte level", around)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=77))
     assert encoded(made, "A:", " 42").ids[-1] in end_tokens(made, model) and 77 in end_tokens(made, model)
@@ -330,7 +328,7 @@ def test_both_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
             assert ids[:-1].tolist() == own(made, prompt + decoded(made, ids[learnt][:-1]))
 
 
-def test_records_whose_answers_have_no_end_are_refused_and_texts_are_told(tmp_path, caplog):
+def test_tokenizer_without_an_end_token_is_refused_for_answers_and_reported_for_texts(tmp_path, caplog):
     made = tokenizer("bpe", "byte level", eos_token=None)
     with pytest.raises(Refused, match=r"no end-of-text token, so the model would never learn to stop. Set"):
         encoded(made, "A:", " 42")
@@ -341,7 +339,7 @@ def test_records_whose_answers_have_no_end_are_refused_and_texts_are_told(tmp_pa
     assert "no end-of-text token, so nothing separates documents" in caplog.text
 
 
-def test_a_tokenizer_that_loses_something_of_a_text_is_told(caplog):
+def test_tokenizer_that_alters_text_is_reported(caplog):
     with caplog.at_level(logging.INFO):
         framing.tell(tokenizer("bpe", "byte level"))
         assert not caplog.text
@@ -349,7 +347,7 @@ def test_a_tokenizer_that_loses_something_of_a_text_is_told(caplog):
     assert r"'One  two,\n\tThree.' becomes" in caplog.text
 
 
-def test_older_tokens_are_those_of_earlier_versions():
+def test_data_bos_older_gives_the_tokens_of_earlier_versions():
     made = tokenizer("bpe", "metaspace always", "both")
     row = encoded(made, "Q: what?\nA:", " 42", bos="older")
     parts = [made(text, add_special_tokens=False)["input_ids"] for text in ("Q: what?\nA:", " 42")]
@@ -360,7 +358,7 @@ def test_older_tokens_are_those_of_earlier_versions():
     assert row.learnt is None
 
 
-def test_only_a_checkpoint_of_an_earlier_version_sets_the_older_rule_and_only_where_nothing_is_typed(config, small):
+def test_data_bos_older_is_set_only_by_a_checkpoint_of_an_earlier_version(config, small):
     of_earlier, of_today = SimpleNamespace(begin=None), SimpleNamespace(begin="[]")
     run = config()
     assert lines_of_older(run, of_earlier) == {"data.bos": "older"}
@@ -372,7 +370,7 @@ def test_only_a_checkpoint_of_an_earlier_version_sets_the_older_rule_and_only_wh
     assert lines_of_older(config("data=random", base=base), of_earlier) == {}
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_its_tokens_to_the_bit(fit, tmp_path):
+def test_run_of_an_earlier_version_resumes_with_its_tokens_bit_exactly(fit, tmp_path):
     tokenizer("bpe", "metaspace always", "bos").save_pretrained(tmp_path / "tokenizer")
     records = [{"p": f"Q: what is {i}?\nA:", "c": f" the cat {i}"} for i in range(40)]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -392,7 +390,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_tokens_to_the_bit(fit, tmp
 
 
 @pytest.mark.wrong
-def test_a_begin_token_that_is_left_out_or_comes_twice_would_be_seen(monkeypatch):
+def test_missing_or_doubled_begin_token_is_caught(monkeypatch):
     real = framing.framing_of
     for wrong in ([], [IDS[BOS]] * 2):
         monkeypatch.setattr(

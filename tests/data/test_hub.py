@@ -40,7 +40,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_has_one_text_whichever_key_reads_it(tmp_path, name):
+def test_hub_folder_and_file_source_read_the_same_records(tmp_path, name):
     file, content = FILES[name]
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / file).write_text(content)
@@ -52,7 +52,7 @@ def test_a_file_has_one_text_whichever_key_reads_it(tmp_path, name):
     assert all(isinstance(record.fields["a"], str) for record in found)
 
 
-def test_the_files_of_each_split_are_those_that_datasets_finds(tmp_path):
+def test_hub_folder_has_the_split_files_that_datasets_finds(tmp_path):
     for name, answer in (("data/train-0.csv", "01"), ("data/train-1.csv", "02"), ("data/test-0.csv", "03")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(table([answer]))
@@ -67,7 +67,7 @@ def encode_all(source, tokenizer):  # noqa: F811
     return list(source.documents(source.reader.all_records("train"), "train", load_bpe(tokenizer / "tokenizer.json")))
 
 
-def test_a_bad_line_of_a_folder_is_named_as_of_a_file(tmp_path, tokenizer):  # noqa: F811
+def test_bad_line_in_a_hub_folder_is_refused_with_file_and_line(tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "a.jsonl").write_text(made_lines(["1", "2"]) + "{no\n")
     with pytest.raises(
         Refused, match=r"^data: a\.jsonl, line 3: the line is not valid JSON .* Fix it, or type data\.skip_bad"
@@ -75,7 +75,7 @@ def test_a_bad_line_of_a_folder_is_named_as_of_a_file(tmp_path, tokenizer):  # n
         encode_all(hub(str(tmp_path), **HOW), tokenizer)
 
 
-def test_another_separator_is_told_the_key_that_takes_it(tmp_path):
+def test_other_csv_separator_is_refused_with_the_delimiter_key(tmp_path):
     (tmp_path / "a.csv").write_text(table(["007"], ";"))
     with pytest.raises(Refused, match=r"Type data=csv data\.delimiter=';'"):
         list(hub(str(tmp_path), **HOW).reader.all_records("train"))
@@ -83,7 +83,7 @@ def test_another_separator_is_told_the_key_that_takes_it(tmp_path):
     assert [record.fields["a"] for record in hub(str(tmp_path), **HOW).reader.all_records("train")] == ["007"]
 
 
-def test_settings_of_a_readme_that_only_datasets_knows_are_followed(tmp_path, tokenizer):  # noqa: F811
+def test_readme_settings_that_only_datasets_supports_are_applied(tmp_path, tokenizer):  # noqa: F811
     """The refusal then names the keys that guess nothing."""
     (tmp_path / "a.csv").write_text("a comment\n" + table(["007"]))
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: x\n  skiprows: 1\n  data_files: a.csv\n---\n")
@@ -93,7 +93,7 @@ def test_settings_of_a_readme_that_only_datasets_knows_are_followed(tmp_path, to
         encode_all(hub(str(tmp_path), "x", **HOW), tokenizer)
 
 
-def test_the_refusal_of_a_guessed_date_names_the_keys_that_guess_nothing(tmp_path, tokenizer):  # noqa: F811
+def test_value_guessed_as_a_date_is_refused_with_sources_that_do_not_guess(tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "a.json").write_text(json.dumps([{"q": "x", "a": "2024-05-01"}]))
     with pytest.raises(
         Refused, match=r"must be text, but is a datetime\. .* type data=csv or data=jsonl data\.path=<the fi"
@@ -115,7 +115,7 @@ def _lines_of(texts):
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def test_a_streamed_folder_goes_on_to_the_bit_from_any_window(folder, tokenizer):  # noqa: F811
+def test_streamed_hub_folder_resumes_bit_exactly_from_any_window(folder, tokenizer):  # noqa: F811
     """Over the edges of blocks, of files and of an epoch."""
     assert isinstance(hub(str(folder)).reader.rows("train"), FileRows)
     unbroken = list(islice(loader(folder, tokenizer), 30))
@@ -125,7 +125,7 @@ def test_a_streamed_folder_goes_on_to_the_bit_from_any_window(folder, tokenizer)
         assert [numbers(window) for window in resumed] == [numbers(window) for window in unbroken[done : done + 4]]
 
 
-def test_a_position_that_an_older_run_saved_is_continued(folder):
+def test_stream_position_saved_by_an_older_version_is_continued(folder):
     """An older run read such files with `datasets`."""
     older = iter(stream := datasets.load_dataset(str(folder), split="train", streaming=True))
     passed = [next(older)["text"] for _ in range(9)]

@@ -42,14 +42,14 @@ def documents(made, split):
 TEXTS = [f'Größe {i} of {i * i}, and\nwords 数据 "{i}"' for i in range(50)]
 
 
-def test_every_line_is_a_document_of_one_of_the_splits(tmp_path):
+def test_every_line_is_a_document_of_one_split(tmp_path):
     made = made_of(tmp_path, write(tmp_path / "one.jsonl", [{"text": text, "id": 3} for text in TEXTS]))
     train, val = (documents(made, split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(TEXTS) and 3 <= len(val) <= 20
     assert made.val.text_bytes[-1] == sum(len(text.encode()) for text in val) and made.val.learnt_bits is None
 
 
-def test_what_is_around_the_lines_changes_nothing(tmp_path):
+def test_bom_crlf_blank_lines_and_missing_final_newline_change_nothing(tmp_path):
     """A mark of UTF-8, Windows' ends of lines, lines without anything, an end without a newline."""
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (tmp_path / "plain.jsonl").write_text("\n".join(lines) + "\n")
@@ -58,7 +58,7 @@ def test_what_is_around_the_lines_changes_nothing(tmp_path):
     assert np.array_equal(plain.train.ids, odd.train.ids) and np.array_equal(plain.val.ends, odd.val.ends)
 
 
-def test_a_line_that_is_added_moves_no_other_to_the_other_side(tmp_path):
+def test_added_line_moves_no_other_line_between_splits(tmp_path):
     def held_out(texts):
         source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in texts]))
         return {record.fields["text"] for record in source.reader.records("val")}
@@ -68,14 +68,14 @@ def test_a_line_that_is_added_moves_no_other_to_the_other_side(tmp_path):
     assert held_out(TEXTS[::-1]) == before
 
 
-def test_of_few_lines_one_is_validation(tmp_path):
+def test_one_of_few_lines_is_held_out_for_validation(tmp_path):
     for count in (2, 3, 4):
         source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in TEXTS[:count]]), 0.001)
         sizes = [len(list(source.reader.records(split))) for split in ("train", "val")]
         assert sizes == [count - 1, 1]
 
 
-def test_several_files_are_split_by_file_and_val_path_is_its_own(tmp_path):
+def test_several_files_are_split_by_file_unless_val_path_is_set(tmp_path):
     for i in range(4):
         write(tmp_path / "in" / f"{i}.jsonl", [{"text": text} for text in TEXTS[i * 10 : i * 10 + 10]])
     made = made_of(tmp_path, str(tmp_path / "in"), val_fraction=0.25)
@@ -85,7 +85,7 @@ def test_several_files_are_split_by_file_and_val_path_is_its_own(tmp_path):
     assert documents(made, "val") == TEXTS[40:] and documents(made, "train") == TEXTS[:40]
 
 
-def test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path):
+def test_completion_and_its_end_are_learnt_and_the_prompt_is_not(tmp_path):
     pairs = [(f"What is {i} of it? ", f" It is 数 {i}.\n") for i in range(40)]
     path = write(tmp_path / "one.jsonl", [{"q": q, "a": a} for q, a in pairs])
     made = made_of(tmp_path, path, prompt="q", completion="a")
@@ -102,13 +102,13 @@ def test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path
 
 
 @pytest.mark.wrong
-def test_everything_learnt_would_be_seen(tmp_path, monkeypatch):
+def test_learning_the_prompt_too_is_caught(tmp_path, monkeypatch):
     """The deliberately wrong variant of the test above."""
     monkeypatch.setattr(
         token_store._Bits, "add", lambda self, learnt, count, add=token_store._Bits.add: add(self, None, count)
     )
     with pytest.raises(AssertionError):
-        test_of_prompt_and_completion_the_completion_and_the_end_are_learnt(tmp_path)
+        test_completion_and_its_end_are_learnt_and_the_prompt_is_not(tmp_path)
 
 
 BAD = [
@@ -136,7 +136,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "said"), BAD, ids=[said[:30] for _, said in BAD])
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, monkeypatch, caplog, line, said):
+def test_bad_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, monkeypatch, caplog, line, said):
     monkeypatch.setattr(jsonl, "LONGEST", 200_000)
     good = [{"text": text} for text in TEXTS]
     path = write(tmp_path / "notes.jsonl", [*good[:7], line, *good[7:]])
@@ -152,7 +152,7 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, monkeypatch, capl
         assert f"data.skip_bad=true: skipped 1 of 51 train records (notes.jsonl, line 8: {said}" in caplog.text
 
 
-def test_the_first_three_are_named(tmp_path, caplog):
+def test_log_names_the_first_three_skipped_lines(tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", [b"1", {"text": "words"}, b"2", b"3", b"4"])
     other = write(tmp_path / "other.jsonl", [{"text": "other words"}])
     with caplog.at_level("INFO"):
@@ -162,7 +162,7 @@ def test_the_first_three_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("longer", [1, 5, 200_000, 1_000_000])
-def test_of_a_line_that_is_too_long_no_more_is_held_than_may_be(tmp_path, monkeypatch, longer):
+def test_reading_an_overlong_line_keeps_at_most_the_limit(tmp_path, monkeypatch, longer):
     monkeypatch.setattr(jsonl, "LONGEST", 100_000)
     lines = [b'{"text": "a"}', b'"' + b"x" * (100_000 + longer - 1), b'{"text": "b"}']
     file = tmp_path / "a.jsonl"
@@ -189,13 +189,13 @@ def test_of_a_line_that_is_too_long_no_more_is_held_than_may_be(tmp_path, monkey
         ),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(tmp_path, typed, said):
+def test_invalid_jsonl_source_is_refused(tmp_path, typed, said):
     path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
     with pytest.raises(Refused, match=said):
         opened(path, **typed)
 
 
-def test_a_run_learns_of_lines(fit, tmp_path):
+def test_training_on_prompts_and_completions_of_jsonl(fit, tmp_path):
     pairs = [{"q": f"What is {i}? ", "a": f"It is {i}."} for i in range(60)]
     path = write(tmp_path / "one.jsonl", pairs)
     lines = ("data=jsonl", f"data.path={path}", "data.prompt=q", "data.completion=a", "data.pattern=*")
@@ -222,7 +222,7 @@ def test_validation_on_copies_of_the_training_text_is_refused(tmp_path, kind):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_few_doubles_are_no_reason(tmp_path):
+def test_validation_with_half_of_its_records_in_training_is_accepted(tmp_path):
     paths = [
         write(tmp_path / f"{i}.jsonl", [{"text": t} for t in texts]) for i, texts in enumerate((TEXTS, TEXTS[40:]))
     ]
@@ -320,14 +320,14 @@ def holds(cases, folder, again=False):
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(500, marks=pytest.mark.matrix)])
-def test_any_lines_end_in_tokens_or_in_a_sentence(cases, tmp_path):
+def test_arbitrary_lines_become_tokens_or_are_refused(cases, tmp_path):
     counted = holds(cases, tmp_path / "case", again=cases > 30)
     print(f"\n{dict(counted.most_common())}")
     assert counted["tokens"] > cases / 10 and counted["line "] > cases / 10
 
 
 @pytest.mark.wrong
-def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
+def test_planted_jsonl_reader_faults_are_caught(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
         (jsonl, "fields_of", json.loads),
@@ -339,12 +339,12 @@ def test_a_reader_that_lets_an_error_through_is_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 40])
-def test_that_all_records_are_validation_is_said(tmp_path, count):
+def test_empty_training_split_is_refused(tmp_path, count):
     with pytest.raises(Refused, match=r"the training split is empty.*too few distinct records\. Type data.val_path="):
         made_of(tmp_path, write(tmp_path / "a.jsonl", [{"text": "the same"}] * count), val_fraction=0.01)
 
 
-def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
+def test_control_token_in_a_record_is_refused_or_the_record_is_skipped(tmp_path):
     """One in the midst of a text would be the document's end, and the model asked about a user's text would obey it."""
     said = f"one{token_store.END_OF_TEXT} two"
     for fields, typed in (
@@ -361,7 +361,7 @@ def test_a_control_token_in_a_text_ends_no_document_unsaid(tmp_path):
             assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
 
 
-def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
+def test_too_long_document_is_refused_with_its_line(tmp_path):
     """Unless records were left out: a line without anything counts, and one that holds no record does not."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]
@@ -382,7 +382,7 @@ def test_of_a_document_that_is_too_long_the_line_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "told"), [("Q{}: {}", 2), (" {}", 0)])
-def test_completions_that_repeat_their_prompt_are_told_of_in_both_splits(tmp_path, answer, told):
+def test_completions_that_repeat_their_prompt_are_reported_for_both_splits(tmp_path, answer, told):
     records = [{"q": f"Q{i}:", "a": answer.format(i, i)} for i in range(20)]
     source = opened(write(tmp_path / "a.jsonl", records), prompt="q", completion="a")
     token_store.tokenize(source, tmp_path / "cache", 400)
@@ -392,7 +392,7 @@ def test_completions_that_repeat_their_prompt_are_told_of_in_both_splits(tmp_pat
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])
-def test_the_lowest_records_are_held_out_if_the_share_has_too_few(least):
+def test_records_with_the_lowest_hashes_are_held_out_if_the_fraction_is_too_small(least):
     """At most half of the different ones; a share that has enough stays as it is."""
     named = [f"record {number % 40}".encode() for number in range(80)]
     for count in range(1, 40):

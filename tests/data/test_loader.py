@@ -34,28 +34,28 @@ def stream(sequences, batch_size, batches, count, seed=7, **where):
             return ids[:count]
 
 
-def test_a_sequence_is_its_tokens_and_the_ones_that_follow(sequences):
+def test_labels_are_the_input_tokens_shifted_by_one(sequences):
     batch = sequences.micro_batch(np.array([2]))
     assert batch.input_ids.tolist() == [[8, 9, 10, 11]]
     assert batch.labels.tolist() == [[9, 10, 11, 12]]
 
 
-def test_every_epoch_visits_every_sequence_once_in_an_order_of_its_own(sequences):
+def test_every_epoch_visits_every_sequence_once_in_a_new_order(sequences):
     ids = stream(sequences, 3, 2, 46)
     assert sorted(ids[:23]) == sorted(ids[23:]) == [i * SEQ_LEN for i in range(23)]
     assert ids[:23] != ids[23:]
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (2, 1), (5, 3), (1, 8), (64, 1)])
-def test_the_order_does_not_depend_on_batch_size_or_accumulation(sequences, batch_size, batches):
+def test_order_does_not_depend_on_batch_size_or_accumulation(sequences, batch_size, batches):
     assert stream(sequences, batch_size, batches, 60) == stream(sequences, 1, 1, 60)
 
 
-def test_the_order_depends_on_the_seed(sequences):
+def test_order_depends_on_the_seed(sequences):
     assert stream(sequences, 1, 1, 23) != stream(sequences, 1, 1, 23, seed=8)
 
 
-def test_devices_share_the_same_order(sequences):
+def test_devices_divide_the_windows_of_one_device(sequences):
     alone = list(islice(WindowLoader(sequences, Share(6), fixed(2), 7), 4))
     shares = [list(islice(WindowLoader(sequences, Share(3, rank=r, world_size=2), fixed(2), 7), 4)) for r in range(2)]
     for whole, *parts in zip(alone, *shares, strict=True):
@@ -63,21 +63,21 @@ def test_devices_share_the_same_order(sequences):
         assert sorted(first_tokens(parts)) == sorted(first_tokens([whole]))
 
 
-def test_an_epoch_ends_in_a_short_window_that_knows_its_tokens(sequences):
+def test_epoch_ends_in_a_short_window_with_its_token_count(sequences):
     windows = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 3))
     assert [w.learned_tokens // SEQ_LEN for w in windows] == [12, 11, 12]
     assert [len(b.input_ids) for b in windows[1].micro_batches] == [4, 4, 3]
     assert [w.end for w in windows] == [Position(0, 12, 1), Position(1, 0, 2), Position(1, 12, 3)]
 
 
-def test_a_window_size_may_change_between_windows(sequences):
+def test_window_size_may_change_between_windows(sequences):
     windows = list(islice(WindowLoader(sequences, Share(1), lambda epoch, window: window + 1, 7), 4))
     assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [fixed(1), fixed(5), by_epoch({0: 1, 1: 3}), by_step({0: 2, 4: 7})])
 @pytest.mark.parametrize("epochs", [1, 2, 4])
-def test_it_knows_how_many_windows_epochs_have_without_reading_any(sequences, size, epochs, monkeypatch):
+def test_loader_counts_the_windows_of_epochs_without_reading_data(sequences, size, epochs, monkeypatch):
     read = takewhile(lambda window: window.end[:2] <= (epochs, 0), WindowLoader(sequences, Share(3), size, 7))
     expected = len(list(read))
     monkeypatch.setattr(sequences, "micro_batch", None)
@@ -85,7 +85,7 @@ def test_it_knows_how_many_windows_epochs_have_without_reading_any(sequences, si
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 5])
-def test_a_loader_goes_on_where_a_window_ended(sequences, done):
+def test_loader_resumes_after_any_window(sequences, done):
     unbroken = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 7))
     resumed = islice(WindowLoader(sequences, Share(4), fixed(3), 7, unbroken[done - 1].end), 7 - done)
     assert first_tokens(resumed) == first_tokens(unbroken[done:])
@@ -97,13 +97,13 @@ def test_validation_reads_the_first_sequences_in_order(sequences):
     assert len(ValidationLoader(sequences, Share(4), limit=10)) == len(batches) == 3
 
 
-def test_less_than_one_sequence_is_refused():
+def test_text_shorter_than_one_sequence_is_refused():
     with pytest.raises(Refused, match="seq_len=8"):
         Joined(split(np.arange(8)), 8, "train")
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_a_window_costs_a_step_next_to_nothing(packing):
+def test_making_a_window_is_cheap_beside_a_step(packing):
     """It is made while a step waits: a microsecond of a core for each token, where training on one takes a smallest
     model tens of them."""
     ids, ends = np.zeros(500 * 2000, np.uint16), np.arange(500, 500 * 2001, 500)

@@ -86,7 +86,7 @@ def trained(config, folder: Path, *overrides: str) -> dict:
 
 
 @pytest.mark.kernels
-def test_accumulation_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
+def test_accumulated_pair_loss_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
     """Both end at the same loss but for fp32 sums in another order, 1e-7; the weight of a text moves it by 1e-2."""
     whole = trained(config, tmp_path / "whole", "batch_size=4")
     parts = trained(config, tmp_path / "parts", *SPLIT)
@@ -95,7 +95,7 @@ def test_accumulation_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
     assert trained(config, tmp_path / "wrong", *SPLIT)["val_loss"] != pytest.approx(whole["val_loss"], rel=1e-3)
 
 
-def test_a_plan_traces_the_pairs(config, tmp_path):
+def test_planner_traces_a_pair_as_two_rows(config, tmp_path):
     """Two pairs are four rows."""
     pairs = trained(config, tmp_path / "pairs", "plan=check", "batch_size=2")
     rows = fit(config(*RUN[:-3], "plan=check", "batch_size=4", base=SMALL), tmp_path / "rows")
@@ -111,7 +111,7 @@ def test_rows_of_a_pair_stay_on_one_device():
     assert empty.weight == empty.learned_tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
 
 
-def test_named_tensors_move_and_join():
+def test_named_tensors_are_concatenated_and_moved():
     batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2))
     assert list(batch.tensors) == ["input_ids", "labels", "margin"]
     both = Pairs.concatenated([batch, batch])
@@ -119,7 +119,7 @@ def test_named_tensors_move_and_join():
     assert batch.to(torch.device("meta")).margin.device.type == "meta"
 
 
-def test_a_card_gets_copies_of_pinned_memory(monkeypatch):
+def test_copies_to_a_card_start_from_pinned_memory(monkeypatch):
     """Any other copy makes the host wait for the card. No card is needed: a stand-in records what torch is asked."""
     asked = []
 
@@ -144,7 +144,7 @@ def test_a_card_gets_copies_of_pinned_memory(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_window_that_moves_to_a_card_waits_for_nothing():
+def test_moving_a_micro_batch_to_a_card_does_not_synchronize():
     batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2)).counted()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -161,13 +161,13 @@ def test_a_window_that_moves_to_a_card_waits_for_nothing():
         (PAIRS[:1], "averages over tokens and needs a MicroBatch"),
     ],
 )
-def test_a_loss_of_other_data_is_refused(overrides, words, config):
+def test_loss_that_does_not_match_the_data_is_refused(overrides, words, config):
     """It is refused before weights are loaded, for training and for a plan."""
     run = config("data=random", "loss=full", *overrides, base=SMALL)
     with pytest.raises(Refused, match=words):
         causal_lm(run, None)
 
 
-def test_a_mixture_of_pairs_is_refused():
+def test_mixture_of_pairs_is_refused():
     with pytest.raises(Refused, match="excludes sources such as data=preference"):
         Mix({"a": PairSource(8, 8), "b": random_tokens.Random(8, 8)})

@@ -46,7 +46,7 @@ def counted(mixed):
 
 
 @pytest.mark.parametrize(("shares", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
-def test_weights_are_of_tokens_that_count(shares, share):
+def test_mixture_weights_are_shares_of_learned_tokens(shares, share):
     shares = shares and dict(zip(("all", "half"), shares, strict=True))
     mixed = Mixed({"all": part(0, 80), "half": half_learnt(1000, 80)}, shares)
     ours, theirs = counted(mixed)
@@ -56,7 +56,7 @@ def test_weights_are_of_tokens_that_count(shares, share):
     assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
-def test_every_row_is_there_and_none_much_oftener_than_another():
+def test_weighted_mixture_repeats_every_row_of_a_part_equally():
     mixed = Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1, "small": 1})
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
     large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
@@ -64,13 +64,13 @@ def test_every_row_is_there_and_none_much_oftener_than_another():
     assert "4.00 passes per epoch" in list(mixed.describe())[1]
 
 
-def test_without_weights_it_is_every_row_once():
+def test_mixture_without_weights_reads_every_row_once():
     mixed = Mixed({"one": part(0, 41), "other": part(1000, 11)}, None)
     found = mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist()
     assert sorted(found) == [*range(40), *range(1000, 1010)]
 
 
-def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
+def test_mixed_micro_batch_has_the_rows_of_its_parts_in_order():
     parts = {"joined": part(0, 20), "apart": part(1000, 20, packing="documents")}
     mixed = Mixed(parts, None)
     order = np.random.default_rng(0).permutation(len(mixed))
@@ -84,7 +84,7 @@ def test_rows_of_a_micro_batch_are_those_of_their_parts_wherever_they_stand():
 
 
 @pytest.mark.parametrize("second", ["joined", "documents"])
-def test_an_example_for_the_planner_has_the_tensors_of_a_mixture(second):
+def test_planner_example_has_the_tensors_of_a_mixture(second):
     mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
     data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
     real, found = mixed.micro_batch(np.arange(4)), example(data, 4, T)
@@ -98,7 +98,7 @@ def windows(mixed, count, position=None):
 
 
 @pytest.mark.parametrize("done", [1, 5, 13, 14, 27])
-def test_it_goes_on_where_a_window_ended(done):
+def test_mixture_resumes_after_any_window(done):
     parts = {"large": part(0, 41), "small": part(1000, 11)}
     unbroken = windows(Mixed(parts, {"large": 1, "small": 1}), 30)
     resumed = windows(Mixed(parts, {"large": 1, "small": 1}), 30 - done, unbroken[done - 1].end)
@@ -106,13 +106,13 @@ def test_it_goes_on_where_a_window_ended(done):
         assert all(map(torch.equal, *([b.input_ids for b in w.micro_batches] for w in (one, other))))
 
 
-def test_another_weight_is_another_order():
+def test_other_mixture_weights_give_another_order_digest():
     parts = {"large": part(0, 41), "small": part(1000, 11)}
     orders = [WindowLoader(Mixed(parts, w), Share(3), fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
     assert orders[0] != orders[1]
 
 
-def test_a_weight_that_repeats_a_part_for_ever_is_refused():
+def test_weight_that_repeats_a_small_part_too_often_is_refused():
     with pytest.raises(Refused, match=r"would repeat small .* times"):
         Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1e-10, "small": 1})
 
@@ -128,7 +128,7 @@ def typed(small, text_folder, tmp_path):
     return (*base, "data=mix", *parts, f"data.parts.notes.path={tmp_path}", "data.shares={code: 3, notes: 1}")
 
 
-def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, typed, tmp_path):
+def test_mixture_command_trains_evaluates_each_part_and_resumes(command, typed, tmp_path):
     code, said = command("save_every=2", base=(*typed, "seed=3"))
     assert code == 0, said
     assert re.search(r"code: 7[45]\.\d% of the tokens", said) and "(75.0% requested)" in said
@@ -138,7 +138,7 @@ def test_a_mixture_as_typed_trains_evaluates_each_part_and_goes_on(command, type
     assert code == 0, said
 
 
-def test_the_plan_knows_whether_a_part_has_positions(config, typed):
+def test_planner_knows_whether_a_mixture_has_positions(config, typed):
     cfg = config(base=typed)
     assert with_positions(cfg.data.arguments) and build.data(cfg).train.sequences.positions
     cfg = config("data.parts.notes.packing=joined", base=typed)
@@ -160,7 +160,7 @@ def parts_of(folder):
 
 
 @pytest.mark.parametrize("names", [("notes", "talk"), ("talk", "notes")])
-def test_documents_of_every_part_end_in_one_token_whatever_their_order(tmp_path, names):
+def test_documents_of_all_mixture_parts_end_in_one_token(tmp_path, names):
     make = parts_of(tmp_path)
     parts = {name: make[name](**({"messages": "messages"} if name == "talk" else {})) for name in names}
     train_bpe(["yes"], 300, tmp_path / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
@@ -171,7 +171,7 @@ def test_documents_of_every_part_end_in_one_token_whatever_their_order(tmp_path,
     assert ends == {"<|im_end|>"} == {of.tokens.tokenizer.eos_token}
 
 
-def test_a_mixture_has_one_chat_template(tmp_path):
+def test_parts_with_different_chat_templates_are_refused(tmp_path):
     talk = partial(parts_of(tmp_path)["talk"], messages="messages")
     assert Mix({"a": talk(template="chatml"), "b": talk(template="chatml")}).chat
     with pytest.raises(Refused, match=r"a and b use different chat templates.*data\.parts\.<name>\.template"):
@@ -186,7 +186,7 @@ REFUSED = {
 }
 
 
-def test_a_part_has_one_validation_set(tmp_path):
+def test_part_with_several_validation_sets_is_refused(tmp_path):
     with pytest.raises(Refused, match="each part of a mixture has one validation set"):
         parts_of(tmp_path)["notes"](val_path={"x": "a.jsonl", "y": "b.jsonl"})
 
@@ -201,18 +201,18 @@ def nested(folder, names):
 
 
 @pytest.mark.parametrize("names", [{"a": "", "a_": ""}, {"x_": ""}, {"_": "", "__": ""}, {"a": "b_", "a_": "b"}])
-def test_each_part_has_a_validation_set_of_its_own_name(tmp_path, names):
+def test_validation_sets_of_nested_parts_have_joined_names(tmp_path, names):
     expected = [f"{part}_{below}" if below else part for part, below in names.items()]
     assert [*nested(tmp_path, names).val] == expected
 
 
 @pytest.mark.parametrize("names", [{"a": "b_c", "a_b": "c"}, {"a_b": "", "a": "b"}])
-def test_parts_whose_validation_sets_have_one_name_are_refused(tmp_path, names):
+def test_parts_whose_validation_sets_share_a_name_are_refused(tmp_path, names):
     with pytest.raises(Refused, match=r"two validation sets would both be named a_b(_c)?\. Rename the part a"):
         nested(tmp_path, names)
 
 
-def test_both_of_two_parts_with_similar_names_are_evaluated(command, typed, tmp_path):
+def test_parts_with_similar_names_are_both_evaluated(command, typed, tmp_path):
     lines = tuple(line.replace("notes", "code_") for line in typed)
     code, said = command("max_steps=1", base=tuple(line for line in lines if not line.startswith("max_steps")))
     assert code == 0, said
@@ -221,13 +221,13 @@ def test_both_of_two_parts_with_similar_names_are_evaluated(command, typed, tmp_
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_mixed_is_refused(command, typed, line):
+def test_invalid_mixture_is_refused(command, typed, line):
     kept = tuple(other for other in typed if other.split("=")[0] != line.split("=")[0])
     code, said = command(line, base=kept)
     assert code != 0 and REFUSED[line] in said, said
 
 
-def test_random_rows_are_the_same_whenever_they_are_read():
+def test_random_rows_are_reproducible_by_index_and_seed():
     drawn = Drawn((0, 0), 100, 300, 16)
     batch = drawn.micro_batch(np.array([5, 7]))
     assert torch.equal(batch.input_ids[1:], drawn.micro_batch(np.array([7])).input_ids)
@@ -238,7 +238,7 @@ def test_random_rows_are_the_same_whenever_they_are_read():
     assert not torch.equal(Drawn((0, 1), 100, 300, 16).micro_batch(np.arange(100)).input_ids, whole)
 
 
-def test_random_tokens_train_and_repeat_themselves(small, config, tmp_path):
+def test_training_on_random_tokens_is_reproducible(small, config, tmp_path):
     base = tuple(line for line in small if not line.startswith("data"))
     losses = [fit(config("data=random", base=base), tmp_path / name)["val_loss"] for name in "ab"]
     assert losses[0] == losses[1] > 5.0

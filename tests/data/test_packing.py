@@ -37,19 +37,19 @@ def following(documents):
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
-def test_every_token_that_follows_in_its_document_is_predicted_once(kind):
+def test_every_next_token_inside_a_document_is_predicted_once(kind):
     """Those of documents that were cut, too."""
     made = rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
     assert sorted(pairs(every(made))) == following(texts())
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
-def test_real_marks_each_token_of_a_document_and_no_filler(kind):
+def test_real_mask_covers_document_tokens_and_no_filler(kind):
     batch = every(rows(split(*texts()), SEQ_LEN, kind, "cut", "train"))  # no document has the filler's id
     assert not batch.real.all() and torch.equal(batch.real, batch.input_ids != packing.FILLER)
 
 
-def test_joined_rows_are_the_text_cut_anywhere():
+def test_joined_rows_are_the_concatenated_text_in_equal_cuts():
     text = np.concatenate(texts())
     batch = every(rows(split(*texts()), SEQ_LEN, "joined", "cut", "train"))
     count = (len(text) - 1) // SEQ_LEN
@@ -67,7 +67,7 @@ def layout(batch):
 
 @pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
-def test_an_example_for_the_planner_is_laid_out_as_real_rows(kind, other):
+def test_planner_example_has_the_layout_of_full_rows(kind, other):
     """The example has full rows, each with one document. The example of another kind differs."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
     found = layout(packing.example({"packing": other or kind}, 4, SEQ_LEN))
@@ -75,7 +75,7 @@ def test_an_example_for_the_planner_is_laid_out_as_real_rows(kind, other):
 
 
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
-def test_what_is_not_learnt_has_no_label(kind):
+def test_tokens_that_are_not_learnt_have_no_label(kind):
     learnt = [np.arange(len(document)) % 3 == 0 for document in texts()]
     made = rows(split(*texts(), learnt=learnt), SEQ_LEN, kind, "cut", "train")
     found = pairs(every(made))
@@ -84,7 +84,7 @@ def test_what_is_not_learnt_has_no_label(kind):
         assert sorted(found) == [(a, b) for a, b in following(texts()) if b % 1000 % 3 == 0]
 
 
-def test_positions_begin_anew_with_each_document_and_in_the_tail():
+def test_positions_restart_at_each_document_and_in_the_tail():
     batch = every(rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train"))
     tail = batch.input_ids == packing.FILLER
     assert torch.equal(batch.position_ids[~tail], batch.input_ids[~tail] % 1000)
@@ -92,7 +92,7 @@ def test_positions_begin_anew_with_each_document_and_in_the_tail():
         assert positions[row].tolist() == list(range(int(row.sum())))
 
 
-def test_first_tokens_are_where_positions_begin_anew():
+def test_first_tokens_are_the_places_where_positions_restart():
     made = rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train")
     batch = made.micro_batch(np.arange(len(made)))
     starts = [row * SEQ_LEN + start for row in range(len(made)) for start in made.starts(row)]
@@ -103,7 +103,7 @@ def test_first_tokens_are_where_positions_begin_anew():
     assert not hasattr(part.inputs["position_ids"], "counted_first")
 
 
-def test_best_fit_fills_rows():
+def test_best_fit_packing_fills_99_percent_of_each_row():
     lengths = np.random.default_rng(0).integers(2, 200, 3000)
     order, ends = packed(lengths, 256)
     assert sorted(order) == list(range(3000))
@@ -115,7 +115,7 @@ def test_best_fit_fills_rows():
     assert np.array_equal(order, again[0]) and np.array_equal(ends, again[1])
 
 
-def test_what_is_too_long_is_cut_dropped_or_refused_and_counted():
+def test_too_long_documents_are_cut_dropped_or_refused_and_counted():
     documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(1))
     cut, drop = (rows(documents, SEQ_LEN, "documents", how, "train") for how in ("cut", "drop"))
     assert cut.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 1, "rows": 3, "fill": 45 / 48}
@@ -128,7 +128,7 @@ def test_what_is_too_long_is_cut_dropped_or_refused_and_counted():
     assert rows(documents, 40, "padded", "refuse", "train").report["too_long"] == 0
 
 
-def test_pieces_and_documents_with_nothing_to_learn_are_dropped_and_counted(monkeypatch):
+def test_documents_and_pieces_without_learnt_tokens_are_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(packing, "AT_ONCE", 8)  # tokens: less than a document
     learnt = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
     documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learnt=learnt)
@@ -149,7 +149,7 @@ def stored(folder):
     return type(text)(np.memmap(folder / "train.bin", np.uint16, "r"), text.ends, text.text_bytes, None)
 
 
-def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
+def test_rows_of_one_length_are_packed_once_and_cached(tmp_path, monkeypatch):
     text = stored(tmp_path)
     first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     calls = []
@@ -161,7 +161,7 @@ def test_rows_are_packed_once_for_a_length(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_damaged_file_of_packed_rows_is_made_again_and_told(tmp_path, caplog, damage):
+def test_damaged_cache_of_packed_rows_is_rebuilt_and_reported(tmp_path, caplog, damage):
     text = stored(tmp_path)
     first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     (file,) = tmp_path.glob("train_rows_*.npz")
@@ -187,7 +187,7 @@ def read(windows):
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_loader_goes_on_where_a_window_ended(kind, size):
+def test_packed_loader_resumes_after_any_window(kind, size):
     """Over the end of an epoch, and from every window."""
     unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0
@@ -197,7 +197,7 @@ def test_a_loader_goes_on_where_a_window_ended(kind, size):
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
-def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
+def test_packed_epoch_reads_every_document_once_in_a_new_order(kind):
     epochs = [[], [], []]
     for window in WindowLoader(made(kind), Share(4), fixed(2), 7):
         epoch = window.end.epoch - (window.end.sequence == 0)
@@ -209,7 +209,7 @@ def test_every_epoch_reads_everything_once_in_an_order_of_its_own(kind):
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_packed_rows_are_read_in_the_seeds_order_whatever_the_batch():
+def test_order_of_packed_rows_does_not_depend_on_the_batch_size():
     def loader(size):
         return WindowLoader(made("documents"), Share(size), fixed(1), 7)
 
@@ -217,7 +217,7 @@ def test_packed_rows_are_read_in_the_seeds_order_whatever_the_batch():
     assert one == four
 
 
-def test_padding_is_to_the_longest_of_a_micro_batch_and_like_lengths_stand_together():
+def test_padded_batches_group_similar_lengths_and_pad_to_their_longest_row():
     documents = rows(split(*texts(count=3000)), 40, "padded", "cut", "train")
 
     def padded(arranged):
@@ -230,7 +230,7 @@ def test_padding_is_to_the_longest_of_a_micro_batch_and_like_lengths_stand_toget
     assert padded(documents.arranged) < 0.02 < 0.3 < padded(lambda permutation, _: permutation)
 
 
-def test_a_position_means_nothing_in_rows_of_another_kind_text_or_batch():
+def test_order_digest_depends_on_packing_text_and_batch_size():
     def order(rows, batch_size=4):
         return WindowLoader(rows, Share(batch_size), fixed(1), 7).order
 
@@ -244,6 +244,6 @@ def test_a_position_means_nothing_in_rows_of_another_kind_text_or_batch():
     assert set(orders[0]) == {"sequences", "seq_len", "seed", "text"}  # the first three in the oldest checkpoints
 
 
-def test_whether_positions_are_told_is_known_without_the_text():
+def test_use_of_positions_is_known_from_the_config():
     assert not with_positions({"packing": "joined"}) and with_positions({"packing": "documents"})
     assert with_positions({"parts": {"a": {"packing": "padded"}, "b": {"packing": "documents"}}})

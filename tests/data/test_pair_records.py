@@ -124,7 +124,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_last_answer_and_its_end_are_learnt_of_every_format(tmp_path, name):
+def test_last_answer_and_its_end_are_learnt_in_every_pair_format(tmp_path, name):
     record, typed, expected = FORMATS[name]
     assert read(tmp_path, record, **typed) == (expected or [f"hi[x{END}]", f"hi[y{END}]"])
 
@@ -137,12 +137,12 @@ def test_the_last_answer_and_its_end_are_learnt_of_every_format(tmp_path, name):
         ("Q a", "Q a b", ["Q[ a", "Q[ a b"]),
     ],
 )
-def test_without_a_prompt_texts_share_their_beginning_up_to_a_word(tmp_path, chosen, rejected, expected):
+def test_pair_without_a_prompt_field_shares_the_common_beginning_up_to_a_word(tmp_path, chosen, rejected, expected):
     found = read(tmp_path, {"chosen": chosen, "rejected": rejected}, prompt=None)
     assert found == [f"{one}{END}]" for one in expected]
 
 
-def test_both_answers_have_the_same_tokens_before_them(tmp_path):
+def test_both_answers_of_a_pair_have_the_same_prompt_tokens(tmp_path):
     for number, record in enumerate((TEXT, CHAT | {"prompt": EARLIER})):
         train = tokens_of(tmp_path / str(number), opened(tmp_path / str(number), record)).train
         learnt = train.learnt(0, len(train.ids))
@@ -151,7 +151,7 @@ def test_both_answers_have_the_same_tokens_before_them(tmp_path):
         assert before[0] == before[1] != []
 
 
-def test_all_answers_are_learnt_if_that_is_typed(tmp_path):
+def test_assistant_all_learns_all_answers_of_a_pair(tmp_path):
     different = [USER, said("assistant", "but"), said("user", "and?"), B]
     found = read(tmp_path, {"chosen": [*EARLIER, A], "rejected": different}, assistant="all")
     assert found == [
@@ -159,7 +159,7 @@ def test_all_answers_are_learnt_if_that_is_typed(tmp_path):
     ]
 
 
-def test_tools_are_those_of_both_answers(tmp_path):
+def test_tools_of_a_pair_are_rendered_for_both_answers(tmp_path):
     with_tools = tokenizer("{% if tools %}{{ tools[0]['function']['name'] + '\\n' }}{% endif %}" + CHATML)
     source = opened(tmp_path, CHAT | {"tools": [ADD]})
     assert documents(token_store.tokenize(source, tmp_path / "cache", 0, with_tools)) == [
@@ -169,7 +169,7 @@ def test_tools_are_those_of_both_answers(tmp_path):
         tokens_of(tmp_path, source)
 
 
-def test_parquet_and_folders_are_read_as_lines_are(tmp_path):
+def test_pairs_of_parquet_and_folders_equal_pairs_of_jsonl(tmp_path):
     records = [{"prompt": [said("user", f"hi {i}")], "chosen": [A], "rejected": [B]} for i in range(6)]
     other = validation(tmp_path, list)
     for part in (0, 3):
@@ -219,7 +219,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("good", "bad", "why"), BAD, ids=[f"{i} {why[:40]}" for i, (_, _, why) in enumerate(BAD)])
-def test_a_bad_record_is_named_or_left_out_and_counted(tmp_path, good, bad, why):
+def test_bad_pair_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
     like, fine = type(good["chosen"]), good | {"prompt": "fine"}
     with pytest.raises(Refused) as refused:
         read(tmp_path, fine, bad, like=like)
@@ -230,7 +230,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(tmp_path, good, bad, why)
     assert note.startswith(f"data.skip_bad=true: skipped 1 of 3 train records (a.jsonl, line 2: {why}")
 
 
-def test_the_first_record_with_an_answer_says_what_the_others_are(tmp_path):
+def test_first_record_with_an_answer_decides_the_pair_format(tmp_path):
     source = opened(tmp_path, {"prompt": "a"}, {"chosen": None}, TEXT, like=str, skip_bad=True)
     assert documents(tokens_of(tmp_path, source)) == FORMATS["texts"][2]
 
@@ -240,12 +240,12 @@ def as_json(record):
 
 
 @pytest.mark.parametrize("name", [name for name, (record, _, _) in FORMATS.items() if as_json(record) != record])
-def test_messages_that_a_column_holds_as_a_text_of_json_are_messages(tmp_path, name):
+def test_messages_stored_as_json_text_are_parsed(tmp_path, name):
     record, typed, expected = FORMATS[name]
     assert read(tmp_path, as_json(record), like=list, **typed) == expected
 
 
-def test_an_answer_that_is_json_and_holds_no_messages_is_a_text(tmp_path):
+def test_json_answer_without_messages_stays_text(tmp_path):
     assert read(tmp_path, TEXT | {"chosen": '["a"]', "rejected": '{"b": 1}'}) == [
         f'hi[["a"]{END}]',
         f'hi[{{"b": 1}}{END}]',
@@ -280,19 +280,19 @@ def rated(folder, *records, **typed):
 
 
 @pytest.mark.parametrize("name", RATED)
-def test_an_answer_with_a_rating_stands_on_its_side_and_the_other_side_is_empty(tmp_path, name):
+def test_rated_answer_fills_its_side_and_leaves_the_other_empty(tmp_path, name):
     record, typed, expected = RATED[name]
     label = typed.get("label", "label")
     worse = record | {label: type(record[label])(0)}
     assert documents(tokens_of(tmp_path, rated(tmp_path, record, worse, **typed))) == [expected, "", "", expected]
 
 
-def test_pairs_and_ratings_may_be_in_one_file(tmp_path):
+def test_pairs_and_ratings_can_share_a_file(tmp_path):
     found = documents(tokens_of(tmp_path, rated(tmp_path, RATED["texts"][0], TEXT)))
     assert found == [f"hi[ {YES}]", "", *FORMATS["texts"][2]]
 
 
-def test_rated_parquet_is_read_as_lines_are(tmp_path):
+def test_rated_parquet_equals_rated_jsonl(tmp_path):
     record = {"prompt": [USER], "completion": [A], "label": False}
     for name, rows in (("a", [record] * 2), ("v", [{"prompt": "other", "completion": [A], "label": True}])):
         write(tmp_path / "lines" / f"{name}.jsonl", rows)
@@ -343,7 +343,7 @@ BAD_RATINGS = [
 
 
 @pytest.mark.parametrize(("good", "bad", "why"), BAD_RATINGS, ids=[why[:45] for _, _, why in BAD_RATINGS])
-def test_a_bad_rating_is_named_or_left_out_and_counted(tmp_path, good, bad, why):
+def test_bad_rating_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
     with pytest.raises(Refused) as refused:
         tokens_of(tmp_path, rated(tmp_path, good, bad))
     assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)
@@ -371,7 +371,7 @@ JQ = r"""jq -c '\."prompt" as \$p \| \."completion" \|= ltrimstr\(\$p\)' FILE > 
     ],
     ids=["all", "most", "white space", "rated", "few", "one answer", "no prompt"],
 )
-def test_answers_that_repeat_their_prompt_are_told_of_with_what_to_type(tmp_path, records, told):
+def test_pair_answers_that_repeat_their_prompt_are_reported_with_advice(tmp_path, records, told):
     source = opened(tmp_path, *records, like=str)
     tokens_of(tmp_path, source)
     if told is None:
@@ -381,18 +381,18 @@ def test_answers_that_repeat_their_prompt_are_told_of_with_what_to_type(tmp_path
         assert re.search(told, note)
 
 
-def test_answers_that_repeat_their_prompt_are_right_with_what_was_told(tmp_path):
+def test_advice_for_repeated_prompts_yields_correct_pairs(tmp_path):
     found = read(tmp_path, REPEATED, prompt=None)
     assert found == [f"{Q}[ 4{END}]", f"{Q}[ 5{END}]"] == read(tmp_path / "once", ONCE)
 
 
-def test_a_single_text_needs_its_prompt(tmp_path):
+def test_single_rated_text_without_a_prompt_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE] * 2)
     with pytest.raises(Refused, match=r"data\.prompt=null leaves it without a prompt"):
         tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
 
 
-def test_the_loss_says_which_rows_are_made(config, tmp_path):
+def test_kto_loss_reads_a_preference_file_as_rated_answers(config, tmp_path):
     records = [LONE | {"prompt": f"hi {i}", "label": i % 2 == 0} for i in range(40)]
     file = write(tmp_path / "a.jsonl", records)
     typed = partial(config, "data=preference", f"data.path={file}")
@@ -407,7 +407,7 @@ def test_the_loss_says_which_rows_are_made(config, tmp_path):
         build.data(typed("loss=kto", "data.packing=documents"))
 
 
-def test_a_name_of_two_words_is_an_id_of_the_hub_unless_it_is_a_file(tmp_path, monkeypatch):
+def test_path_of_two_words_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/name") and is_hub_id("org-1/name_2.5")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -417,7 +417,7 @@ def test_a_name_of_two_words_is_an_id_of_the_hub_unless_it_is_a_file(tmp_path, m
             is_hub_id(path)
 
 
-def test_a_run_reads_pairs_with_the_keys_of_the_yaml(config, tmp_path):
+def test_preference_run_builds_padded_or_packed_pairs_by_its_keys(config, tmp_path):
     file = write(tmp_path / "a.jsonl", [TEXT | {"prompt": f"hi {i}"} for i in range(40)])
     typed = partial(config, "data=preference", "loss=dpo", f"data.path={file}")
     assert isinstance(build.data(typed()).train.sequences, PaddedPairs)
@@ -426,7 +426,7 @@ def test_a_run_reads_pairs_with_the_keys_of_the_yaml(config, tmp_path):
         build.data(typed("data.path=no/such.jsonl"))
 
 
-def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path, config):
+def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
     """Ranked answers make several pairs of a prompt; held out one by one, their documents would be in both splits."""
     ranked = [
         {"prompt": f"Count to {n}.", "chosen": f"{n} a{better}", "rejected": f"{n} a{worse}"}
@@ -442,7 +442,7 @@ def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path, config):
 
 
 @pytest.mark.parametrize(("rated", "line"), [(False, 2), (True, 3)])
-def test_of_an_answer_that_is_too_long_the_line_is_named(tmp_path, rated, line):
+def test_too_long_answer_is_refused_with_its_line(tmp_path, rated, line):
     """Each record is two documents, also where one of them is empty."""
     records = [TEXT, TEXT | {"prompt": "one", "chosen": " long" * 90}]
     if rated:
@@ -454,7 +454,7 @@ def test_of_an_answer_that_is_too_long_the_line_is_named(tmp_path, rated, line):
         source.rows(made.train, 64, "train")
 
 
-def test_ratings_of_a_data_set_of_the_hub_are_those_of_a_file(tmp_path, monkeypatch):
+def test_ratings_of_a_hub_data_set_equal_ratings_of_a_file(tmp_path, monkeypatch):
     """A local folder stands for the data set."""
     single = {"prompt": "two", "completion": " yes", "label": True}
     records = [single, single | {"prompt": "three", "label": False}, TEXT | {"prompt": "one"}]
@@ -480,20 +480,20 @@ def test_ratings_of_a_data_set_of_the_hub_are_those_of_a_file(tmp_path, monkeypa
         (True, {"val_split": "train"}, r"data\.val_split=train: data\.split is train, too"),
     ],
 )
-def test_a_key_that_would_not_be_read_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
+def test_preference_key_that_the_source_ignores_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
     monkeypatch.setattr(preference, "is_hub_id", lambda path: of_hub)
     with pytest.raises(Refused, match=words):
         Preference(str(tmp_path), **typed)
 
 
-def test_of_one_prompt_nothing_can_be_held_out(tmp_path):
+def test_preference_file_with_one_prompt_is_refused(tmp_path):
     file = write(tmp_path / "one.jsonl", [TEXT, TEXT | {"rejected": " never"}])
     with pytest.raises(Refused, match="too few distinct prompts"):
         tokens_of(tmp_path, Preference(file))
 
 
 @pytest.mark.parametrize("prompts", [4, 5, 10])
-def test_two_prompts_of_rated_answers_are_held_out_at_least(tmp_path, prompts):
+def test_at_least_two_prompts_of_rated_answers_are_held_out(tmp_path, prompts):
     """KTO reads each answer behind another prompt, in validation too; other losses hold out what they did."""
     records = [LONE | {"prompt": f"hi {i}", "label": label} for i in range(prompts) for label in (True, False)]
     file = write(tmp_path / "a.jsonl", records)
@@ -506,7 +506,7 @@ def test_two_prompts_of_rated_answers_are_held_out_at_least(tmp_path, prompts):
     assert len(source.rows(made.val, 40, "val")) == 4
 
 
-def test_of_three_prompts_the_words_name_a_file_for_validation(tmp_path):
+def test_validation_with_one_rated_prompt_is_refused_with_val_path_advice(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE | {"prompt": f"hi {i}"} for i in range(3)])
     source = Preference(file, rated=True)
     with pytest.raises(

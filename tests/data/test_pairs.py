@@ -49,7 +49,7 @@ both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @both_kinds
-def test_every_pair_is_there_once_and_its_lengths_and_reference_are_its_own(kind):
+def test_every_pair_is_read_once_with_its_lengths_and_reference(kind):
     documents, expected = drawn()
     made = KINDS[kind](documents, SEQ_LEN, "drop", "train")
     made.reference = np.arange(2.0 * made.unit_count).reshape(-1, 2) + 1
@@ -60,7 +60,7 @@ def test_every_pair_is_there_once_and_its_lengths_and_reference_are_its_own(kind
     assert np.array_equal(batch.reference[batch.lengths > 0].view(-1, 2), made.reference[order])
 
 
-def test_packed_rows_are_complete_pairs_and_a_tail():
+def test_packed_rows_hold_complete_pairs_and_a_tail():
     documents, expected = drawn()
     made = PackedPairs(documents, SEQ_LEN, "drop", "train")
     batch, texts = made.micro_batch(np.arange(len(made))), np.split(documents.ids, documents.ends[:-1])
@@ -81,12 +81,12 @@ def test_packed_rows_are_complete_pairs_and_a_tail():
 
 
 @pytest.mark.wrong
-def test_tokens_of_another_answer_would_be_seen(monkeypatch):
+def test_answers_shifted_by_one_token_are_caught(monkeypatch):
     """The deliberately wrong variant of the test above: an answer begins a token later."""
     late = property(lambda self, right=PairBatch.answers: right.fget(self).roll(1, 1))
     monkeypatch.setattr(PairBatch, "answers", late)
     with pytest.raises(AssertionError):
-        test_packed_rows_are_complete_pairs_and_a_tail()
+        test_packed_rows_hold_complete_pairs_and_a_tail()
 
 
 @both_kinds
@@ -102,13 +102,13 @@ def test_no_pair_is_divided_over_devices(kind):
 
 
 @pytest.mark.wrong
-def test_a_divided_pair_would_be_seen(monkeypatch):
+def test_pair_divided_over_devices_is_caught(monkeypatch):
     monkeypatch.setattr(PairBatch, "ROWS", 1)
     with pytest.raises(AssertionError):
         test_no_pair_is_divided_over_devices("padded")
 
 
-def test_nothing_of_a_batch_has_its_shape_and_no_weight():
+def test_empty_batch_has_the_shape_of_one_pair_and_weight_0():
     for kind in KINDS.values():
         batch = kind(drawn()[0], SEQ_LEN, "drop", "train").micro_batch(np.arange(3))
         assert len(batch.nothing.input_ids) == batch.ROWS == len(batch.nothing.lengths)
@@ -130,7 +130,7 @@ def test_rows_of_a_pair_do_not_depend_on_the_batch(kind):
 
 
 @pytest.mark.kernels
-def test_padded_and_packed_rows_have_the_same_log_probabilities():
+def test_padded_and_packed_pairs_have_equal_log_probabilities():
     documents, expected = drawn()
     model, loss, found = network(n_positions=SEQ_LEN), DPO(), {}
     for name, kind in KINDS.items():
@@ -160,14 +160,14 @@ def of_lengths(*lengths):
         ("documents", "cut", [(5, 6), (3, 20)], {"too_long": 0, "cut": 2, "nothing_to_learn": 2}),
     ],
 )
-def test_what_is_too_long_is_dropped_or_cut_and_counted(kind, how, kept, report):
+def test_too_long_pairs_are_dropped_or_cut_and_counted(kind, how, kept, report):
     made = KINDS[kind](of_lengths(5, 6, 3, 20, 7, 26, 9, 60), 24, how, "train")
     assert made.pieces.lengths.reshape(-1, 2).tolist() == [list(both) for both in kept]
     assert report.items() <= made.report.items() and made.report["documents"] == len(kept)
     assert made.micro_batch(np.arange(len(made))).weight == len(kept)
 
 
-def test_what_is_too_long_is_refused_or_nothing_is_left():
+def test_too_long_pairs_are_refused_and_an_empty_split_is_an_error():
     refused = r"val split has 2 pairs longer than seq_len=24 \(of 3\), the longest with {} tokens \({}\)"
     for kind, *words in (
         ("padded", 60, "prompt and answer"),

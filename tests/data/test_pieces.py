@@ -69,7 +69,7 @@ def whole(tokenizer, text):
 
 @pytest.mark.rows("llama3", "no words", "sentencepiece")
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_in_pieces_are_those_of_the_whole(tokenizer, small_pieces, kind):
+def test_ids_of_a_text_in_pieces_equal_ids_of_the_whole_text(tokenizer, small_pieces, kind):
     cuts, long = pieces.Cuts(tokenizer(kind)), text(20_000, seed=1)
     count = len(list(pieces.pieces([long], cuts)))
     assert count > 100 if KINDS[kind][2] else count == 1
@@ -80,7 +80,7 @@ def test_ids_in_pieces_are_those_of_the_whole(tokenizer, small_pieces, kind):
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 @pytest.mark.parametrize("wrong", ["every newline", "without proof"])
-def test_cuts_elsewhere_and_cuts_without_proof_change_the_ids(tokenizer, small_pieces, monkeypatch, kind, wrong):
+def test_unproved_cuts_and_cuts_at_every_newline_change_the_ids(tokenizer, small_pieces, monkeypatch, kind, wrong):
     """The deliberately wrong variants. The rule is right for GPT-2's words, and SentencePiece needs the proof."""
     if wrong == "every newline":
         monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
@@ -91,14 +91,14 @@ def test_cuts_elsewhere_and_cuts_without_proof_change_the_ids(tokenizer, small_p
     assert same == (kind == "gpt2" and wrong == "without proof")
 
 
-def test_proofs_mend_a_rule_that_is_wrong(tokenizer, small_pieces, monkeypatch):
+def test_proofs_reject_wrong_cuts(tokenizer, small_pieces, monkeypatch):
     monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
     long = text(20_000, seed=1)
     (ids,) = pieces.encode(tokenizer("gpt2"), [long])
     assert ids.tolist() == whole(tokenizer("gpt2"), long)
 
 
-def test_a_tokenizer_that_never_bears_a_cut_is_asked_a_few_times_and_named_once(tokenizer, small_pieces, caplog):
+def test_tokenizer_that_allows_no_cut_is_tried_a_few_times_and_reported_once(tokenizer, small_pieces, caplog):
     cuts = pieces.Cuts(tokenizer("sentencepiece"))
     with caplog.at_level("INFO"):
         for seed in range(3):
@@ -106,7 +106,7 @@ def test_a_tokenizer_that_never_bears_a_cut_is_asked_a_few_times_and_named_once(
     assert cuts.tried == pieces.PROOFS and caplog.text.count("encoded whole") == 1
 
 
-def test_a_file_in_blocks_is_the_file(tmp_path, monkeypatch):
+def test_file_read_in_blocks_equals_the_file(tmp_path, monkeypatch):
     """Blocks end inside characters."""
     said = text(300)
     (tmp_path / "a").write_bytes(said.encode())
@@ -116,7 +116,7 @@ def test_a_file_in_blocks_is_the_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("raw", [b"word\n\xc3\xa4\n\xff\n", b"word\n\n\0", b"word\n\n\xc3"])
-def test_the_line_that_is_no_text_is_counted_from_the_files_beginning(tmp_path, monkeypatch, raw):
+def test_error_for_invalid_utf_8_in_a_block_has_the_line_number_of_the_file(tmp_path, monkeypatch, raw):
     (tmp_path / "a").write_bytes(raw)
     for size in (2, 3, 5, 100):
         monkeypatch.setattr(reading, "BLOCK", size)
@@ -126,7 +126,7 @@ def test_the_line_that_is_no_text_is_counted_from_the_files_beginning(tmp_path, 
             list(reading.blocks(tmp_path / "a"))
 
 
-def test_tokens_of_a_large_file_are_those_of_the_whole_and_one_document(tmp_path, small_pieces, monkeypatch):
+def test_tokens_of_a_file_in_blocks_equal_tokens_of_the_whole_file(tmp_path, small_pieces, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK", 3000)
     said = text(9000)
     (tmp_path / "one.txt").write_bytes(said.encode())
@@ -137,7 +137,7 @@ def test_tokens_of_a_large_file_are_those_of_the_whole_and_one_document(tmp_path
         assert split.ends.tolist() == [len(split.ids)] and split.text_bytes.tolist() == [len(part.encode())]
 
 
-def test_a_thread_reads_ahead_and_its_errors_arrive():
+def test_read_ahead_thread_delivers_items_and_errors():
     made = []
 
     def items():
@@ -203,7 +203,7 @@ def peaks(processes, tmp_path):
 
 
 @pytest.mark.process
-def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
+def test_memory_for_reading_a_file_does_not_grow_with_the_file(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15
     first, second = peaks("text", (1, 3), True, True)  # what a reading of whole files costs
@@ -212,7 +212,7 @@ def test_what_is_held_of_a_file_does_not_grow_with_it(peaks):
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_a_file_of_96_mb_takes_no_more_memory_than_one_of_32(peaks, kind):
+def test_tokenizing_96_mb_needs_no_more_memory_than_32_mb(peaks, kind):
     first, second = peaks(kind, (32, 96), False, False)
     print(f"\n{first:.0f} MB, {second:.0f} MB")
     assert second < 200 and second - first < 20

@@ -61,7 +61,7 @@ def check(batch, units):
         assert batch.mismatched.lengths[row] == len(other)
 
 
-def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
+def test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row():
     rows = made()
     rows.reference = np.arange(2.0 * len(rows)).reshape(-1, 2)
     units = np.random.default_rng(0).permutation(len(rows))
@@ -73,21 +73,21 @@ def test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row():
 
 
 @pytest.mark.wrong
-def test_an_answer_behind_its_own_prompt_would_be_seen(monkeypatch):
+def test_mismatched_row_with_its_own_prompt_is_caught(monkeypatch):
     """The deliberately wrong variant of the test above: the next answer is taken, whatever its prompt is."""
     monkeypatch.setattr(RatedAnswers, "_next_prompt", lambda self, unit: (unit + 1) % len(self))
     with pytest.raises(AssertionError):
-        test_every_answer_is_there_once_with_its_rating_and_a_mismatched_row()
+        test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row()
 
 
-def test_mismatched_answers_do_not_depend_on_what_was_asked_before():
+def test_mismatched_rows_do_not_depend_on_the_order_of_access():
     for order in (range(8), reversed(range(8)), (6, 0, 7, 3, 5, 1, 2, 4)):
         rows = made()
         for unit in order:
             assert rows._next_prompt(unit) == OTHERS[unit]
 
 
-def test_rows_do_not_depend_on_the_batch():
+def test_rated_rows_do_not_depend_on_the_batch():
     rows = made()
     alone, beside = rows.micro_batch(np.array([3])), rows.micro_batch(np.array([6, 3]))
     fill = {"input_ids": FILLER, "labels": IGNORED, "mismatched_ids": FILLER, "mismatched_labels": IGNORED}
@@ -97,7 +97,7 @@ def test_rows_do_not_depend_on_the_batch():
         assert all((left[:, width:] == fill.get(name)).all() for left in (other, tensor) if left.shape[1] > width)
 
 
-def test_devices_share_the_answers_and_one_without_a_row_takes_part():
+def test_devices_divide_rated_answers_and_a_device_without_rows_takes_part():
     rows, found = made(), 0
     shares = [ValidationLoader(rows, Share(1, rank, 3), len(rows)) for rank in range(3)]
     for number, batches in enumerate(zip(*shares, strict=True)):
@@ -109,7 +109,7 @@ def test_devices_share_the_answers_and_one_without_a_row_takes_part():
     assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].mismatched.learned_tokens == 0
 
 
-def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
+def test_too_long_rated_answer_is_dropped_or_cut_without_its_partner():
     dropped = made(seq_len=7)
     assert len(dropped) == 6 and dropped.report["too_long"] == 2
     assert dropped.desirable[:, 0].tolist() == [True, False, True, False, True, False]
@@ -129,7 +129,7 @@ def test_an_answer_that_is_too_long_is_dropped_or_cut_and_not_its_pair():
         made(seq_len=1)
 
 
-def test_prompts_that_are_all_the_same_are_refused():
+def test_rated_answers_with_a_single_prompt_are_refused():
     texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
     same = split(*texts, learnt=[np.array([False, False, True])] * 4)
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_prompts_that_are_all_the_same_are_refused():
         made(same, name="val")
 
 
-def test_what_stands_beside_an_answer_rated_alone_is_no_document_of_both_splits():
+def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
     twice = Twice()
     for document in (b"", b"a", b"b"):
         twice.held_out(document)
@@ -152,7 +152,7 @@ def test_what_stands_beside_an_answer_rated_alone_is_no_document_of_both_splits(
         twice.check()
 
 
-def test_names_of_fields_that_cannot_be_told_apart_are_refused(tmp_path):
+def test_indistinguishable_field_names_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     for key, name, match in (
         ("completion", "prompt", "data.completion names this field, too"),
@@ -162,7 +162,7 @@ def test_names_of_fields_that_cannot_be_told_apart_are_refused(tmp_path):
             Preference(str(tmp_path / "a.jsonl"), **{key: name})
 
 
-def test_without_a_prompt_the_first_token_stands_for_it():
+def test_mismatched_row_without_a_prompt_swaps_the_first_token():
     """Nothing predicts it, so it is no label."""
     texts = [np.array([5, 6, 7]), np.array([8, 9])]
     batch = made(split(*texts, learnt=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
@@ -171,7 +171,7 @@ def test_without_a_prompt_the_first_token_stands_for_it():
 
 
 @pytest.mark.parametrize("packing", ["padded", "documents"])
-def test_pairs_are_not_made_of_ratings(packing):
+def test_pair_rows_from_ratings_are_refused(packing):
     with pytest.raises(Refused, match=r"val split has 4 records with a single rated answer .of 6..*Type loss=kto"):
         pairs.rows(drawn()[0], SEQ_LEN, packing, "drop", "val")
 
@@ -192,7 +192,7 @@ def test_pairs_are_not_made_of_ratings(packing):
         ),
     ],
 )
-def test_answers_of_one_kind_are_told_of_with_what_to_type(caplog, name, good, told):
+def test_ratings_of_one_kind_only_are_reported_with_advice(caplog, name, good, told):
     answers = [np.array([number, 9]) for number in (5, 6)]
     sides = [side for answer in answers for side in ((answer, answer[:0]) if good else (answer[:0], answer))]
     documents = split(*sides, learnt=[np.arange(len(side)) > 0 for side in sides])
@@ -203,7 +203,7 @@ def test_answers_of_one_kind_are_told_of_with_what_to_type(caplog, name, good, t
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_packed_rows_are_refused():
+def test_packing_rated_answers_is_refused():
     for make in (
         lambda: rated.rows(drawn()[0], SEQ_LEN, "documents", "drop", "val"),
         lambda: rated.example({"packing": "documents"}, 1, 8),
@@ -212,7 +212,7 @@ def test_packed_rows_are_refused():
             make()
 
 
-def test_an_example_has_the_tensors_of_a_batch():
+def test_planner_example_has_the_tensors_of_rated_answers():
     rows = made()
     rows.reference = np.zeros((len(rows), 2))
     batch, example = rows.micro_batch(np.arange(3)), RatedAnswers.example(3, SEQ_LEN)

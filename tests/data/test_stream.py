@@ -59,7 +59,7 @@ def texts_of(windows, tokenizer):
 
 @pytest.mark.rows("joined")
 @pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_it_goes_on_to_the_bit_from_any_window_twice_in_a_row(folder, tokenizer, packing):
+def test_stream_resumes_bit_exactly_from_any_window_twice(folder, tokenizer, packing):
     """Over the edges of blocks, of shards and of an epoch."""
     unbroken = list(islice(loader(folder, tokenizer, packing=packing), 60))
     epochs = {window.end.epoch for window in unbroken}
@@ -71,7 +71,7 @@ def test_it_goes_on_to_the_bit_from_any_window_twice_in_a_row(folder, tokenizer,
 
 
 @pytest.mark.parametrize("bos", ["auto", True, False])
-def test_a_streamed_text_is_what_the_tokenizers_own_call_gives(folder, bos):
+def test_streamed_text_equals_the_tokenizer_call(folder, bos):
     made, begins = tokenizers_of_all_kinds.tokenizer("bpe", "byte level", "eos"), bos is True
     source = hub(str(folder), streaming=True, block=5, val_rows=3, bos=bos)
     source.opened(Wanted(folder, 32, 0, made, []))
@@ -81,7 +81,7 @@ def test_a_streamed_text_is_what_the_tokenizers_own_call_gives(folder, bos):
     assert document.learnt is None or document.learnt.tolist() == [False] + [True] * (len(document.ids) - 1)
 
 
-def test_without_its_state_a_position_means_another_place(folder, tokenizer):
+def test_stream_position_without_its_state_resumes_elsewhere(folder, tokenizer):
     """A deliberately wrong variant."""
     unbroken = list(islice(loader(folder, tokenizer), 11))
     resumed = islice(loader(folder, tokenizer, Position(*unbroken[6].end[:3])), 4)
@@ -89,7 +89,7 @@ def test_without_its_state_a_position_means_another_place(folder, tokenizer):
 
 
 @pytest.mark.matrix  # `datasets` takes 20 s over it
-def test_a_shuffle_buffer_is_not_resumed(folder, tokenizer, monkeypatch):
+def test_stream_with_a_shuffle_buffer_does_not_resume_exactly(folder, tokenizer, monkeypatch):
     """Another one."""
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: load(*a, **k).shuffle(seed=0, buffer_size=9))
@@ -99,7 +99,7 @@ def test_a_shuffle_buffer_is_not_resumed(folder, tokenizer, monkeypatch):
     assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
 
 
-def test_validation_is_what_no_epoch_reads_and_all_else_is_read_once(folder, tokenizer):
+def test_stream_epoch_reads_every_row_outside_validation_once(folder, tokenizer):
     made = loader(folder, tokenizer)
     windows = []
     for window in made:
@@ -113,7 +113,7 @@ def test_validation_is_what_no_epoch_reads_and_all_else_is_read_once(folder, tok
             assert text.count(f"shard {i} row {j}:") == (0 if held_out else 1)
 
 
-def test_blocks_are_permuted_by_seed_and_epoch(folder, tokenizer):
+def test_stream_blocks_are_permuted_by_seed_and_epoch(folder, tokenizer):
     first, same, other = (list(islice(loader(folder, tokenizer, seed=s), 60)) for s in (7, 7, 8))
     assert [numbers(w) for w in first] == [numbers(w) for w in same] != [numbers(w) for w in other]
     starts = [i + 1 for i, window in enumerate(first) if window.end.epoch > (first[i - 1].end.epoch if i else 0)]
@@ -135,7 +135,7 @@ def epoch_of(made):
             return windows
 
 
-def test_a_block_without_anything_to_learn_is_passed_over_and_told_of(tmp_path, tokenizer, caplog):
+def test_stream_block_without_learnt_tokens_is_skipped_and_reported(tmp_path, tokenizer, caplog):
     """Also at a resume. An epoch of such blocks is refused."""
     caplog.set_level("INFO")
     texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
@@ -151,7 +151,7 @@ def test_a_block_without_anything_to_learn_is_passed_over_and_told_of(tmp_path, 
         next(iter(loader(nothing, tokenizer, too_long="drop", block=4)))
 
 
-def test_bad_rows_are_counted_over_blocks(tmp_path, tokenizer, caplog):
+def test_bad_rows_of_a_stream_are_counted_over_blocks(tmp_path, tokenizer, caplog):
     caplog.set_level("INFO")
     texts = ["" if i in (1, 5, 6, 40) else f"row {i}." for i in range(45)]
     epoch_of(loader(written(tmp_path / "set", texts), tokenizer, skip_bad=True, block=4))
@@ -160,7 +160,7 @@ def test_bad_rows_are_counted_over_blocks(tmp_path, tokenizer, caplog):
 
 
 @pytest.mark.parametrize("block", [2, 8])
-def test_what_fills_no_row_of_a_block_begins_the_next(tmp_path, tokenizer, block):
+def test_remainder_of_a_stream_block_begins_the_next_block(tmp_path, tokenizer, block):
     """A block of two documents has not one row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
@@ -176,7 +176,7 @@ def typed(small, folder, tokenizer):
     return (*base, "data=hub", f"data.path={folder}", f"tokenizer={tokenizer}")
 
 
-def test_a_streamed_run_repeats_itself_and_goes_on_to_the_bit(config, typed, tmp_path):
+def test_streamed_run_is_reproducible_and_resumes_bit_exactly(config, typed, tmp_path):
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "save_every=1", "checkpoint.keep=9")
     whole = fit(config(*lines, base=typed), tmp_path / "whole")
     assert fit(config(*lines, base=typed), tmp_path / "again")["val_loss"] == whole["val_loss"]
@@ -189,24 +189,24 @@ def test_a_streamed_run_repeats_itself_and_goes_on_to_the_bit(config, typed, tmp
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_ranks_that_share_a_stream_compare_what_they_read(config, typed, tmp_path):
+def test_ranks_that_share_a_stream_compare_digests_of_its_files(config, typed, tmp_path):
     """A stream has no rows to compare: its order has the digests of its files."""
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "strategy=ddp", "devices=1")
     assert fit(config(*lines, base=typed), tmp_path / "run")["steps"] == 4
 
 
-def test_read_once_it_is_as_files_are(config, typed, folder):
+def test_hub_data_without_streaming_reads_every_row(config, typed, folder):
     data = build.data(config(base=typed))
     count = len(data.tokens.train.ends) + len(data.tokens.val.ends)
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 
 
-def test_of_few_rows_one_is_validation(tmp_path):
+def test_one_of_few_hub_rows_is_held_out_for_validation(tmp_path):
     reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
     assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
 
 
-def test_a_gated_data_set_is_told_what_opens_the_gate(monkeypatch):
+def test_gated_data_set_is_refused_with_login_advice(monkeypatch):
     answer = Response(403, request=Request("GET", "https://huggingface.co/api/datasets/some/gated"))
     gated = GatedRepoError("403 Client Error. Cannot access gated repo.", response=answer)
 
@@ -234,7 +234,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_read_is_a_sentence(config, typed, tmp_path, line):
+def test_invalid_hub_source_is_refused(config, typed, tmp_path, line):
     given = line.split()
     kept = tuple(one for one in typed if one.split("=")[0] not in {g.split("=")[0] for g in given})
     with pytest.raises(Refused) as refusal:

@@ -45,7 +45,7 @@ def written(folder: Path, rows, name="a.csv", **how) -> Path:
 
 @CASES
 @given(rows=st.lists(st.tuples(TEXT, TEXT), max_size=12), delimiter=st.sampled_from(",;\t|"), bom=st.booleans())
-def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, bom):
+def test_csv_rows_are_read_back_as_written(tmp_path, rows, delimiter, bom):
     file = written(tmp_path, [("text", "b c"), *rows], delimiter=delimiter)
     if bom:
         file.write_bytes("\ufeff".encode() + file.read_bytes())
@@ -56,7 +56,7 @@ def test_rows_of_csv_come_back_as_they_were_written(tmp_path, rows, delimiter, b
 
 @CASES
 @given(rows=st.lists(st.one_of(st.none(), TEXT), max_size=40), group=st.integers(1, 9))
-def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
+def test_parquet_rows_are_read_back_as_written(tmp_path, rows, group):
     table = pa.table({"text": pa.array(rows, pa.string()), "other": list(range(len(rows)))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
     read = parquet_rows(tmp_path / "a.parquet", ["text"])
@@ -65,7 +65,7 @@ def test_rows_of_parquet_come_back_as_they_were_written(tmp_path, rows, group):
 
 @CASES
 @given(raw=st.one_of(st.binary(max_size=200), st.text(alphabet='a,"\n\r;é', max_size=60).map(str.encode)))
-def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
+def test_arbitrary_bytes_as_a_table_are_read_or_refused(tmp_path, raw):
     (tmp_path / "a.csv").write_bytes(raw)
     (tmp_path / "a.parquet").write_bytes(raw)
     for read in (
@@ -87,19 +87,19 @@ def test_any_bytes_are_rows_or_a_sentence(tmp_path, raw):
         ("a,b\n1,2\n", 'its columns are "a", "b"'),
     ],
 )
-def test_a_table_written_otherwise_is_told_what_to_type(tmp_path, text, says):
+def test_csv_in_another_dialect_is_refused_with_advice(tmp_path, text, says):
     (tmp_path / "a.csv").write_bytes(text.encode())
     with pytest.raises(Refused, match=says):
         list(csv_rows(tmp_path / "a.csv", ["text"]))
 
 
-def test_parquet_that_no_value_of_python_can_hold_is_refused(tmp_path):
+def test_parquet_date_out_of_python_range_is_refused(tmp_path):
     parquet.write_table(pa.table({"text": pa.array([1 << 30], pa.date32())}), tmp_path / "a.parquet")
     with pytest.raises(Refused, match=r"damaged after row 0 \("):
         list(parquet_rows(tmp_path / "a.parquet", ["text"]))
 
 
-def test_a_damaged_page_is_no_lack_of_permission(tmp_path):
+def test_damaged_parquet_page_is_reported_as_damaged(tmp_path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": ["one", "two"] * 50}), file)
     damaged = bytearray(file.read_bytes())
@@ -125,7 +125,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD)
-def test_a_bad_row_is_named_by_its_file_and_line(tmp_path, content, alphabet):
+def test_bad_csv_row_is_refused_with_file_and_line(tmp_path, content, alphabet):
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv").write_text("text,x\nabc,1\n")
     source = table_csv(str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
@@ -134,7 +134,7 @@ def test_a_bad_row_is_named_by_its_file_and_line(tmp_path, content, alphabet):
     assert BAD[content] in str(refusal.value)
 
 
-def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
+def test_bad_parquet_rows_are_skipped_and_counted(tmp_path, alphabet):
     parquet.write_table(pa.table({"text": ["good", None, "", "fine"]}), tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
     source = table_parquet(str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), skip_bad=True, **HOW)
@@ -147,7 +147,7 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, alphabet):
     )
 
 
-def test_a_table_in_another_encoding_is_told_its_line_and_of_iconv(tmp_path):
+def test_csv_in_another_encoding_is_refused_with_its_line_and_iconv(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"text\ncat\n" + "Gr\u00f6\u00dfe\n".encode("latin-1"))
     with pytest.raises(Refused, match=r"a.csv is not UTF-8 text \(line 3\).*iconv -f latin1 -t utf-8") as refusal:
         list(csv_rows(tmp_path / "a.csv", ["text"]))
@@ -182,7 +182,7 @@ def _whole():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_file_that_is_none_is_a_sentence(tmp_path, kind, alphabet):
+def test_invalid_parquet_file_is_refused(tmp_path, kind, alphabet):
     write, says = REFUSED[kind]
     write(tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
@@ -191,7 +191,7 @@ def test_a_file_that_is_none_is_a_sentence(tmp_path, kind, alphabet):
         list(source.encoded("train", alphabet))
 
 
-def test_one_file_is_split_by_its_rows_which_keep_their_sides(tmp_path):
+def test_split_of_a_table_by_rows_is_stable_when_rows_are_added(tmp_path):
     texts = [f"row number {i}" for i in range(200)]
 
     def sides(rows):
@@ -204,13 +204,13 @@ def test_one_file_is_split_by_its_rows_which_keep_their_sides(tmp_path):
     assert val < more and not train & more
 
 
-def test_conversations_are_a_column_of_structs(tmp_path):
+def test_conversations_are_read_from_a_parquet_column_of_structs(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
     assert [row.fields for row in parquet_rows(tmp_path / "a.parquet", ["messages"])] == [{"messages": chat}]
 
 
-def test_tools_of_conversations_are_read_where_there_are_any(tmp_path):
+def test_parquet_column_of_tools_is_read_if_present(tmp_path):
     """So that a template that does not know them is refused, as with lines of JSON."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
@@ -252,7 +252,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_schema_adds_nothing_to_a_row_at_any_depth(tmp_path, monkeypatch, reader):
+def test_parquet_schema_adds_no_null_fields_to_nested_rows(tmp_path, monkeypatch, reader):
     """The oracle is what was written."""
     records = [{"messages": messages, "label": True} for messages in CALLS]
     table = pa.Table.from_pylist(records)
@@ -262,13 +262,13 @@ def test_a_schema_adds_nothing_to_a_row_at_any_depth(tmp_path, monkeypatch, read
     assert [record.fields["messages"] for record in read] == CALLS
 
 
-def test_a_map_of_arguments_is_an_object(tmp_path):
+def test_parquet_map_of_arguments_is_read_as_an_object(tmp_path):
     rows = pa.array([[("city", "Paris")], []], pa.map_(pa.string(), pa.string()))
     parquet.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
     assert [row.fields["text"] for row in parquet_rows(tmp_path / "a.parquet", ["text"])] == [{"city": "Paris"}, {}]
 
 
-def test_a_null_that_lines_of_json_hold_stays(tmp_path):
+def test_null_in_a_jsonl_value_is_kept(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": called(city=None)}))
     assert [record.fields["messages"] for record in lines(tmp_path / "a.jsonl")] == [called(city=None)]
 
@@ -282,7 +282,7 @@ def scanned(file):
 
 
 @pytest.mark.parametrize("read", [lambda file: parquet_rows(file, ["text"]), scanned], ids=["ours", "scanned"])
-def test_a_large_row_group_is_never_whole_in_memory(tmp_path, read):
+def test_large_parquet_row_group_is_read_in_parts(tmp_path, read):
     count, size = 8_000, 4_000
     table = pa.table({"text": [f"{i:06d}" * (size // 6) for i in range(count)]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=count, use_dictionary=False, compression="snappy")
@@ -304,7 +304,7 @@ WRITERS = {
 }
 
 
-def test_the_same_texts_are_the_same_tokens_from_every_kind_of_file(config, tmp_path):
+def test_equal_texts_give_equal_tokens_from_every_file_format(config, tmp_path):
     texts = [f"text {i}: " + "x = self ( ) " * (i % 7 + 1) for i in range(60)]
     found = []
     for kind in WRITERS:
@@ -317,7 +317,7 @@ def test_the_same_texts_are_the_same_tokens_from_every_kind_of_file(config, tmp_
     assert found[0] == found[1] == found[2] and len(found[0][1]) == 54
 
 
-def test_a_run_on_rows_repeats_itself_and_goes_on_to_the_bit(fit, tmp_path):
+def test_parquet_run_is_reproducible_and_resumes_bit_exactly(fit, tmp_path):
     texts = [f"text {i}: " + "x = self ( ) " * (i % 7 + 1) for i in range(60)]
     WRITERS["parquet"](tmp_path / "a.parquet", texts)
     typed = ("data=parquet", f"data.path={tmp_path / 'a.parquet'}", "save_every=2")

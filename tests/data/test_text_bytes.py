@@ -37,7 +37,7 @@ def batch(rows, learnt=None):
     return MicroBatch(ids[:, :-1], labels)
 
 
-def test_of_plain_text_they_are_what_the_store_says(made):
+def test_label_bytes_of_plain_text_equal_the_bytes_of_the_token_store(made):
     loader = ValidationLoader(Joined(made.val, 16, "val"), Share(4), 50)
     known = made.val_bytes(loader.predicted + 1) - made.val_bytes(1)
     assert label_bytes(made.tokenizer, loader) == (loader.predicted, known) == (800, known)
@@ -45,7 +45,7 @@ def test_of_plain_text_they_are_what_the_store_says(made):
     assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # nor is it bits per token
 
 
-def test_of_tokens_that_are_no_bytes_a_run_is_what_it_adds(tmp_path):
+def test_label_bytes_of_a_sentencepiece_row_are_the_text_its_labels_add(tmp_path):
     """The text has 23 bytes; the first word is never predicted, and neither is its space."""
     tokenizer = pieces(tmp_path)
     ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
@@ -58,7 +58,7 @@ def test_of_tokens_that_are_no_bytes_a_run_is_what_it_adds(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["bytes", "words"])
-def test_what_is_not_learnt_has_no_bytes(made, tmp_path, level):
+def test_tokens_that_are_not_learnt_have_no_label_bytes(made, tmp_path, level):
     tokenizer = made.tokenizer if level == "bytes" else pieces(tmp_path)
     ids = tokenizer("return if x" if level == "bytes" else "other läst wörd")["input_ids"]
     ids = [*ids, tokenizer.eos_token_id, *ids]

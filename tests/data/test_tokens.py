@@ -21,7 +21,7 @@ def texts(text_folder):
     return text_files.text(str(text_folder), "**/*.txt", 0.2)
 
 
-def test_tokens_are_the_text_with_an_end_after_every_file(texts, tmp_path):
+def test_tokens_decode_to_the_text_with_an_end_after_every_file(texts, tmp_path):
     made = token_store.tokenize(texts, tmp_path, 300)
     expected = "".join(f.read_text() + token_store.END_OF_TEXT for f in texts.train)
     assert made.tokenizer.decode(made.train.ids) == expected
@@ -61,7 +61,7 @@ FORMAT_3 = {
 
 
 @pytest.mark.parametrize("given", FORMAT_3)
-def test_ids_on_disk_are_what_they_have_always_been(tmp_path, given):
+def test_token_ids_on_disk_equal_recorded_digests(tmp_path, given):
     draw = random.Random(0)
     for i in range(6):
         lines = (" ".join(draw.choices(WORDS_OF_ALL_KINDS, k=draw.randrange(9))) for _ in range(80))
@@ -71,14 +71,14 @@ def test_ids_on_disk_are_what_they_have_always_been(tmp_path, given):
     assert digests == FORMAT_3[given] and made.train.learnt_bits is None
 
 
-def test_the_second_time_nothing_is_made(texts, tmp_path, monkeypatch):
+def test_second_tokenization_reads_the_cache(texts, tmp_path, monkeypatch):
     first = token_store.tokenize(texts, tmp_path, 300)
     monkeypatch.setattr(token_store, "_write", lambda *a: pytest.fail("made again"))
     second = token_store.tokenize(texts, tmp_path, 300)
     assert np.array_equal(first.train.ids, second.train.ids) and isinstance(second.train.ids, np.memmap)
 
 
-def test_the_cache_is_keyed_by_content_and_vocabulary(text_folder, tmp_path):
+def test_token_cache_key_depends_on_content_and_vocabulary_size(text_folder, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for f in text_folder.iterdir():
@@ -97,7 +97,7 @@ def test_the_cache_is_keyed_by_content_and_vocabulary(text_folder, tmp_path):
     assert key() != first
 
 
-def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch):
+def test_interrupted_tokenization_leaves_no_cache_folder(texts, tmp_path, monkeypatch):
     def dies(*_):
         raise KeyboardInterrupt
 
@@ -107,7 +107,7 @@ def test_an_interrupted_start_leaves_no_half_cache(texts, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_advice_for_a_file_that_is_no_utf_8_can_be_pasted_whatever_the_name_of_the_file(tmp_path):
+def test_iconv_advice_quotes_the_file_name_for_the_shell(tmp_path):
     file = tmp_path / "Müller's old notes.txt"
     file.write_bytes("Größe".encode("latin-1"))
     with pytest.raises(Refused) as refusal:
@@ -125,7 +125,7 @@ def test_the_advice_for_a_file_that_is_no_utf_8_can_be_pasted_whatever_the_name_
         (b"\x7fELF\n\x00\x00 some binary", r"not UTF-8 text \(line 2\).* data.on_error=skip"),
     ],
 )
-def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_so(tmp_path, content, said, caplog):
+def test_invalid_utf_8_is_refused_with_the_file_name_unless_on_error_is_set(tmp_path, content, said, caplog):
     for name, written in (("0.txt", b"words " * 40), ("1.txt", content), ("2.txt", b"words " * 30)):
         (tmp_path / name).write_bytes(written)
 
@@ -143,7 +143,7 @@ def test_bytes_that_are_no_text_are_refused_with_the_files_name_unless_one_says_
     assert "data.on_error=skip: skipped 1 of 2 train files" in caplog.text
 
 
-def test_of_a_single_file_the_end_is_validation(tmp_path):
+def test_end_of_a_single_file_is_its_validation_split(tmp_path):
     text = "\n\n".join(f"Paragraph {i} says Größe.\nAnd more of {i}." for i in range(40))
     (tmp_path / "one.txt").write_text(text)
     made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
@@ -156,7 +156,7 @@ def test_of_a_single_file_the_end_is_validation(tmp_path):
     assert made.val_bytes(len(made.val.ids)) == len(val.encode())
 
 
-def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
+def test_val_fraction_of_a_single_file_is_part_of_the_cache_key(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"line {i} of text\n" for i in range(100)))
     sizes = [
         len(
@@ -169,7 +169,7 @@ def test_the_share_of_a_single_file_is_part_of_the_key(tmp_path):
     assert sizes[0] == sizes[2] < sizes[1] and len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_a_file_of_one_character_cannot_be_both(tmp_path):
+def test_file_of_one_character_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(Refused, match="contain no text"):
         token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
@@ -184,7 +184,7 @@ def _letters(count):
     return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=count))
 
 
-def test_a_word_is_seen_in_pieces_by_the_training_of_a_tokenizer_alone(tmp_path, monkeypatch):
+def test_overlong_word_is_split_only_for_tokenizer_training(tmp_path, monkeypatch):
     """A piece is longer than every word of ordinary text, whose tokenizer stays what it was."""
     word = "ab" * 3 * token_store.LONGEST_WORD
     for name, text in (("0", f"a word {word}"), ("1", word)):
@@ -201,7 +201,7 @@ def test_a_word_is_seen_in_pieces_by_the_training_of_a_tokenizer_alone(tmp_path,
     assert longest("whole") > 256
 
 
-def test_words_of_ordinary_length_make_the_same_tokenizer_in_pieces_or_not(texts, tmp_path, monkeypatch):
+def test_splitting_overlong_words_does_not_change_a_tokenizer_of_ordinary_text(texts, tmp_path, monkeypatch):
     ours = token_store.tokenize(texts, tmp_path / "a", 300).tokenizer
     monkeypatch.setattr(token_store, "LONGEST_WORD", 10**6)
     assert token_store.tokenize(texts, tmp_path / "b", 300).tokenizer.backend_tokenizer.to_str() == (
@@ -210,7 +210,7 @@ def test_words_of_ordinary_length_make_the_same_tokenizer_in_pieces_or_not(texts
 
 
 @pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.matrix)])
-def test_a_word_that_never_ends_does_not_stall_the_tokenizer(tmp_path, letters):
+def test_overlong_word_does_not_slow_tokenizer_training(tmp_path, letters):
     """Whole, 200 000 letters take 8 s and 2 000 000 a minute and a half of one core, here half a second and 6 s."""
     (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
     before = time.process_time()
@@ -235,7 +235,7 @@ WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # 
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_full_disk_is_a_sentence_and_leaves_no_draft(texts, tmp_path, small_files, writer):
+def test_full_disk_during_tokenization_is_refused_and_leaves_no_draft(texts, tmp_path, small_files, writer):
     if writer == "val_ends":  # which are larger than their tokens where they have one token each
         tokenizer = token_store.tokenize(texts, tmp_path / "made before", 300).tokenizer
         _write_all(tmp_path / "train", ["some words"])
@@ -263,7 +263,7 @@ def _write_all(folder, texts):
         (folder / f"{i}.txt").write_text(text)
 
 
-def test_no_text_is_refused(tmp_path):
+def test_empty_corpus_is_refused(tmp_path):
     empty = text_files.Corpus("text", tmp_path, [], [])
     with pytest.raises(Refused, match="contain no text"):
         token_store.tokenize(empty, tmp_path / "cache", 300)
@@ -288,7 +288,7 @@ def uneven(tmp_path):
     return made, first
 
 
-def test_the_bytes_of_any_number_of_tokens(uneven):
+def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     made, first = uneven
     for count in range(first):
         assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
@@ -298,7 +298,7 @@ def test_the_bytes_of_any_number_of_tokens(uneven):
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 
 
-def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, monkeypatch):
+def test_val_bytes_decode_only_the_document_that_is_cut(uneven, monkeypatch):
     made, first = uneven
     counted, looked_at = token_store.bytes_of, []
     monkeypatch.setattr(token_store, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))
@@ -307,7 +307,7 @@ def test_of_a_large_split_only_the_document_that_is_cut_is_looked_at(uneven, mon
     assert made.val_bytes(first + 10) == len(WORDS) + 10 and looked_at == [3, 3, 3, 1]
 
 
-def test_bytes_of_tokens_that_are_no_bytes(uneven, tmp_path):
+def test_val_bytes_of_sentencepiece_tokens_equal_the_decoded_bytes(uneven, tmp_path):
     """As SentencePiece makes them: a space before every word, and bytes only for what is not in the vocabulary."""
     words = ["wörd", "other", "läst"]
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
@@ -328,7 +328,7 @@ def test_bytes_of_tokens_that_are_no_bytes(uneven, tmp_path):
     assert [made.val_bytes(count) for count in range(11)] == text
 
 
-def test_a_run_says_the_bits_per_byte_of_its_first_validation_sequences(fit, uneven, tmp_path):
+def test_run_reports_bits_per_byte_of_its_first_validation_sequences(fit, uneven, tmp_path):
     made, _ = uneven
     files = (f"data.path={tmp_path}/train.txt", f"data.val_path={tmp_path}/val")
     summary, _ = fit("data=text", *files, "val_sequences=1", "max_steps=1")
@@ -336,7 +336,7 @@ def test_a_run_says_the_bits_per_byte_of_its_first_validation_sequences(fit, une
     assert summary["bits_per_byte"] == pytest.approx(summary["val_loss"] / np.log(2) * 16 / text, rel=1e-12)
 
 
-def test_control_tokens_in_plain_text_are_counted(tmp_path, caplog):
+def test_control_tokens_in_plain_text_are_counted_and_reported(tmp_path, caplog):
     text = f"one {token_store.END_OF_TEXT} two\n" * 2 + "and more words\n" * 40
     (tmp_path / "a.txt").write_text(text)
     source = text_files.text(str(tmp_path / "a.txt"), "*", 0.2)

@@ -25,22 +25,22 @@ from lowmem.training.module import CausalLM
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("1.5 GiB", 3 * 2**29), ("900MiB", 900 * 2**20), (4096, 4096), ("7B", 7), (None, None)],
 )
-def test_sizes_are_read_with_their_units(text, size):
+def test_sizes_with_binary_units_are_parsed(text, size):
     assert cap.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["12GB", "12G", "lots", "-1GiB", "0", ""])
-def test_other_units_are_refused(text):
+def test_sizes_with_other_units_are_refused(text):
     with pytest.raises(Refused, match="GiB"):
         cap.parse_bytes(text)
 
 
-def test_a_bad_size_is_refused_as_typed(command):
+def test_invalid_memory_limit_is_refused_as_typed(command):
     code, said = command("memory.limit=12GB")
     assert code == 1 and "12GiB" in said
 
 
-def test_the_operator_that_exceeds_the_limit_raises():
+def test_operator_that_exceeds_the_limit_raises():
     with StorageTracker({}, limit=10_000) as tracker:
         kept = torch.zeros(1000)
         for _ in range(10):  # freed in time
@@ -50,7 +50,7 @@ def test_the_operator_that_exceeds_the_limit_raises():
             torch.zeros(2000)
 
 
-def test_what_is_on_the_host_does_not_count():
+def test_host_memory_does_not_count_towards_the_limit():
     with StorageTracker({}, limit=10_000) as tracker:
         host = torch.zeros(2000)
         belongs(host, "activations", "host")
@@ -62,7 +62,7 @@ def test_what_is_on_the_host_does_not_count():
     assert max(point.total for point in points) == 8000
 
 
-def test_a_boundary_comes_back_as_it_was_and_starts_the_one_before():
+def test_fetched_boundary_equals_the_original_and_prefetches_the_previous_one():
     make = Chain().make
     first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     one, two = make(0, first), make(1, second)
@@ -72,7 +72,7 @@ def test_a_boundary_comes_back_as_it_was_and_starts_the_one_before():
     assert torch.equal(one.fetch(), first)
 
 
-def test_boundaries_of_several_micro_batches_come_back_in_the_order_in_which_backward_needs_them():
+def test_boundaries_of_several_micro_batches_are_prefetched_in_backward_order():
     chain = Chain()
     made = {(block, n): chain.make(block, torch.randn(2)) for block in range(2) for n in range(2)}
     order = [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -81,12 +81,12 @@ def test_boundaries_of_several_micro_batches_come_back_in_the_order_in_which_bac
         assert [other for other, boundary in made.items() if boundary.back is not None] == ([coming] if coming else [])
 
 
-def test_the_run_ends_in_advice_and_not_in_the_kernel(command, tmp_path):
+def test_run_over_its_limit_ends_with_advice_and_without_a_traceback(command, tmp_path):
     code, said = command("memory.limit=300KiB")
     assert code == 1 and "Out of memory" in said and "activations" in said and "Traceback" not in said
 
 
-def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
+def test_cuda_limit_sets_the_process_memory_fraction_and_resets_it(monkeypatch):
     said = []
     card = type("Card", (), {"total_memory": 48 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
@@ -98,7 +98,7 @@ def test_the_cap_on_cuda_is_a_share_of_the_card_and_is_lifted(monkeypatch):
         assert len(said) == 2
 
 
-def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
+def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
     """The deliberately wrong variant: the quotient itself, of which torch makes one byte less for many sizes."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
@@ -107,7 +107,7 @@ def test_the_share_of_a_card_is_not_a_byte_less_than_the_cap():
 
 
 @pytest.mark.gpu
-def test_on_a_card_the_cap_ends_an_allocation_and_is_lifted():
+def test_on_a_card_the_limit_fails_an_allocation_and_is_lifted_after():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + 2**28
     with cap.capped(room, "cuda"):
@@ -122,7 +122,7 @@ TOO_LARGE = {"cpu": ("memory.limit=300KiB",), "cuda": ("memory.limit=300MiB", *W
 
 
 @each_device
-def test_out_of_memory_ends_in_advice_and_leaves_a_cards_snapshot(command, tmp_path, device):
+def test_out_of_memory_ends_with_advice_and_a_snapshot_on_cuda(command, tmp_path, device):
     code, said = command(f"device={device}", *TOO_LARGE[device])
     assert code == 1 and "Out of memory" in said and "Traceback" not in said
     assert "Memory at the peak, by category" in said and "Try these overrides" in said
@@ -153,7 +153,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("kind", "said", "side"), SAID, ids=[f"{kind.__name__}-{said[:40]}" for kind, said, _ in SAID])
-def test_the_libraries_words_for_out_of_memory_are_known(kind, said, side):
+def test_out_of_memory_messages_of_libraries_are_recognized(kind, said, side):
     error = kind.__new__(kind, said)
     error.args = (said,)
     assert errors.out_of_memory(error) == side
@@ -178,12 +178,12 @@ def no_pinned_memory(monkeypatch):
     monkeypatch.setattr(boundary, "_lane", lambda _: OnHost())
 
 
-def test_memory_that_cannot_be_pinned_ends_in_advice(no_pinned_memory, command):
+def test_unpinnable_host_memory_ends_with_advice(no_pinned_memory, command):
     code, said = command("gradient_checkpointing=offload", "max_steps=1")
     assert code == 1 and "Out of memory" in said and "seq_len=8" in said and "Traceback" not in said
 
 
-def test_memory_that_cannot_be_pinned_is_the_hosts(no_pinned_memory):
+def test_unpinnable_memory_is_an_out_of_memory_error_of_the_host(no_pinned_memory):
     lane = boundary._lane(torch.device("cuda"))
     lane.staging(4)
     with pytest.raises(MemoryError, match="host memory cannot be pinned") as full:
@@ -191,7 +191,7 @@ def test_memory_that_cannot_be_pinned_is_the_hosts(no_pinned_memory):
     assert errors.out_of_memory(full.value) == "host"
 
 
-def test_a_full_host_is_not_told_to_move_more_to_the_host():
+def test_advice_for_a_full_host_does_not_suggest_offloading():
     used = {"gradient_checkpointing": "none", "precision": "32", "weights": "resident"}
     tries = {side: advice.out_of_memory(side, {"weights": 2**30}, used, 8, 128) for side in ("device", "host")}
     assert "Out of memory on the host" in tries["host"] and "seq_len=64" in tries["host"]
@@ -201,7 +201,7 @@ def test_a_full_host_is_not_told_to_move_more_to_the_host():
 
 
 @pytest.mark.parametrize("said", [said for kind, said, side in SAID if kind is RuntimeError and side == "device"])
-def test_a_try_of_a_batch_size_that_runs_out_of_memory_does_not_fit(config, monkeypatch, said):
+def test_batch_size_trial_that_runs_out_of_memory_does_not_fit(config, monkeypatch, said):
     def full(*_):
         raise RuntimeError(said)
 

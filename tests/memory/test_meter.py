@@ -35,7 +35,7 @@ def rows(fit):
     return read(run)
 
 
-def test_every_step_has_its_phases_and_sampled_ones_their_categories(rows):
+def test_every_step_has_its_phases_and_sampled_steps_have_categories(rows):
     for step in range(1, 26):
         of_step = {r["phase"]: r for r in rows if int(r["step"]) == step}
         assert {"forward", "backward", "step"} <= set(of_step)
@@ -46,7 +46,7 @@ def test_every_step_has_its_phases_and_sampled_ones_their_categories(rows):
     assert [r["step"] for r in rows if r["phase"] == "load"] == ["0"]
 
 
-def test_the_evaluation_before_the_first_step_is_not_counted_as_loading(fit, monkeypatch):
+def test_evaluation_before_the_first_step_is_not_counted_as_loading(fit, monkeypatch):
     peaks = iter([(100, 200), (300, 400)])  # before the evaluation, after it
     monkeypatch.setattr(process, "rss_and_peak", lambda: next(peaks, (1, 1)))
     _, run = fit("max_steps=1", "plan=off")
@@ -54,7 +54,7 @@ def test_the_evaluation_before_the_first_step_is_not_counted_as_loading(fit, mon
     assert (load["rss_bytes"], load["rss_peak_bytes"]) == ("100", "200")
 
 
-def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):
+def test_categories_sum_to_the_peak_and_equal_the_sizes_of_the_objects(rows):
     for row in rows:
         if row["live_peak_bytes"]:
             assert sum(int(row[c]) for c in LIVE) == int(row["live_peak_bytes"])
@@ -79,7 +79,7 @@ def test_categories_add_up_and_are_the_sizes_of_the_objects(rows):
 
 @pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
-def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fit, monkeypatch, precision):
+def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit, monkeypatch, precision):
     """Also with masters, whose gradients are still on their way to the host then."""
     meters, seen, started = [], [], MemoryMeter.on_train_start
 
@@ -107,7 +107,7 @@ def test_what_is_computed_again_is_backward_and_the_step_begins_where_it_ends(fi
     assert seen == [*micro_batch, *micro_batch, ("finish", "step")]
 
 
-def test_the_ledger_is_not_summed_between_sampled_steps(fit, monkeypatch):
+def test_ledger_is_not_summed_between_sampled_steps(fit, monkeypatch):
     """A sampled step sums it after each phase of each micro-batch: twelve times for nine readings and three rows."""
     counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
 
@@ -126,12 +126,12 @@ def test_the_ledger_is_not_summed_between_sampled_steps(fit, monkeypatch):
     assert windows == [12, 12, 12, 0, 0, 0]
 
 
-def test_resident_memory_is_at_least_what_is_alive(rows):
+def test_resident_memory_is_at_least_the_live_memory(rows):
     assert all(int(r["rss_peak_bytes"]) >= int(r["live_peak_bytes"] or 0) for r in rows)
     assert all(int(r["rss_bytes"]) > 100 * 2**20 for r in rows)
 
 
-def test_a_step_has_the_bytes_on_a_drive_and_those_that_it_read_and_wrote(fit, tmp_path):
+def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
     """Each block has the lower halves of its matrices' masters and two moments there, as far as they fill a page."""
     streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
     streamed += ("model.architecture.n_embd=32", "model.architecture.n_layer=6", "max_steps=6")
@@ -148,7 +148,7 @@ def test_a_step_has_the_bytes_on_a_drive_and_those_that_it_read_and_wrote(fit, t
     assert abs(sum(int(row["drive_read_bytes"]) for row in steady) - len(steady) * file) <= ahead
 
 
-def test_a_thousand_times_the_tokens_is_seen_in_the_activations(fit):
+def test_activations_grow_with_the_tokens_and_weights_do_not(fit):
     small, _ = fit("seq_len=8", "batch_size=1")
     large, _ = fit("seq_len=64", "batch_size=8", folder="large")
     ratio = [r["peak_bytes_by_category"]["activations"] for r in (large, small)]
@@ -156,7 +156,7 @@ def test_a_thousand_times_the_tokens_is_seen_in_the_activations(fit):
     assert large["peak_bytes_by_category"]["weights"] == small["peak_bytes_by_category"]["weights"]
 
 
-def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
+def test_buffers_replaced_by_a_device_move_are_counted(tmp_path):
     """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
     meter = MemoryMeter(tmp_path / "memory.csv")
     module = torch.nn.BatchNorm1d(1024, affine=False)
@@ -174,7 +174,7 @@ def test_buffers_that_a_move_replaced_are_the_ones_that_count(tmp_path):
     assert meter.ledger.bytes()["weights"] == 2 * 2048 * 4 + 8  # and the count of batches
 
 
-def test_sampling_changes_no_bit(fit, monkeypatch):
+def test_memory_sampling_changes_no_bit(fit, monkeypatch):
     _, sampled = fit("max_steps=5")
     monkeypatch.setattr(MemoryMeter, "_track", lambda self: None)
     _, plain = fit("max_steps=5", folder="plain")
@@ -185,7 +185,7 @@ def test_sampling_changes_no_bit(fit, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, caplog):
+def test_compiled_blocks_compile_and_memory_by_category_is_off(fit, caplog):
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -200,7 +200,7 @@ def test_compiled_code_still_compiles_and_the_break_down_says_it_is_off(fit, cap
     assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
 
 
-def test_even_an_active_tracker_leaves_torch_compile_on():
+def test_active_tracker_leaves_torch_compile_on():
     from lowmem.memory.tracker import StorageTracker
 
     compiled = []
@@ -215,7 +215,7 @@ def test_even_an_active_tracker_leaves_torch_compile_on():
     assert compiled
 
 
-def test_on_cuda_the_allocators_figures_are_kept_per_phase(fit, monkeypatch):
+def test_cuda_allocator_figures_are_recorded_per_phase(fit, monkeypatch):
     """The path that a GPU takes, on an allocator that is made up: peaks since the last reset, highest of a window."""
     allocator = Allocator()
     allocator.install(monkeypatch)
@@ -227,7 +227,7 @@ def test_on_cuda_the_allocators_figures_are_kept_per_phase(fit, monkeypatch):
     assert summary["peak_bytes"]["device"] == max(int(r["allocated_peak_bytes"]) for r in rows)
 
 
-def test_the_curve_names_its_units():
+def test_metrics_of_memory_have_units_in_their_names():
     window = {
         "forward": {"rss_bytes": 1, "rss_peak_bytes": 2**30},
         "step": {"rss_peak_bytes": 2**29, "live_peak_bytes": 2**30},
@@ -241,7 +241,7 @@ def test_the_curve_names_its_units():
 
 
 @pytest.mark.gpu
-def test_on_a_card_the_allocator_holds_what_the_tracker_counts(fit):
+def test_on_a_card_allocated_memory_equals_tracked_memory_and_workspaces(fit):
     """In addition it holds rounding, and workspaces of cuBLAS: up to 32 MiB for each thread that calls it."""
     wide = ("model.architecture.n_embd=512", "model.architecture.n_layer=4", "batch_size=64")
     summary, run = fit("device=cuda", *wide)
@@ -252,7 +252,7 @@ def test_on_a_card_the_allocator_holds_what_the_tracker_counts(fit):
     assert rows and summary["peak_bytes"]["device"] >= max(int(row["allocated_peak_bytes"]) for row in rows)
 
 
-def test_memory_csv_is_read_back_once_when_a_run_ends(fit, monkeypatch):
+def test_memory_csv_is_read_at_most_twice_per_run(fit, monkeypatch):
     """The file of 100,000 steps has 50 MB, and 270 as dictionaries."""
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
@@ -260,14 +260,14 @@ def test_memory_csv_is_read_back_once_when_a_run_ends(fit, monkeypatch):
     assert read_back.count("memory.csv") == 2  # when the run begins, rows of before a resume; and for the picture
 
 
-def test_the_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
+def test_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
     _, first = fit("max_steps=4", "save_every=4", "val_every=4", folder="first")
     summary, run = fit("max_steps=6", "val_every=6", f"resume={first}", folder="longer")
     assert all("device" in summary["peak_bytes_by_phase"][phase] for phase in ("forward", "backward", "step"))
     assert (run / "memory_step.csv").read_text().count("\n") > 10
 
 
-def test_the_highest_bytes_of_a_run_are_those_of_the_file_after_a_resume_too(fit):
+def test_peak_bytes_of_a_resumed_run_equal_those_of_its_file(fit):
     fit("max_steps=3", "save_every=2", "val_every=2", "precision=bf16-master")
     summary, run = fit("max_steps=4", "val_every=2", "precision=bf16-master", "resume=auto")
     phases = {row["phase"] for row in read(run)}

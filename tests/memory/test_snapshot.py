@@ -30,7 +30,7 @@ OFF = {"enabled": None}
 
 
 @pytest.mark.parametrize("stacks", [True, False])
-def test_a_run_that_ends_well_leaves_one_where_it_was_asked_for(asked, tmp_path, stacks, caplog):
+def test_successful_run_leaves_a_snapshot_only_if_requested(asked, tmp_path, stacks, caplog):
     caplog.set_level("INFO", "lowmem")
     with snapshot.recorded(tmp_path, stacks, "cuda"):
         pass
@@ -40,25 +40,25 @@ def test_a_run_that_ends_well_leaves_one_where_it_was_asked_for(asked, tmp_path,
     )
 
 
-def test_out_of_memory_leaves_one_always(asked, tmp_path):
+def test_out_of_memory_always_leaves_a_snapshot(asked, tmp_path):
     with pytest.raises(torch.OutOfMemoryError), snapshot.recorded(tmp_path, False, "cuda"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert asked[1:] == ["dump", OFF]
 
 
-def test_another_error_leaves_none(asked, tmp_path):
+def test_other_errors_leave_no_snapshot(asked, tmp_path):
     with pytest.raises(ValueError), snapshot.recorded(tmp_path, False, "cuda"):
         raise ValueError
     assert asked[1:] == [OFF]
 
 
-def test_a_full_disk_hides_nothing(asked, tmp_path):
+def test_unwritable_snapshot_does_not_hide_the_out_of_memory_error(asked, tmp_path):
     with pytest.raises(torch.OutOfMemoryError), snapshot.recorded(tmp_path / "nowhere", True, "cuda"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert asked[-1] == OFF
 
 
-def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
+def test_snapshot_on_a_cpu_is_not_recorded_and_its_key_is_refused(asked, tmp_path, command):
     with snapshot.recorded(tmp_path, True, "cpu"):
         pass
     assert asked == []
@@ -68,7 +68,7 @@ def test_a_cpu_has_no_allocator_to_ask(asked, tmp_path, command):
     assert code == 1 and "memory.snapshot=1: give true or false." in said
 
 
-def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):
+def test_snapshot_actions_and_frames_are_read_from_torchs_format(tmp_path):
     def file(*events):
         (tmp_path / "snapshot").write_bytes(pickle.dumps({"segments": [], "device_traces": [[], list(events)]}))
         return tmp_path / "snapshot"
@@ -82,7 +82,7 @@ def test_a_snapshot_is_read_as_torch_writes_it(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stacks", [True, False])
-def test_on_a_card_the_snapshot_of_a_run_names_the_lines_that_allocated(fit, stacks):
+def test_on_a_card_the_snapshot_names_the_allocating_source_lines(fit, stacks):
     _, run = fit("device=cuda", f"memory.snapshot={str(stacks).lower()}")
     file = run / snapshot.FILE
     assert file.exists() == stacks == ({"alloc", "free_completed"} <= snapshots.actions(file))

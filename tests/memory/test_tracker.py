@@ -20,7 +20,7 @@ def floats(kib):
     return torch.zeros(kib * KIB // 4)
 
 
-def test_what_is_alive_together_counts_together():
+def test_live_storages_are_summed():
     with StorageTracker({}) as tracker:
         a = floats(4)
         b = a + 1
@@ -31,7 +31,7 @@ def test_what_is_alive_together_counts_together():
     assert totals == [0, 4, 8, 4, 8, 4, 0]
 
 
-def test_views_in_place_and_out_are_not_new():
+def test_views_in_place_and_out_operations_are_not_counted_again():
     with StorageTracker({}) as tracker:
         a = floats(4)
         a.view(2, -1).t().mul_(2)
@@ -43,7 +43,7 @@ def test_views_in_place_and_out_are_not_new():
     assert list(tracker.timeline())[-1].total == 0
 
 
-def test_what_existed_before_is_the_base_line_and_is_not_counted_again():
+def test_storages_older_than_the_tracker_are_counted_once():
     module = torch.nn.Linear(32, 32, bias=False)
     ledger = Ledger()
     ledger.own("weights", lambda: weights(module))
@@ -52,7 +52,7 @@ def test_what_existed_before_is_the_base_line_and_is_not_counted_again():
     assert [point.bytes["weights"] for point in tracker.timeline()] == [4 * KIB]
 
 
-def test_a_training_step_settles_gradients_and_state():
+def test_training_step_assigns_gradients_and_optimizer_state():
     module = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     ledger = Ledger()
@@ -77,7 +77,7 @@ def test_a_training_step_settles_gradients_and_state():
     assert peaks["step"].bytes["other"] >= size  # the looped step's temporaries
 
 
-def test_the_host_side_does_not_count_on_the_device():
+def test_host_tensors_do_not_count_on_the_device():
     host, device = floats(8), floats(4)
     ledger = Ledger()
     for tensor, side in ((host, "host"), (device, "device")):
@@ -91,7 +91,7 @@ def test_the_host_side_does_not_count_on_the_device():
 
 
 @pytest.mark.parametrize("device", ["meta", None])
-def test_what_lies_in_the_hosts_memory_is_the_hosts_if_the_device_has_its_own(device):
+def test_unowned_host_memory_is_not_counted_on_a_separate_device(device):
     """Such as slots for copies, which nobody owns: an H200 counted them as its own. None: a CPU is both."""
     with StorageTracker({}, device=device) as tracker:
         kept = [floats(4), torch.zeros(2 * KIB, dtype=torch.uint8, device="meta")]
@@ -99,7 +99,7 @@ def test_what_lies_in_the_hosts_memory_is_the_hosts_if_the_device_has_its_own(de
         del kept
 
 
-def test_tied_weights_and_nested_state_count_once():
+def test_tied_weights_and_nested_state_are_counted_once():
     a = torch.nn.Linear(16, 16, bias=False)
     b = torch.nn.Linear(16, 16, bias=False)
     b.weight = a.weight
@@ -115,7 +115,7 @@ def test_tied_weights_and_nested_state_count_once():
 
 
 @pytest.mark.wrong
-def test_a_dropped_release_is_caught(monkeypatch):
+def test_tracker_that_misses_releases_is_caught(monkeypatch):
     """The deliberately wrong variant: a tracker that forgets to hold its weak references never sees a release."""
 
     class Forgetful(list):
@@ -131,7 +131,7 @@ def test_a_dropped_release_is_caught(monkeypatch):
         assert list(tracker.timeline())[-1].total == 0
 
 
-def test_what_was_there_before_counts_until_it_dies():
+def test_storage_older_than_the_tracker_counts_until_it_is_freed():
     """Replaced state, dropped gradients: a storage that is then born at the same address is another one."""
     held, ledger = [floats(8), floats(4)], Ledger()
     ledger.own("optimizer", lambda: held[:1])
@@ -148,7 +148,7 @@ def test_what_was_there_before_counts_until_it_dies():
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_what_the_device_makes_while_another_thread_works_on_the_host_is_the_devices(beside):
+def test_device_allocation_during_host_work_of_another_thread_counts_on_the_device(beside):
     """On a card the host thread steps masters while the loop goes on; `beside`: in a thread of its own, or in this."""
 
     def work() -> None:
@@ -174,7 +174,7 @@ def test_what_the_device_makes_while_another_thread_works_on_the_host_is_the_dev
     assert (peak(tracker) == 4 * KIB) == beside
 
 
-def test_memory_that_comes_and_goes_inside_a_storage_counts_while_it_is_there():
+def test_resized_storage_counts_while_it_has_memory():
     """fully_shard does this with the gathered weights of a block, also of one that is gathered when tracking begins."""
     early = floats(8).untyped_storage()
     early.resize_(0)
@@ -192,7 +192,7 @@ def test_memory_that_comes_and_goes_inside_a_storage_counts_while_it_is_there():
     assert "resize_" not in vars(torch.UntypedStorage)  # nobody tracks any more
 
 
-def test_state_that_a_host_thread_adds_meanwhile_does_not_end_a_reading():
+def test_optimizer_state_can_be_read_while_another_thread_adds_to_it():
     class Stepping:
         state = {number: {"m": torch.zeros(4)} for number in range(3)}  # noqa: RUF012
 

@@ -79,7 +79,7 @@ def worst(ours, theirs):
 
 @pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
 @pytest.mark.parametrize("ignored", [(0,), (0, 9, 3)], ids=["one micro-batch", "three of unequal tokens"])
-def test_it_is_trained(config, loss, ignored):
+def test_auxiliary_loss_gradients_equal_the_token_weighted_reference(config, loss, ignored):
     ours, theirs = gradients(config, mixture(), loss, window(*ignored)), expected(mixture(), window(*ignored))
     assert worst(ours, theirs) < 1e-5
     # wrong: left out, or of twice the size
@@ -87,7 +87,7 @@ def test_it_is_trained(config, loss, ignored):
     assert worst(ours, expected(mixture(), window(*ignored), 2 * FACTOR)) > 1e-2
 
 
-def test_of_one_micro_batch_it_is_what_the_model_returns_for_labels(config):
+def test_auxiliary_loss_of_one_micro_batch_equals_the_loss_of_transformers(config):
     """The model's own loss shifts labels; the ids of a row that repeats are their own next tokens."""
     row = torch.full((2, 13), 7)
     batch = MicroBatch(row[:, :-1], row[:, 1:])
@@ -97,7 +97,7 @@ def test_of_one_micro_batch_it_is_what_the_model_returns_for_labels(config):
     assert (output.loss - plain).item() == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-4)
 
 
-def test_it_does_not_matter_whether_blocks_are_computed_again(config):
+def test_auxiliary_loss_with_checkpointing_has_the_same_bits(config):
     kept = gradients(config, mixture(), losses.full, window(0, 4))
     model = mixture()
     policies.every_layer(model)
@@ -138,7 +138,7 @@ FAMILIES = [
 
 @pytest.mark.filterwarnings("ignore")  # about kernels that are not installed
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])
-def test_filler_does_not_count_and_attention_gets_no_mask(family):
+def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(family):
     """Oracle: transformers' own loss of the same rows with an attention mask."""
     known = CONFIG_MAPPING[family]()
     shape = {name: size for name, size in SMALL.items() if hasattr(known, name)}
@@ -164,7 +164,7 @@ def test_filler_does_not_count_and_attention_gets_no_mask(family):
 
 
 @pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
-def test_filler_changes_no_gradient(config, loss):
+def test_filler_changes_no_gradient_of_the_auxiliary_loss(config, loss):
     """A row alone, and with filler behind it."""
     short = window(0).micro_batches[0].each(lambda tensor: tensor[:1, :5])
     filled = torch.nn.functional.pad(short.input_ids, (0, 7))
@@ -176,19 +176,19 @@ def test_filler_changes_no_gradient(config, loss):
     assert worst(wrong, alone) > 1e-3
 
 
-def test_a_model_that_is_not_asked_adds_nothing(config):
+def test_model_without_output_router_logits_adds_no_auxiliary_loss(config):
     ours = gradients(config, mixture(asked=False), losses.full, window(0))
     assert worst(ours, expected(mixture(), window(0), 0.0)) < 1e-5
 
 
-def test_the_models_own_loss_function_is_left_as_it_was(config):
+def test_loss_function_of_the_model_is_left_unchanged(config):
     model = mixture()
     before = model.loss_function
     gradients(config, model, losses.full, window(0))
     assert model.loss_function is before
 
 
-def test_a_run_shows_it_beside_the_loss(command, tmp_path, small):
+def test_run_reports_the_auxiliary_loss_beside_the_loss(command, tmp_path, small):
     shape = "{model_type: mixtral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
     shape += "num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, output_router_logits: true}"
     lines = ["model=hf", "model.name=mixture", "model.pretrained=false", f"model.architecture={shape}", "lr=1e-3"]
@@ -200,7 +200,7 @@ def test_a_run_shows_it_beside_the_loss(command, tmp_path, small):
     assert float(rows[0]["auxiliary_loss"]) > 0
 
 
-def test_a_model_that_has_none_is_refused_one():
+def test_output_router_logits_of_a_model_without_experts_is_refused():
     model = network("llama")
     model.config.output_router_logits = True
     AuxiliaryLoss(model)

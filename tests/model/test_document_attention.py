@@ -79,7 +79,7 @@ def apart(ours, theirs):
     return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
 
 
-def test_a_mask_tells_where_documents_begin():
+def test_document_starts_are_found_in_the_mask():
     assert first_tokens(mask_function(), 2, TOKENS, CPU).tolist() == FIRST
     assert first_tokens(mask_function(), 2, TOKENS, CPU).dtype == torch.int32
     assert asked().tolist() == FIRST
@@ -97,7 +97,7 @@ def test_a_mask_tells_where_documents_begin():
         (packed_sequence_mask_function(NUMBERS), None),  # nothing hides what follows
     ],
 )
-def test_a_mask_is_not_asked_where_the_host_knows_its_documents(base, known):
+def test_mask_is_not_evaluated_if_the_host_knows_the_document_starts(base, known):
     numbers = NUMBERS.clone()
     numbers.counted_first = FIRST
     mask = and_masks(base, packed_sequence_mask_function(numbers))
@@ -111,7 +111,7 @@ def test_a_mask_is_not_asked_where_the_host_knows_its_documents(base, known):
 
 @pytest.mark.parametrize("places", [[[0, 1, 2, 0, 1, 2, 3, 0], [*range(8)]], [[*range(8)], [*range(8)]]])
 @pytest.mark.parametrize("attention", [BY_DOCUMENT, MASKED])
-def test_a_counted_micro_batch_has_the_bits_of_one_that_is_asked(places, attention):
+def test_micro_batch_with_known_document_starts_has_the_same_bits(places, attention):
     model, ids = network("llama").eval(), torch.randint(0, 500, (2, 8))
     model.set_attn_implementation(attention)
     batch = MicroBatch(ids, ids, torch.tensor(places))
@@ -124,7 +124,7 @@ def test_a_counted_micro_batch_has_the_bits_of_one_that_is_asked(places, attenti
 
 
 @pytest.mark.parametrize("window", [3, 20])
-def test_a_window_that_may_be_shorter_than_a_document_needs_the_mask(window):
+def test_sliding_window_shorter_than_the_row_needs_the_dense_mask(window):
     sliding = sliding_window_causal_mask_function(window)
     found = asked(sliding, local_size=window)
     assert (found.shape == (2, 1, TOKENS, TOKENS)) == (window < TOKENS)
@@ -132,13 +132,13 @@ def test_a_window_that_may_be_shorter_than_a_document_needs_the_mask(window):
     assert (first_tokens(mask_function(sliding), 2, TOKENS, CPU) is None) == (window < TOKENS)
 
 
-def test_a_mask_that_shows_what_follows_is_not_replaced():
+def test_non_causal_mask_is_not_replaced():
     both_ways = packed_sequence_mask_function(NUMBERS)
     assert first_tokens(both_ways, 2, TOKENS, CPU) is None
     assert asked(lambda *at: at[2] >= 0).shape == (2, 1, TOKENS, TOKENS)
 
 
-def test_rows_of_one_document_and_decoding_have_no_first_tokens():
+def test_single_document_rows_and_decoding_have_no_document_starts():
     assert asked(mask_function=causal_mask_function) is None
     assert asked(mask_function=causal_mask_function, allow_is_causal_skip=True) is None
     one = first_tokens_or_mask(
@@ -149,11 +149,11 @@ def test_rows_of_one_document_and_decoding_have_no_first_tokens():
     assert padded.dim() == 4
 
 
-def test_documents_in_turn_have_the_numbers_and_gradients_of_the_dense_mask():
+def test_attention_by_document_has_outputs_and_gradients_of_the_dense_mask():
     assert apart(with_gradients(by_document, inputs()), with_gradients(dense, inputs())) < CLOSE
 
 
-def test_each_document_has_the_bits_that_it_has_alone():
+def test_attention_by_document_has_the_bits_of_separate_documents():
     query, key, value = inputs()
     ours = by_document(query, key, value).flatten(0, 1)
     for start, end in pairwise(FIRST):
@@ -164,7 +164,7 @@ def test_each_document_has_the_bits_that_it_has_alone():
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [FIRST[:1] + FIRST[2:], [0, 4, *FIRST[2:]], [0, 12, 24]])
-def test_wrong_boundaries_are_seen(wrong):
+def test_wrong_document_boundaries_are_caught(wrong):
     def shifted(query, key, value):
         return attend(Layer(), query, key, value, torch.tensor(wrong, dtype=torch.int32), scaling=0.3)[0]
 
@@ -195,20 +195,20 @@ def at_once(monkeypatch):
     return called
 
 
-def test_all_documents_at_once_are_called_as_torchs_kernel_wants(at_once):
+def test_varlen_kernel_call_equals_the_dense_mask(at_once):
     assert apart(with_gradients(by_document, inputs()), with_gradients(dense, inputs())) < CLOSE
     assert len(at_once) == 1
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3", "gemma"])
-def test_models_reach_the_kernel_with_their_own_scale_and_heads(at_once, model_type):
+def test_models_call_the_varlen_kernel_with_their_own_scale_and_heads(at_once, model_type):
     model = network(model_type, **({"n_positions": 64} if model_type == "gpt2" else {})).eval()
     packed_attention.separate(model)
     assert packed_attention.keeps_apart(model, torch.randint(0, 500, (2, 40)))
     assert len(at_once) > 0
 
 
-def test_a_kernel_that_mixes_documents_is_refused(at_once, monkeypatch):
+def test_kernel_that_mixes_documents_is_caught(at_once, monkeypatch):
     """The wrong variant: one document in each row."""
 
     def mixes(query, key, value, first, *args, **how):
@@ -234,7 +234,9 @@ def test_a_kernel_that_mixes_documents_is_refused(at_once, monkeypatch):
         (torch.bfloat16, 192, 128, 0.0, (8, 0), False),
     ],
 )
-def test_what_the_kernel_takes(monkeypatch, dtype, head, value, dropout, capability, taken):
+def test_varlen_kernel_is_used_for_supported_dtypes_heads_and_cards(
+    monkeypatch, dtype, head, value, dropout, capability, taken
+):
     class OnCard:
         def __init__(self, size):
             self.shape, self.dtype, self.device = (5, 2, size), dtype, torch.device("cuda", 0)
@@ -248,12 +250,12 @@ def test_what_the_kernel_takes(monkeypatch, dtype, head, value, dropout, capabil
     assert not takes_all_at_once(*inputs(torch.bfloat16)[::2], 0.0)  # a CPU
 
 
-def test_autocast_casts_what_it_casts_for_torchs_own_attention():
+def test_autocast_applies_to_attention_by_document_as_to_sdpa():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert by_document(*inputs()).dtype == dense(*inputs()).dtype == torch.bfloat16
 
 
-def test_a_model_that_changes_its_mask_itself_gets_one(monkeypatch, caplog):
+def test_model_that_slices_its_mask_gets_a_dense_mask(monkeypatch, caplog):
     model, ids = network("llama").eval(), torch.randint(0, 500, (2, 40))
     for block in model.model.layers:
         forward = block.self_attn.forward
@@ -270,7 +272,7 @@ def test_a_model_that_changes_its_mask_itself_gets_one(monkeypatch, caplog):
     assert "needs a (tokens, tokens) mask" in caplog.text
 
 
-def test_no_tensor_of_tokens_by_tokens_waits_for_backward():
+def test_no_tensor_of_tokens_by_tokens_is_saved_for_backward():
     model, sizes = network("llama", num_hidden_layers=2), []
     packed_attention.separate(model)
     places = torch.arange(64).repeat(2, 4)  # (2, 256): four documents in each row

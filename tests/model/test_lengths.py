@@ -58,7 +58,7 @@ DEPENDS = {"longrope": (True, False), "dynamic": (True, True), "none": (False, F
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dependence_on_other_rows_is_found_where_logits_have_it(kind):
+def test_length_from_which_logits_depend_on_other_rows_is_found(kind):
     model = made(kind)
     rounding = 1e-6  # logits of a random start are below 1
     beside, after = off(model, CHANGES - 4, True) > 10 * rounding, off(model, CHANGES + 4, False) > 10 * rounding
@@ -70,14 +70,14 @@ def test_a_dependence_on_other_rows_is_found_where_logits_have_it(kind):
 
 # Angles as complex numbers, of each kind of layer, and of some dimensions of a head alone.
 @pytest.mark.parametrize("model_type", ["llama4_text", "gemma3_text", "gpt_neox", "qwen3_5_text"])
-def test_every_kind_of_rotary_embedding_can_be_asked(model_type):
+def test_models_with_every_kind_of_rotary_embedding_can_be_checked(model_type):
     model = network(model_type, max_position_embeddings=CHANGES)
     assert any(hasattr(module, "rope_type") for module in model.modules())
     assert lengths.depends_from(model, LONGEST, together=True) is None
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_asking_leaves_a_model_as_it_was(kind):
+def test_length_check_leaves_the_model_unchanged(kind):
     model, ids = made(kind), tokens(1, CHANGES - 2)
     with torch.no_grad():
         before = model(input_ids=ids, use_cache=False).logits
@@ -127,7 +127,7 @@ BEYOND, ROW = 100, 128  # longer than the tokens that are looked at, and shorter
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
-def test_windows_longer_than_what_is_looked_at_are_tested_at_a_shorter_length(model_type):
+def test_long_attention_windows_are_tested_at_a_shorter_length(model_type):
     model, row = network(model_type, max_position_embeddings=256, sliding_window=BEYOND).eval(), tokens(1, ROW)
     packed_attention.separate(model)
     seen, forward = set(), model.forward
@@ -146,7 +146,7 @@ def test_windows_longer_than_what_is_looked_at_are_tested_at_a_shorter_length(mo
     assert BEYOND in before and seen == before | {18} and windows() == before
 
 
-def test_a_scale_by_the_place_in_a_row_is_refused():
+def test_attention_scale_that_depends_on_the_position_in_a_packed_row_is_refused():
     """Llama 4 counts a row's tokens from its start, so that its later documents get another scale."""
     more = {
         "max_position_embeddings": 256,

@@ -55,7 +55,7 @@ def divided_merge(made, folder):
 
 @pytest.mark.parametrize("write", [whole, merge, divided_merge])
 @pytest.mark.parametrize("name", [NORM, "model.layers.1.self_attn.q_proj.weight"])
-def test_no_folder_is_written_with_inf_that_rounding_made(tmp_path, write, name):
+def test_export_that_would_round_a_weight_to_inf_is_refused(tmp_path, write, name):
     with pytest.raises(
         OverflowError, match=rf"^{name} contains 100000, more than the largest float16 number, 65504\.$"
     ):
@@ -63,7 +63,7 @@ def test_no_folder_is_written_with_inf_that_rounding_made(tmp_path, write, name)
     assert not list(tmp_path.iterdir())
 
 
-def test_no_adapter_is_written_with_inf_that_rounding_made(tmp_path):
+def test_adapter_export_that_would_round_a_weight_to_inf_is_refused(tmp_path):
     made = adapted(network("llama"))
     with torch.no_grad():
         made.get_parameter("model.layers.0.self_attn.q_proj.lora_A.default.weight")[0, 0] = -7e4
@@ -74,20 +74,20 @@ def test_no_adapter_is_written_with_inf_that_rounding_made(tmp_path):
 
 @pytest.mark.parametrize("write", [whole, adapter, merge, divided_merge])
 @pytest.mark.parametrize(("dtype", "number"), [("float16", 65504.0), ("bfloat16", 1e5), (None, 1e30)])
-def test_numbers_that_the_dtype_holds_are_written(tmp_path, write, dtype, number):
+def test_weights_within_the_range_of_the_export_dtype_are_written(tmp_path, write, dtype, number):
     write(large(number), ModelFolder(tmp_path / "model", Nothing(), dtype))
     (file,) = (tmp_path / "model").glob("*.safetensors")
     assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
-def test_inf_and_nan_of_the_weights_themselves_are_not_the_roundings():
+def test_inf_and_nan_already_in_the_weights_are_exported():
     numbers = torch.tensor([float("inf"), float("nan"), 1.0])
     for each in (numbers[:1], numbers[1:2], numbers):
         assert Rounding(torch.float16)("x", each).dtype == torch.float16
 
 
 @pytest.mark.parametrize(("small", "told"), [(2, False), (200, True)])
-def test_numbers_that_become_0_are_counted_and_told_if_many(caplog, small, told):
+def test_weights_rounded_to_zero_are_counted_and_reported_if_many(caplog, small, told):
     numbers = torch.ones(10_000)
     numbers[:small] = 1e-8
     numbers[-1000:] = 0.0  # as they were
@@ -99,13 +99,13 @@ def test_numbers_that_become_0_are_counted_and_told_if_many(caplog, small, told)
     assert ("200 of 9,000 nonzero exported numbers became 0" in caplog.text) == told
 
 
-def test_a_wider_dtype_is_not_looked_through(monkeypatch):
+def test_export_to_a_wider_dtype_skips_the_range_check(monkeypatch):
     monkeypatch.setattr("lowmem.model.magnitude._largest", lambda _: pytest.fail("looked"))
     assert Rounding(torch.float32)("x", torch.ones(3, dtype=torch.float16)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_checked_where_products_are_in_fp16(config, dtype):
+def test_weights_out_of_fp16_range_are_refused_for_fp16_precisions(config, dtype):
     for precision in ("16", "16-true", "16-master"):
         with pytest.raises(
             Refused, match=rf"^{NORM} contains (100000|99840), more than .* 65504\. Type precision=bf16"
@@ -115,14 +115,14 @@ def test_weights_are_checked_where_products_are_in_fp16(config, dtype):
         _check(config(f"precision={precision}"), large().to(dtype))
 
 
-def test_weights_that_became_inf_as_they_were_read_are_named():
+def test_weights_that_became_inf_on_loading_are_refused_by_name():
     with pytest.raises(
         Refused, match=rf"^{NORM} contains a number above the largest float16 number, 65504\. Do that\.$"
     ):
         check_holds(large().to(torch.float16), torch.float16, "Do that.")
 
 
-def test_weights_that_the_export_cannot_hold_are_refused_before_training(config):
+def test_weights_out_of_range_of_export_dtype_are_refused_before_training(config):
     lines = ("precision=32", "export_dtype=float16")
     with pytest.raises(Refused, match=f"{NORM} contains 100000.* Type export_dtype=bfloat16"):
         _check(config(*lines), large())

@@ -49,7 +49,7 @@ def built(how, dtype=torch.float32):
     return loading.load(loading.Described(how, loading.architecture(how)), dtype)
 
 
-def test_weights_come_in_the_dtype_that_was_asked_for_and_in_training_mode(folder):
+def test_loaded_weights_have_the_requested_dtype_and_training_mode(folder):
     saved = AutoModelForCausalLM.from_pretrained(folder)
     for dtype in (torch.float32, torch.float16):
         network = built(spec(folder), dtype)
@@ -59,7 +59,7 @@ def test_weights_come_in_the_dtype_that_was_asked_for_and_in_training_mode(folde
 
 
 @pytest.mark.rows("llama")
-def test_a_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
+def test_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
     code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")
     assert code == 0, said
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "model")
@@ -90,7 +90,7 @@ def test_streamed_masters_leave_no_weight_file_mapped(fit, folder, monkeypatch, 
 
 
 @pytest.mark.rows("llama")
-def test_a_run_with_a_drive_reads_16_bits_wherever_the_files_are(config, folder, tmp_path, monkeypatch):
+def test_run_with_a_drive_reads_16_bit_files_from_folder_cache_or_hub(config, folder, tmp_path, monkeypatch):
     """The files' own headers say it, in a folder, in the hub's cache and on the hub; only a plan believes the yaml."""
     drive = (
         "precision=bf16-master",
@@ -123,20 +123,20 @@ def test_a_run_with_a_drive_reads_16_bits_wherever_the_files_are(config, folder,
     assert read(named) == torch.float32 == read(named, plans=True)
 
 
-def test_without_weights_it_starts_at_random(folder):
+def test_model_without_pretrained_weights_starts_at_random(folder):
     assert not torch.equal(
         built(spec(folder, pretrained=False)).get_input_embeddings().weight,
         built(spec(folder)).get_input_embeddings().weight,
     )
 
 
-def test_the_yaml_changes_what_it_names(folder):
+def test_architecture_keys_of_the_yaml_override_the_model_config(folder):
     key = "resid_pdrop" if loading.architecture(spec(folder)).model_type == "gpt2" else "attention_dropout"
     changed = loading.architecture(spec(folder, architecture={"model_type": "any", key: 0.25}))
     assert getattr(changed, key) == 0.25
 
 
-def test_weights_that_are_missing_are_refused_not_drawn(folder):
+def test_missing_weights_are_refused(folder):
     more = loading.architecture(spec(folder))
     layers = "n_layer" if more.model_type == "gpt2" else "num_hidden_layers"
     with pytest.raises(Refused, match="lack the weights"):
@@ -145,7 +145,7 @@ def test_weights_that_are_missing_are_refused_not_drawn(folder):
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_loading_never_holds_two_copies(tmp_path):
+def test_loading_holds_one_copy_of_the_weights(tmp_path):
     """A process of its own: what it holds in anonymous memory at most, over the weights' bytes."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
     code = """
@@ -190,7 +190,7 @@ print((max(peak, anonymous()) - before) / weights)
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_a_new_process
-def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_tensor(tmp_path, dtype, wrong):
+def test_loading_shards_adds_the_weights_and_at_most_one_tensor_to_memory(tmp_path, dtype, wrong):
     """In fp32 they are new tensors, one after the other; in the dtype of the files they are the files' pages. Wrong:
     each file is read before it is copied."""
     shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
@@ -216,7 +216,7 @@ def test_what_is_loaded_from_shards_adds_its_weights_to_memory_and_at_most_one_t
         ({"model_type": "gpt2", "n_embd": 32.5}, "does not accept these values"),
     ],
 )
-def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
+def test_invalid_architecture_is_refused(architecture, said):
     with pytest.raises(Refused, match=said):
         loading.architecture(spec("x", pretrained=False, architecture=architecture))
 
@@ -224,7 +224,7 @@ def test_an_architecture_that_is_none_is_a_sentence(architecture, said):
 @pytest.mark.parametrize(
     ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
 )
-def test_positions_are_those_of_the_text(model_type, longest):
+def test_longest_position_is_read_from_the_text_config(model_type, longest):
     try:
         config = loading._of_type(model_type)
     except Refused:
@@ -262,7 +262,7 @@ def at_random(model_type, keys, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ENCODERS)
-def test_an_encoder_is_refused_by_what_it_sees(model_type, dtype):
+def test_encoder_is_refused_because_it_attends_to_later_tokens(model_type, dtype):
     network = at_random(model_type, ENCODERS[model_type], dtype)
     with pytest.raises(Refused, match=f"{type(network).__name__} is an encoder here.*Choose a causal model"):
         loading.check_causal(network)
@@ -271,7 +271,7 @@ def test_an_encoder_is_refused_by_what_it_sees(model_type, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", CAUSAL)
-def test_a_causal_model_is_not_and_draws_no_number_for_it(model_type, dtype):
+def test_causal_model_passes_the_causality_check_without_random_draws(model_type, dtype):
     network = at_random(model_type, CAUSAL[model_type], dtype)
     before = torch.get_rng_state()
     loading.check_causal(network)
@@ -279,13 +279,13 @@ def test_a_causal_model_is_not_and_draws_no_number_for_it(model_type, dtype):
     assert not loading._looks_ahead(network)  # also where its attention has said so
 
 
-def test_a_model_that_says_it_is_causal_costs_no_pass(monkeypatch):
+def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatch):
     monkeypatch.setattr(loading, "_looks_ahead", lambda _: pytest.fail("looked"))
     loading.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
 
 
 @pytest.mark.rows("gpt2")
-def test_a_folder_with_an_encoder_does_not_train_and_one_made_a_decoder_does(command, folder, tmp_path):
+def test_encoder_folder_is_refused_and_trains_with_is_decoder(command, folder, tmp_path):
     at_random("bert", WIDTHS | {"vocab_size": 400}).save_pretrained(tmp_path / "encoder")
     PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
     lines = ("model=hf", f"model.name={tmp_path}/encoder", "seq_len=16", "lr=1e-3", "max_steps=1")
@@ -302,7 +302,7 @@ def test_a_folder_with_an_encoder_does_not_train_and_one_made_a_decoder_does(com
 
 @pytest.mark.parametrize("pretrained", [True, False])
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
+def test_encoder_decoder_is_refused(tmp_path, name, pretrained):
     widths = {"d_model": 32, "vocab_size": 300}
     config = AutoConfig.for_model(name, **widths)
     config.save_pretrained(tmp_path)
@@ -317,7 +317,7 @@ def test_an_encoder_decoder_is_called_that(tmp_path, name, pretrained):
 
 
 @pytest.mark.parametrize("name", ["/nonexistent", "~/no such folder", "./x", "a/b/c"])
-def test_a_folder_that_is_not_there_is_called_that(name):
+def test_missing_model_folder_is_refused(name):
     for pretrained in (True, False):
         with pytest.raises(Refused, match="there is no such folder"):
             loading.architecture(spec(name, pretrained=pretrained))
@@ -325,7 +325,7 @@ def test_a_folder_that_is_not_there_is_called_that(name):
         loading.tokenizer(name, False)
 
 
-def test_a_file_a_hub_id_and_a_home_are_told_apart(folder, monkeypatch):
+def test_model_name_may_be_a_folder_a_hub_id_or_in_the_home_folder(folder, monkeypatch):
     with pytest.raises(Refused, match=f"this is a file.*model.name={folder}"):
         loading.architecture(spec(folder / "model.safetensors"))
     with pytest.raises(Refused, match="hub id that this machine can reach"):
@@ -353,21 +353,21 @@ SENTENCE = (
 )
 
 
-def test_a_gated_model_is_told_what_opens_the_gate(gate):
+def test_gated_model_is_refused_with_login_advice(gate):
     with pytest.raises(Refused, match=SENTENCE.format(name=gate)):
         loading.architecture(spec(gate))
     with pytest.raises(Refused, match=SENTENCE.format(name=gate)):
         loading.tokenizer(gate, False)
 
 
-def test_a_gated_model_with_an_architecture_of_its_own_is_planned_without_access(config, gate):
+def test_gated_model_with_a_known_architecture_is_planned_without_access(config, gate):
     cfg = config("model=llama-3.2-1b-instruct")
     assert loading.describe(cfg, plans=True).config.hidden_size == 2048
     with pytest.raises(Refused, match=SENTENCE.format(name=f"{gate}-Instruct")):
         loading.describe(cfg)
 
 
-def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):
+def test_unreadable_model_folder_is_refused_with_permission_denied(folder, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -377,7 +377,7 @@ def test_a_folder_that_may_not_be_read_is_called_that(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_weights_that_were_cut_short_are_a_sentence(folder, kept):
+def test_truncated_weight_file_is_refused(folder, kept):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * kept)])

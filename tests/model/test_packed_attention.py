@@ -85,7 +85,7 @@ def logits_off(model, packed, **more):
 
 
 @pytest.mark.parametrize("model_type", EXACTLY)
-def test_logits_and_gradients_are_those_of_documents_by_themselves(model_type):
+def test_packed_documents_have_logits_and_gradients_of_separate_documents(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
     for way in ("sdpa", MASKED, BY_DOCUMENT):  # the mask of transformers, ours, and none
         if attention_taken(model) != "eager":
@@ -98,7 +98,7 @@ def test_logits_and_gradients_are_those_of_documents_by_themselves(model_type):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "mistral"])
-def test_wrong_ways_to_say_it_leak_and_are_seen(model_type):
+def test_packing_without_document_boundaries_leaks_and_is_caught(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
     packed_attention.separate(model)
     ones = torch.ones_like(packed.input_ids)
@@ -118,7 +118,7 @@ def test_wrong_ways_to_say_it_leak_and_are_seen(model_type):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", LEAKS)
-def test_a_model_whose_documents_see_each_other_is_refused_by_name(model_type, dtype):
+def test_model_that_attends_across_documents_is_refused_by_name(model_type, dtype):
     """They are called as the others are."""
     model = network(model_type, **LEAKS[model_type]).to(dtype).eval()
     packed_attention.separate(model)
@@ -128,7 +128,7 @@ def test_a_model_whose_documents_see_each_other_is_refused_by_name(model_type, d
         packed_attention.verify(model, batch().input_ids[:, :16])
 
 
-def test_lost_positions_are_seen_where_nothing_leaks():
+def test_positions_that_do_not_restart_are_caught():
     """GPT-2's are absolute: the mask alone, with positions that count on, is another function."""
     model, ids = network("gpt2", **EXACTLY["gpt2"]).eval(), batch().input_ids[:, :16]
     forward, asked = model.forward, []
@@ -147,7 +147,7 @@ def test_lost_positions_are_seen_where_nothing_leaks():
 
 
 @pytest.mark.parametrize("model_type", ["opt", "mamba", "llama"])
-def test_padded_rows_need_no_mask(model_type):
+def test_padded_rows_need_no_attention_mask(model_type):
     model = network(model_type, **({**LEAKS, **EXACTLY})[model_type])
     made = rows(split(*texts()), SEQ_LEN, "padded", "cut", "train")
     assert max(off(model, made.micro_batch(np.arange(len(made))))) < EXACT
@@ -174,7 +174,7 @@ def masks(model, packed, **autocast):
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize(("model_type", "different"), [("gpt2", 1), ("llama", 1), ("gemma3_text", 2)])
-def test_every_layer_holds_the_same_mask(model_type, different, enabled):
+def test_all_layers_share_the_packed_attention_masks(model_type, different, enabled):
     layers = {"n_layer": 6} if model_type == "gpt2" else {"num_hidden_layers": 6}
     model = network(model_type, **EXACTLY[model_type], **layers)
     assert masks(model, batch(), enabled=enabled) == 6
@@ -184,7 +184,7 @@ def test_every_layer_holds_the_same_mask(model_type, different, enabled):
     assert masks(model, batch(), enabled=enabled) == different - 1  # a window shorter than the row
 
 
-def test_where_torchs_attention_was_not_taken_nothing_is_changed():
+def test_model_with_eager_attention_keeps_its_attention():
     """Under our name GPT-OSS would lose its sinks, without a word."""
     model, ids = network("gpt_oss", **LEAKS["gpt_oss"]).eval(), batch().input_ids
     for block in model.model.layers:
@@ -201,7 +201,7 @@ def test_where_torchs_attention_was_not_taken_nothing_is_changed():
 PACKED = ("data.packing=documents", "seq_len=64", "batch_size=2", "plan=off")
 
 
-def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
+def test_run_with_packing_checks_the_model_before_the_first_step(fit, monkeypatch):
     summary, folder = fit(*PACKED, "max_steps=2")
     assert summary["steps"] == 2
     again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")
@@ -216,7 +216,7 @@ def test_a_run_asks_its_model_before_the_first_step(fit, monkeypatch):
         fit(*PACKED, folder="refused")
 
 
-def test_a_model_whose_head_streams_in_tiles_is_asked_too(fit, monkeypatch):
+def test_model_with_a_streamed_tiled_head_is_checked_for_packing(fit, monkeypatch):
     """Its tiles share the memory of two, so none is there for a backward pass through the head."""
     monkeypatch.setattr(edges, "COLUMNS", 32)
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer")
@@ -224,7 +224,7 @@ def test_a_model_whose_head_streams_in_tiles_is_asked_too(fit, monkeypatch):
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_a_run_goes_on_to_the_bit(fit, packing):
+def test_packed_run_resumes_bit_exactly(fit, packing):
     typed = (*PACKED, f"data.packing={packing}", "save_every=1", "max_steps=4", "checkpoint.keep=10", "sample_tokens=0")
     _, unbroken = fit(*typed)
     whole = torch.load(unbroken / "checkpoints" / "step-00000004.ckpt", weights_only=True)

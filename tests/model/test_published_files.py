@@ -62,7 +62,7 @@ def own_head(tmp_path):
     return path
 
 
-def test_a_head_of_its_own_is_trained_and_exported_as_two_though_the_configuration_ties_it(run, own_head, tmp_path):
+def test_separate_head_in_files_of_a_tied_config_is_trained_and_exported_untied(run, own_head, tmp_path):
     model = loaded(run(own_head))
     stored = load_file(own_head / "model.safetensors")
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
@@ -72,7 +72,7 @@ def test_a_head_of_its_own_is_trained_and_exported_as_two_though_the_configurati
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], stored["lm_head.weight"])
 
 
-def test_a_head_of_its_own_is_told_once_and_a_plan_counts_it(run, own_head, caplog):
+def test_separate_head_in_files_of_a_tied_config_is_reported_once_and_planned(run, own_head, caplog):
     line = "config.json ties the output layer to the embedding, but the files hold two different matrices"
     assert told(caplog, run(own_head)).count(line) == 1
     config = loading.describe(run(own_head), plans=True).config
@@ -81,7 +81,7 @@ def test_a_head_of_its_own_is_told_once_and_a_plan_counts_it(run, own_head, capl
     assert planned.num_parameters() == loaded(run(own_head)).num_parameters()
 
 
-def test_a_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
+def test_stored_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
     path = folder(tmp_path / "tied", tie_word_embeddings=True)
     embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     add(path, lm_head__weight=embedding.clone())
@@ -90,7 +90,7 @@ def test_a_head_that_equals_the_embedding_stays_tied(run, tmp_path, caplog):
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
 
 
-def test_an_untied_configuration_of_files_without_a_head_says_how_to_tie_it(run, tmp_path):
+def test_untied_config_without_a_stored_head_is_refused_with_advice_to_tie(run, tmp_path):
     path = folder(tmp_path / "shared", tie_word_embeddings=True)
     say(path, tie_word_embeddings=False)
     with pytest.raises(Refused, match=r"lack the weights lm_head\.weight.*\{tie_word_embeddings:true\}\."):
@@ -99,7 +99,7 @@ def test_an_untied_configuration_of_files_without_a_head_says_how_to_tie_it(run,
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_difference_in_the_last_row_is_found(run, own_head, monkeypatch, caplog):
+def test_head_that_differs_from_the_embedding_in_one_element_is_found(run, own_head, monkeypatch, caplog):
     monkeypatch.setattr(published_files, "ROWS", 64)
     head = load_file(own_head / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1
@@ -111,7 +111,7 @@ def test_a_difference_in_the_last_row_is_found(run, own_head, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("name", ["mtp__fc__weight", "model__vision_tower__layers__7__proj__weight"])
-def test_weights_without_a_place_are_told_before_a_weight_is_loaded(run, tmp_path, caplog, monkeypatch, name):
+def test_unused_tensors_in_the_files_are_reported_before_loading(run, tmp_path, caplog, monkeypatch, name):
     path = folder(tmp_path / "more")
     assert not told(caplog, run(path))
     add(path, **{name: torch.zeros(3)})
@@ -123,7 +123,7 @@ def test_weights_without_a_place_are_told_before_a_weight_is_loaded(run, tmp_pat
     )
 
 
-def test_weights_that_a_class_declares_to_be_ignored_are_told_too(run, tmp_path, caplog):
+def test_tensors_ignored_by_the_model_class_are_reported(run, tmp_path, caplog):
     path = tmp_path / "qwen"
     folder(path)
     assert any("mtp" in pattern for pattern in Qwen3NextForCausalLM._keys_to_ignore_on_load_unexpected)
@@ -136,7 +136,7 @@ def test_weights_that_a_class_declares_to_be_ignored_are_told_too(run, tmp_path,
     assert "2 tensors in its files are not used (for example mtp.fc.weight)" in told(caplog, run(path))
 
 
-def test_buffers_that_earlier_versions_wrote_are_not_weights(run, tmp_path, caplog):
+def test_attention_buffers_of_earlier_versions_are_not_reported(run, tmp_path, caplog):
     path = folder(tmp_path / "old")
     network("gpt2").save_pretrained(path)
     add(path, transformer__h__0__attn__bias=torch.ones(1, 1, 32, 32))
@@ -144,7 +144,7 @@ def test_buffers_that_earlier_versions_wrote_are_not_weights(run, tmp_path, capl
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_layers_beyond_the_configurations_are_refused(run, tmp_path, kind):
+def test_files_with_more_layers_than_the_config_are_refused(run, tmp_path, kind):
     path = folder(tmp_path / "deeper")
     network(kind).save_pretrained(path)
     name = "transformer__h__4__ln_1__weight" if kind == "gpt2" else "model__layers__4__self_attn__q_proj__weight"
@@ -155,7 +155,7 @@ def test_layers_beyond_the_configurations_are_refused(run, tmp_path, kind):
         loading.describe(run(path), plans=True)
 
 
-def test_layers_that_predict_several_tokens_are_told_and_not_promised(run, tmp_path, caplog):
+def test_multi_token_prediction_layers_are_reported_as_unused_and_not_exported(run, tmp_path, caplog):
     path = folder(tmp_path / "predicts")
     say(path, num_nextn_predict_layers=1)
     add(path, model__layers__2__self_attn__q_proj__weight=torch.zeros(32, 32))
@@ -168,7 +168,7 @@ def test_layers_that_predict_several_tokens_are_told_and_not_promised(run, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gemma2"])
-def test_files_whose_tensors_are_joined_or_renamed_hold_nothing_more(run, tmp_path, caplog, kind):
+def test_joined_or_renamed_tensors_are_not_reported_as_unused(run, tmp_path, caplog, kind):
     path = folder(tmp_path / "joined")
     network(kind, **({"num_local_experts": 4} if kind == "mixtral" else {})).save_pretrained(
         path, max_shard_size="20KB"
@@ -177,7 +177,7 @@ def test_files_whose_tensors_are_joined_or_renamed_hold_nothing_more(run, tmp_pa
     assert len(published_files.headers(path)) > 10 and not told(caplog, run(path))
 
 
-def test_a_comparison_is_made_once_of_files_that_do_not_change(run, tmp_path, monkeypatch):
+def test_comparison_of_unchanged_files_is_cached(run, tmp_path, monkeypatch):
     path = folder(tmp_path / "once")
     loading.describe(run(path))
     with monkeypatch.context() as patch:
@@ -187,13 +187,13 @@ def test_a_comparison_is_made_once_of_files_that_do_not_change(run, tmp_path, mo
     assert published_files.compare(path, loading.describe(run(path)).config).unused == ["mtp.fc.weight"]
 
 
-def test_a_class_that_cannot_be_built_is_left_to_the_load(run, tmp_path):
+def test_comparison_with_a_model_class_that_cannot_be_built_is_skipped(run, tmp_path):
     path = folder(tmp_path / "published")
     say(path, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": None})  # a TypeError of the class
     assert published_files.compare(path, AutoConfig.from_pretrained(path)) is None
 
 
-def test_a_comparison_draws_no_number(run, tmp_path):
+def test_comparison_of_files_draws_no_random_numbers(run, tmp_path):
     path = folder(tmp_path / "x")
     before = torch.get_rng_state()
     loading.describe(run(path))
@@ -212,7 +212,7 @@ QUANTISED = {
 
 @pytest.mark.parametrize("how", QUANTISED)
 @pytest.mark.parametrize("lines", [(), ("precision=32",), ("adapter=qlora",)])
-def test_quantised_files_are_refused_from_the_configuration_alone(run, tmp_path, monkeypatch, how, lines):
+def test_quantized_model_is_refused_from_its_config(run, tmp_path, monkeypatch, how, lines):
     path = folder(tmp_path / "quantised")
     say(path, quantization_config=QUANTISED[how])
     monkeypatch.setattr(loading, "_check_weights_files", lambda _: pytest.fail("opened a file"))
@@ -223,14 +223,14 @@ def test_quantised_files_are_refused_from_the_configuration_alone(run, tmp_path,
         loading.check_architecture(run(path, *lines))  # plan, show, training and evaluation
 
 
-def test_quantised_files_without_a_word_in_the_configuration_are_refused(run, tmp_path):
+def test_quantized_files_without_a_quantization_config_are_refused(run, tmp_path):
     path = folder(tmp_path / "fp8")
     add(path, model__layers__0__mlp__up_proj__weight=torch.zeros(64, 32).to(torch.float8_e4m3fn))
     with pytest.raises(Refused, match=r"quantized \(F8_E4M3\)"):
         loading.describe(run(path))
 
 
-def test_a_random_start_of_a_quantised_models_architecture_is_not_quantised(run, tmp_path):
+def test_random_start_of_a_quantized_architecture_is_not_quantized(run, tmp_path):
     path = folder(tmp_path / "quantised")
     say(path, quantization_config=QUANTISED["fp8"])
     config = loading.describe(run(path, "model.pretrained=false")).config

@@ -68,12 +68,12 @@ def right(look, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[:3])
-def test_only_what_is_trained_is_held(config, precision):
+def test_host_memory_holds_masters_of_trained_weights_only(config, precision):
     assert right(host_state(config, precision), precision)
 
 
 @pytest.mark.wrong
-def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
+def test_master_of_a_frozen_weight_is_caught(config, monkeypatch):
     """The deliberately wrong variant: the host's bytes tell."""
 
     def make(self, module):
@@ -86,7 +86,7 @@ def test_a_master_of_a_frozen_weight_would_be_seen(config, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("more", [[], ["gradient_checkpointing=every_layer", "loss=chunked"]])
-def test_what_is_frozen_stays_and_the_rest_is_the_oracle(config, precision, more):
+def test_frozen_weights_are_unchanged_and_trained_weights_equal_the_oracle(config, precision, more):
     cfg = config_of(config, precision, *more, FREEZE)
     (start, theirs) = parity.expected(cfg, "adamw", "none")
     before, ours = parity.run(cfg)
@@ -98,14 +98,14 @@ def test_what_is_frozen_stays_and_the_rest_is_the_oracle(config, precision, more
     assert within(parity.errors(start, ours, theirs), allowed(precision, *more)[:2])
 
 
-def test_one_that_is_trained_all_the_same_is_not_the_oracle(config):
+def test_training_a_frozen_weight_differs_from_the_oracle(config):
     cfg = config_of(config, FREEZE)
     start, theirs = parity.expected(cfg, "adamw", "none")
     _, ours = parity.run(config_of(config, "freeze=[model.layers.0.*]"))
     assert not within(parity.errors(start, ours, theirs), allowed("precision=32")[:2])
 
 
-def test_a_part_in_fp32_beside_16_bit_weights_is_not_rounded(config):
+def test_fp32_weight_among_16_bit_weights_is_not_rounded(config):
     """The update is the optimizer's own, to the bit: also from scaled gradients. Wrong: rounded as the others are."""
     weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
     exact = torch.nn.Parameter(weight.detach().clone())
@@ -145,7 +145,7 @@ SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.matrix) for name in 
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW])
-def test_a_resume_from_half_a_checkpoint_is_the_unbroken_run(fit, precision):
+def test_resume_from_a_checkpoint_of_trained_weights_equals_the_unbroken_run(fit, precision):
     whole, again, _ = resumed(fit, precision)
     assert all(same(whole[key], again[key]) for key in whole)
     names = whole["state_dict"].keys()
@@ -153,7 +153,7 @@ def test_a_resume_from_half_a_checkpoint_is_the_unbroken_run(fit, precision):
     assert any("lm_head" in name for name in names)  # a tied name too
 
 
-def test_a_resume_on_published_weights_is_the_unbroken_run(fit, pretrained):
+def test_resume_on_pretrained_weights_equals_the_unbroken_run(fit, pretrained):
     whole, again, part = resumed(fit, *pretrained)
     assert all(same(whole[key], again[key]) for key in whole)
     assert complete(part / "checkpoints")[-1].stat().st_size < 0.7 * sum(
@@ -161,7 +161,7 @@ def test_a_resume_on_published_weights_is_the_unbroken_run(fit, pretrained):
     )
 
 
-def test_another_base_is_refused(fit):
+def test_resume_with_another_frozen_base_is_refused(fit):
     """Wrong would be to go on from it: it has the same names and shapes."""
     _, part = fit(*HALF, "max_steps=2", folder="part")
     with pytest.raises(Refused, match=r"holds only the trained weights, and the frozen weights .*seed="):
@@ -170,7 +170,7 @@ def test_another_base_is_refused(fit):
         fit(f"resume={part}", folder="full")
 
 
-def test_a_whole_checkpoint_is_as_strict_as_ever(fit):
+def test_complete_checkpoint_requires_a_matching_model(fit):
     _, part = fit("max_steps=2", "save_every=1", folder="part")
     with pytest.raises(Refused, match=r"missing in the trained weights of this run"):
         fit(*HALF, f"resume={part}", folder="again")
@@ -180,7 +180,7 @@ def test_a_whole_checkpoint_is_as_strict_as_ever(fit):
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW[:1]])
-def test_half_a_checkpoint_is_evaluated_and_exported_whole(fit, precision):
+def test_checkpoint_of_trained_weights_is_evaluated_and_exported_with_the_frozen_ones(fit, precision):
     from transformers import AutoModelForCausalLM
 
     summary, part = fit(*HALF, precision, folder="part")
@@ -196,19 +196,19 @@ def test_half_a_checkpoint_is_evaluated_and_exported_whole(fit, precision):
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
-def test_patterns_that_cannot_be_meant_are_refused(fit):
+def test_freeze_patterns_that_match_nothing_or_everything_are_refused(fit):
     with pytest.raises(Refused, match=r"no parameter name of GPT2LMHeadModel matches \*\.embed\..*transformer\.wte"):
         fit("freeze=[*.embed.*]")
     with pytest.raises(Refused, match=r"freeze=\['\*'\]: .*nothing is left to train"):
         fit("freeze=['*']")
 
 
-def test_a_name_that_is_no_list_is_refused(config):
+def test_freeze_pattern_that_is_not_a_list_is_refused(config):
     with pytest.raises(Refused, match=r"freeze=x.*give a list of patterns"):
         settled(composed(["freeze=x"]))
 
 
-def test_a_tied_head_is_the_embedding(fit, caplog):
+def test_freezing_a_tied_head_freezes_the_embedding(fit, caplog):
     with caplog.at_level(logging.INFO):
         summary, _ = fit("freeze=[lm_head.*]", "max_steps=1")
     embedding = 300 * 32

@@ -48,7 +48,7 @@ def ends(network):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_rows_are_the_mean_and_old_ones_stay(config, published, kind, monkeypatch):
+def test_new_embedding_rows_are_the_mean_and_old_rows_are_unchanged(config, published, kind, monkeypatch):
     folder = published(kind)
     covariance = "_init_added_embeddings_weights_with_mean"
     assert hasattr(PreTrainedModel, covariance)
@@ -73,7 +73,7 @@ def test_new_rows_are_the_mean_and_old_ones_stay(config, published, kind, monkey
     torch.testing.assert_close(logits, old.eval()(ids).logits[..., :there])
 
 
-def test_text_that_holds_them_is_no_longer_cut_there(config, published):
+def test_added_tokens_are_encoded_as_single_tokens(config, published):
     tokenizer = build.data(config(*on(published("tied")))).tokens.tokenizer
     ids = tokenizer("for<|im_start|>x").input_ids
     assert tokenizer.convert_tokens_to_ids(NEW[0]) in ids
@@ -81,7 +81,7 @@ def test_text_that_holds_them_is_no_longer_cut_there(config, published):
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_a_run_exports_them_and_goes_on_to_the_bit(fit, published, kind):
+def test_run_with_added_tokens_exports_them_and_resumes_bit_exactly(fit, published, kind):
     folder = published(kind)
     whole, unbroken = fit(*on(folder), "save_every=2", folder="whole")
     resumed, again = fit(*on(folder), f"resume={unbroken / 'checkpoints' / 'step-00000002.ckpt'}", folder="resumed")
@@ -97,7 +97,7 @@ def test_a_run_exports_them_and_goes_on_to_the_bit(fit, published, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_counts_the_rows_that_the_run_has(config, published, kind):
+def test_plan_counts_the_added_embedding_rows(config, published, kind):
     folder = published(kind)
     cfg = config(*on(folder))
     network = build.module(cfg, build.data(cfg)).model
@@ -106,14 +106,14 @@ def test_the_plan_counts_the_rows_that_the_run_has(config, published, kind):
     assert (trace(without, on_card=False).parameters == trace(cfg, on_card=False).parameters) == ("spare" in kind)
 
 
-def test_a_tokenizer_that_is_trained_here_has_room_for_them(config, fit):
+def test_trained_tokenizer_reserves_room_for_added_tokens(config, fit):
     tokenizer = build.data(config(TYPED)).tokens.tokenizer
     assert len(tokenizer) <= 300 and len(tokenizer("<|im_start|>").input_ids) == 1
     assert loading.describe(config(TYPED), plans=True).grown.vocab_size == 300
     assert fit(TYPED)[0]["val_loss"] > 0
 
 
-def test_tokens_that_are_there_are_not_added_again(published):
+def test_tokens_already_in_the_vocabulary_are_not_added_again(published):
     tokenizer = AutoTokenizer.from_pretrained(published("tied"))
     first = vocabulary.add(tokenizer, NEW, 300)
     assert len(first.fresh) == 2
@@ -121,6 +121,6 @@ def test_tokens_that_are_there_are_not_added_again(published):
 
 
 @pytest.mark.parametrize("typed", ["freeze=['*wte*']", "adapter=lora"])
-def test_rows_that_are_not_trained_are_refused(fit, published, typed):
+def test_added_tokens_with_frozen_embeddings_are_refused(fit, published, typed):
     with pytest.raises(Refused, match=r"model.added_tokens: .* Type adapter=none"):
         fit(*on(published("tied")), typed)

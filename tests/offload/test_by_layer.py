@@ -109,7 +109,7 @@ def test_by_layer_equals_by_micro_batch_with_resident_blocks_slices_or_no_master
 
 
 @pytest.mark.parametrize("policy", ["offload", pytest.param("selective", marks=pytest.mark.matrix)])
-def test_copies_that_are_late_by_a_random_time_change_nothing(config, policy):
+def test_by_layer_equals_resident_with_randomly_late_copies(config, policy):
     arguments = lines("llama", "loss=chunked", "max_steps=2", policy=policy, clip="off")
     is_same(config, arguments, "llama", lane=LateLane(seed=1))
 
@@ -121,7 +121,7 @@ RUN = (
 )
 
 
-def test_a_run_that_evaluates_stops_and_goes_on_in_another_order_has_those_bits(fit, tmp_path):
+def test_resume_in_another_order_has_the_bits_of_a_resident_run(fit, tmp_path):
     one, right = fit(*RUN, folder="resident")
     fit(*RUN, *BY_LAYER, "max_steps=2", folder="first")
     other, resumed = fit(*RUN, *BY_LAYER, f"resume={tmp_path / 'first'}", folder="second")
@@ -131,7 +131,7 @@ def test_a_run_that_evaluates_stops_and_goes_on_in_another_order_has_those_bits(
     assert len(set(samples)) == 1
 
 
-def test_an_evaluation_and_samples_go_through_blocks_together_and_have_those_bits(fit, monkeypatch):
+def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, monkeypatch):
     """Nine texts in groups of two, for which each block is copied once. The model has positions for all of one text,
     and ends the others at end tokens. Wrong: one generator for all, whose drawn texts are others."""
     typed = [*RUN, "val_sequences=9", "sample_prompts=[a,longer than that,b]", "max_steps=1", "accumulation.batches=2"]
@@ -168,7 +168,7 @@ def copies(config, micro_batches, weights=BY_LAYER):
     return trained(config, weights, "llama", arguments).module.weights.fetched
 
 
-def test_each_block_travels_twice_per_window(config):
+def test_by_layer_copies_each_block_twice_per_window(config):
     assert copies(config, 8) == copies(config, 1) and copies(config, 8, ONE_BY_ONE) == 7 * copies(config, 1)
 
 
@@ -187,12 +187,12 @@ def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
     return sum(sent)
 
 
-def test_each_gradient_leaves_once_per_window_in_fp32_if_it_is_a_sum(config, monkeypatch):
+def test_by_layer_sends_each_gradient_once_per_window_and_sums_in_fp32(config, monkeypatch):
     one = down(config, monkeypatch, 1)
     assert down(config, monkeypatch, 8) == 2 * one and down(config, monkeypatch, 8, ONE_BY_ONE) == 8 * one
 
 
-def test_a_link_that_is_four_times_as_slow_as_a_block_costs_a_window_of_eight_little(config):
+def test_by_layer_hides_a_link_four_times_slower_than_compute_in_a_window_of_eight(config):
     """But for the first block after a step, before which nothing computes. Computing a block takes 1, copying it 4."""
 
     def time_over_compute(weights):
@@ -210,7 +210,7 @@ def test_a_link_that_is_four_times_as_slow_as_a_block_costs_a_window_of_eight_li
 
 
 @pytest.mark.parametrize(("weights", "holds"), [(BY_LAYER, False), (ONE_BY_ONE, True)])
-def test_with_early_steps_the_host_needs_no_sums_of_blocks(config, weights, holds):
+def test_by_layer_with_early_steps_keeps_no_gradient_sums_of_blocks_on_the_host(config, weights, holds):
     masters, arguments = [], lines("llama", *of_size(3), "loss=chunked", "max_steps=2", clip="off")
 
     def find(module):
@@ -239,7 +239,7 @@ def test_with_early_steps_the_host_needs_no_sums_of_blocks(config, weights, hold
         pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.matrix),
     ],
 )
-def test_windows_by_layer_have_no_race(slots, registers, case):
+def test_by_layer_windows_have_no_race(slots, registers, case):
     model, how = case
     weights = (*BY_LAYER, f"weights.slots={slots}")
     with watched() as found:
@@ -250,7 +250,7 @@ def test_windows_by_layer_have_no_race(slots, registers, case):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [races.without_hold, races.slot_given_back_too_early])
-def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
+def test_missing_wait_in_by_layer_is_found_as_a_race(monkeypatch, wrong):
     wrong(monkeypatch)
     with watched() as found:
         races.run(TracedLane(found), "llama", lines("llama", "loss=chunked", "max_steps=1"), BY_LAYER)
@@ -287,7 +287,7 @@ def far_apart(module):
         smaller(p)
 
 
-def test_gradients_are_added_in_the_order_of_the_window(config, monkeypatch):
+def test_by_layer_adds_gradients_in_the_order_of_the_window(config, monkeypatch):
     arguments = lines("llama", *of_size(8), "loss=full", "max_steps=1", optim="adamw")
     right = trained(config, RESIDENT, "llama", arguments, prepare=far_apart)
     assert trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
@@ -301,7 +301,7 @@ def counting_some(module):
     module.forward = lambda batch: forward(replace(batch, real=batch.input_ids % 3 > 0))
 
 
-def test_micro_batches_under_way_at_once_count_their_own_tokens(config):
+def test_interleaved_micro_batches_count_their_own_tokens(config):
     arguments = lines("qwen3_moe", "loss=full", "max_steps=2")
     right = trained(config, RESIDENT, "qwen3_moe", arguments, prepare=counting_some)
     assert trained(config, BY_LAYER, "qwen3_moe", arguments, prepare=counting_some).same(right)
@@ -350,7 +350,7 @@ WRONG = {
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_wrong_variant_has_other_bits(config, monkeypatch, wrong):
+def test_wrong_variant_of_by_layer_has_other_bits(config, monkeypatch, wrong):
     model = WRONG[wrong]
     arguments = lines(model, "loss=full", "max_steps=2")
     right = trained(config, RESIDENT, model, arguments)
@@ -358,7 +358,7 @@ def test_a_wrong_variant_has_other_bits(config, monkeypatch, wrong):
     assert not trained(config, BY_LAYER, model, arguments).same(right)
 
 
-def test_a_block_that_the_first_micro_batch_gives_back_travels_more_often(config, monkeypatch):
+def test_block_released_by_the_first_micro_batch_is_copied_more_often(config, monkeypatch):
     right = copies(config, 8)
     enter = StreamedWeights.enter
 
@@ -414,7 +414,7 @@ def left():
     ("breaks", "error"), [(raises_in_forward, Broken), (raises_in_backward, Broken), (interrupts, BaseException)]
 )
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
-def test_an_error_ends_all_micro_batches_and_the_next_run_is_as_ever(config, model, breaks, error):
+def test_error_in_one_micro_batch_ends_all_threads_and_the_next_run_is_exact(config, model, breaks, error):
     arguments = lines(model, "loss=chunked", "max_steps=2")
     with pytest.raises(error) as raised:
         trained(config, BY_LAYER, model, arguments, prepare=breaks)
@@ -472,13 +472,13 @@ def test_all_micro_batches_reach_a_barrier_before_the_next_block():
 @pytest.mark.parametrize(
     "other", [(("forward", 1),), (), (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))]
 )
-def test_a_micro_batch_that_goes_through_other_blocks_is_refused(other):
+def test_micro_batch_with_other_blocks_is_refused(other):
     with pytest.raises(Refused, match=r"weights\.order=by_micro_batch"):
         run([Made(0, []), Made(1, [], other), Made(2, [])])
     assert left() == []
 
 
-def test_the_modes_and_the_wish_for_gradients_of_the_caller_hold_in_each_thread():
+def test_micro_batch_threads_inherit_grad_mode_device_and_dispatch_modes():
     seen = []
 
     class Looks(Made):
@@ -495,7 +495,7 @@ def test_the_modes_and_the_wish_for_gradients_of_the_caller_hold_in_each_thread(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_backward_has_no_thread_of_its_own_in_them(inference):
+def test_backward_in_micro_batch_threads_is_not_multithreaded(inference):
     """On a card one thread serves all micro-batches, and hooks that wait in it wait for ever: an H200 stood still.
     Inference mode, on or off, switches torch's threads, so they are switched off after it."""
     seen = []
@@ -509,13 +509,13 @@ def test_backward_has_no_thread_of_its_own_in_them(inference):
     assert seen == [False, False] and torch._C._is_multithreading_enabled()
 
 
-def test_autocast_would_be_lost_in_them_and_is_an_error():
+def test_autocast_around_micro_batch_threads_raises():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(AssertionError, match="autocast"):
         run([Made(0, []), Made(1, [])])
     assert left() == []
 
 
-def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_window():
+def test_gradient_missing_in_the_last_micro_batch_is_sent_after_the_window():
     sent = []
 
     class Sink:
@@ -539,13 +539,13 @@ def test_a_gradient_that_the_last_micro_batch_does_not_have_leaves_after_the_win
     assert len(sent) == 1 and sent[0][0] is p and bool((sent[0][1] == 3.0).all()) and p.grad is None
 
 
-def test_an_order_that_there_is_not_is_refused_before_anything_is_loaded(config):
+def test_unknown_weights_order_is_refused_before_loading(config):
     """Also where a window has one micro-batch, for which the order does not matter."""
     with pytest.raises(Refused, match=r"weights\.order=by_block: .* auto, by_layer, by_micro_batch"):
         check(config("weights=streamed", "precision=bf16-master", "weights.order=by_block"), {})
 
 
-def test_a_weight_outside_the_blocks_leaves_for_each_micro_batch():
+def test_gradient_outside_the_blocks_is_sent_for_each_micro_batch():
     weights = Streamed(network("llama", num_hidden_layers=3), order="by_layer")
     weights._window = ByLayer([Made(0, []), Made(1, [])], Generators.alike(CPU, 2, seed=None), weights.enter)
     for p, leaves in ((nn.Parameter(torch.ones(2)), True), (next(weights.blocks[0].parameters()), False)):

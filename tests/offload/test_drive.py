@@ -60,20 +60,20 @@ def changes_no_bit(config, in_memory, tmp_path, *recipe, **how):
 
 @pytest.mark.rows("16-master-adamw-norm-fixed-state", "16-master-adamw8bit-off-none-all", "bf16-sr-adafactor-*")
 @pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
-def test_a_drive_changes_no_bit(config, in_memory, tmp_path, recipe):
+def test_weights_on_a_drive_have_the_bits_of_weights_in_memory(config, in_memory, tmp_path, recipe):
     assert changes_no_bit(config, in_memory, tmp_path, *recipe)
     assert not list(tmp_path.iterdir())  # its files have no name
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_a_drive_changes_no_bit_where_another_thread_steps(config, in_memory, tmp_path, holds):
+def test_weights_on_a_drive_equal_memory_with_a_stepping_thread(config, in_memory, tmp_path, holds):
     """As with a card: the thread that steps takes turns while the training loop asks where weights are."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_a_drive_changes_no_bit_by_layer(config, tmp_path, holds):
+def test_weights_on_a_drive_equal_memory_by_layer(config, tmp_path, holds):
     arguments = lines("llama", "loss=tiled", "loss.columns=64", "max_steps=2", policy="offload", clip="off")
     place = ["weights=streamed", "weights.order=by_layer"]
     drive = [f"weights.drive={tmp_path}", f"weights.drive_holds={holds}"]
@@ -126,7 +126,7 @@ def disk(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"short": PAGE}, {"short": 3 * PAGE + 5}, {"late": 0.002}], ids=str)
-def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(config, in_memory, tmp_path, disk, how):
+def test_slow_drive_and_short_transfers_change_no_bit(config, in_memory, tmp_path, disk, how):
     made = disk(**how)
     assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
     assert made.calls["read"] > 0
@@ -143,14 +143,14 @@ def test_a_drive_that_is_slow_or_does_less_than_it_was_asked_for_changes_no_bit(
     ],
 )
 @pytest.mark.parametrize("lane", [None, 0], ids=["here", "other thread"])
-def test_a_drive_that_fails_ends_the_run_in_a_sentence(config, tmp_path, disk, call, after, number, words, lane):
+def test_drive_error_ends_the_run_with_a_one_line_error(config, tmp_path, disk, call, after, number, words, lane):
     disk(fails=(call, after, number))
     with pytest.raises(DriveFailed) as error:
         run(config, tmp_path, lane=None if lane is None else LateLane(lane))
     assert str(error.value).startswith(f"weights.drive={tmp_path}: ") and words in str(error.value)
 
 
-def test_a_file_that_ends_too_early_is_an_error(tmp_path):
+def test_truncated_swap_file_is_an_error(tmp_path):
     drive = Drive(tmp_path)
     file, memory = drive.file(), scratch_file.buffer(4 * PAGE)
     file.grow(2 * PAGE)
@@ -182,7 +182,7 @@ def written_when_its_turn_begins(monkeypatch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [without_waiting_for_a_read, written_when_its_turn_begins])
-def test_a_wrong_variant_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
+def test_wrong_variant_of_the_drive_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
     disk(late=0.002)
     wrong(monkeypatch)
     assert not changes_no_bit(config, in_memory, tmp_path, *RECIPE)
@@ -203,7 +203,7 @@ def swap_files(folder, count=6, elements=PAGE, ahead=1):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_few_are_in_memory_and_every_tensor_can_be_read(tmp_path, ahead):
+def test_few_blocks_are_in_memory_and_every_tensor_is_readable(tmp_path, ahead):
     blocks, every, tensors = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):
         for number, swap_file in enumerate(every):
@@ -217,7 +217,7 @@ def test_few_are_in_memory_and_every_tensor_can_be_read(tmp_path, ahead):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_the_next_ones_are_read_before_their_turns_and_once(tmp_path, ahead):
+def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
     blocks, every, _ = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):  # in the first round nobody knows yet which is next
         before = blocks.drive.read_bytes
@@ -229,7 +229,7 @@ def test_the_next_ones_are_read_before_their_turns_and_once(tmp_path, ahead):
     assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(swap_file.size for swap_file in every)
 
 
-def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(tmp_path):
+def test_small_tensors_stay_in_memory_and_unpinned_tensors_are_read_only(tmp_path):
     blocks, every, tensors = swap_files(tmp_path)
     assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
     blocks.pin(every[-1])
@@ -240,13 +240,13 @@ def test_what_is_small_stays_and_outside_its_turn_a_tensor_cannot_be_written_to(
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_a_checkpoint_has_the_tensors_alone_and_not_the_memory_in_which_they_are(tmp_path):
+def test_checkpoint_of_swapped_tensors_has_their_size_only(tmp_path):
     *_, tensors = swap_files(tmp_path)
     torch.save(tensors, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
 
 
-def test_a_file_system_without_direct_access_is_used_through_the_page_cache(config, in_memory, tmp_path, monkeypatch):
+def test_file_system_without_o_direct_is_used_through_the_page_cache(config, in_memory, tmp_path, monkeypatch):
     def refuses(self, folder, direct):
         if direct:
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -258,7 +258,7 @@ def test_a_file_system_without_direct_access_is_used_through_the_page_cache(conf
     assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
 
 
-def test_files_of_tmpfs_are_memory(tmp_path):
+def test_tmpfs_folder_is_recognized_as_memory(tmp_path):
     assert not scratch_file.is_memory(ROOT)
     if Path("/dev/shm").is_dir():
         assert scratch_file.is_memory(Path("/dev/shm/made/later"))
@@ -266,7 +266,7 @@ def test_files_of_tmpfs_are_memory(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
+def test_full_drive_ends_the_run(config, tmp_path):
     image, folder = tmp_path / "image", tmp_path / "mounted"
     folder.mkdir()
     image.write_bytes(bytes(1 << 18))
@@ -283,7 +283,7 @@ def test_a_small_drive_that_fills_up_ends_the_run(config, tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=60)
 
 
-def test_a_drive_changes_nothing_on_the_device(fit, tmp_path):
+def test_drive_does_not_change_the_device_peak(fit, tmp_path):
     typed = ("precision=bf16-master", "optim=adamw8bit", "weights=streamed", "gradient_checkpointing=every_layer")
     typed += ("loss=tiled", "clip=null", "max_steps=2", "logger=none", "model.architecture.n_embd=64")
     peaks = []
@@ -294,7 +294,7 @@ def test_a_drive_changes_nothing_on_the_device(fit, tmp_path):
     assert peaks[0] == peaks[1] == peaks[2]
 
 
-def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
+def test_block_uses_two_file_descriptors_for_any_number_of_tensors(tmp_path):
     before, blocks = len(os.listdir("/proc/self/fd")), SwapFiles(Drive(tmp_path))
     every = [blocks.new() for _ in range(6)]
     for swap_file in (*every, *every):
@@ -306,12 +306,12 @@ def test_a_block_takes_two_file_descriptors_whatever_it_stores(tmp_path):
 
 
 @pytest.mark.matrix
-def test_state_of_a_kind_of_its_own_stays_in_memory(config, in_memory, tmp_path):
+def test_tensor_subclass_state_stays_in_memory_beside_a_drive(config, in_memory, tmp_path):
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw4bit", "off", "none", "state")
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_run_with_a_drive_leaves_the_limit_of_open_files_as_it_was(fit, tmp_path, monkeypatch, refused):
+def test_run_with_a_drive_restores_the_open_file_limit(fit, tmp_path, monkeypatch, refused):
     """Also one that is refused after it has raised the limit."""
     before, seen, assembled = resource.getrlimit(resource.RLIMIT_NOFILE), [], training._assembled
     few = (1024, before[1])

@@ -141,7 +141,7 @@ WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "o
 @pytest.mark.wrong
 @pytest.mark.rows("tied_gradients*")
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
+def test_wrong_variant_of_streamed_edges_has_other_bits(config, wrong, monkeypatch):
     wrong(monkeypatch)
     assert not same(config, "gpt2", WRONG[wrong], "fixed", SlowLane)
 
@@ -149,7 +149,7 @@ def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_on_the_device_are_rows_and_tiles_alone(fit):
+def test_device_holds_only_rows_and_tiles_of_streamed_edges(fit):
     """As the ledger of a run counts them, at the highest point."""
     shape = ("model.architecture.vocab_size=4096", "model.architecture.n_embd=64", "model.architecture.n_layer=3")
     how = ("precision=bf16-master", "gradient_checkpointing=every_layer", "batch_size=1", "seq_len=8", "max_steps=2")
@@ -183,7 +183,7 @@ def started():
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_whoever_asks_for_logits_gets_them(started, kind, monkeypatch):
+def test_streamed_head_returns_the_complete_logits(started, kind, monkeypatch):
     monkeypatch.setattr(edges, "COLUMNS", 96)
     whole, apart = started(kind)
     ids = torch.randint(0, VOCABULARY, (2, 9))
@@ -191,7 +191,7 @@ def test_whoever_asks_for_logits_gets_them(started, kind, monkeypatch):
         torch.testing.assert_close(apart(ids).logits, whole(ids).logits, rtol=0, atol=FP32_REORDERED)
 
 
-def test_an_embedding_that_is_read_twice_is_refused(started):
+def test_second_lookup_of_a_streamed_embedding_in_one_pass_is_refused(started):
     _, apart = started("llama")
     ids = torch.zeros(1, 4, dtype=int)
     first = apart.model.embed_tokens(ids)
@@ -201,7 +201,7 @@ def test_an_embedding_that_is_read_twice_is_refused(started):
     apart.model.embed_tokens(ids)  # what never saw a backward pass is forgotten
 
 
-def test_a_padding_row_has_no_gradient_although_the_next_lookup_is_under_way(started):
+def test_padding_row_has_no_gradient_during_the_next_lookup(started):
     """The host takes rows while the embedding has others in place of its weight, which have no padding."""
     whole, apart = started("llama")
     (edge,) = edges.edges(apart, head_in_tiles=False)
@@ -238,7 +238,7 @@ def test_rows_summed_by_token_have_the_bits_of_the_dense_gradient(padding, by_fr
     assert not torch.equal(torch.zeros(11, 16).index_add_(0, ids, rows.float()).bfloat16(), dense)  # rounded once
 
 
-def test_whoever_reads_no_further_gives_no_memory_back_into_which_a_tile_travels(started):
+def test_abandoned_tile_read_keeps_the_memory_until_its_copy_is_done(started):
     class Noted(AtOnceLane):
         asked, held = [], []
 
@@ -259,7 +259,7 @@ def test_whoever_reads_no_further_gives_no_memory_back_into_which_a_tile_travels
     assert set(lane.asked) <= set(lane.held)
 
 
-def test_what_a_pass_that_raised_has_left_over_is_nobodys(started):
+def test_edge_state_left_by_a_failed_pass_is_discarded(started):
     _, apart = started("gpt2")
     edge = apart.lm_head.source
     edge.start_gradient()
@@ -268,7 +268,7 @@ def test_what_a_pass_that_raised_has_left_over_is_nobodys(started):
     assert ids is not None and edge._of_head == {} and edge._rows == {}
 
 
-def test_what_others_read_or_a_lookup_changes_stays_on_the_device():
+def test_shared_or_renormalized_edges_stay_on_the_device():
     model = network("llama", **SHAPES["llama"])
     assert [edge.weight.shape for edge in edges.edges(model, True)] == [(VOCABULARY, WIDTH)] * 2
     assert [edge.embedding for edge in edges.edges(model, False)] == [model.model.embed_tokens]

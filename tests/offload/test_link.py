@@ -22,13 +22,13 @@ from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 @pytest.mark.rows("adamw-norm", "adafactor-off")
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_the_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
+def test_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
     for precision, loss in zip(PRECISIONS, ("chunked", "full"), strict=True):
         cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
         assert equal(ours(cfg, SlowLane()), naive(cfg))
 
 
-def test_over_the_link_go_two_bytes_per_parameter_and_micro_batch_and_two_back(config):
+def test_link_moves_2_bytes_per_parameter_and_micro_batch_down_and_2_up(config):
     lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     parameters = sum(p.numel() for p in ours(cfg, lane)[0])
     assert lane.moved == 3 * (2 + 2) * parameters
@@ -44,7 +44,7 @@ def without_calls_of_the_layers(module):
         fuse(block.mlp)
 
 
-def test_a_fused_kernel_reads_weights_that_the_host_has_stepped(config):
+def test_fused_kernel_reads_weights_that_the_host_has_updated(config):
     arguments = lines("gpt2", "max_steps=3")
     right = trained(config, ["weights=resident"], "gpt2", arguments)
     fused = {"lane": SlowLane(), "prepare": without_calls_of_the_layers}
@@ -82,7 +82,7 @@ class Gate:
 
 
 @pytest.mark.wrong
-def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
+def test_forward_that_does_not_wait_for_its_weights_has_other_bits(config, monkeypatch):
     """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
@@ -96,7 +96,7 @@ def test_not_waiting_for_a_weight_has_other_bits(config, monkeypatch):
 
 
 @pytest.mark.parametrize("waited", [True, False])
-def test_when_a_run_ends_its_weights_are_those_of_the_last_step(config, monkeypatch, waited):
+def test_weights_at_the_end_of_a_run_are_those_of_the_last_step(config, monkeypatch, waited):
     """The export reads them. The wrong variant: the host still steps, as after a run that saves nothing."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
     gate, found, teardown = Gate(monkeypatch), [], InPlace.teardown
@@ -115,7 +115,7 @@ def test_when_a_run_ends_its_weights_are_those_of_the_last_step(config, monkeypa
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
-def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, monkeypatch, disturbed):
+def test_host_step_is_not_disturbed_by_the_training_loop(config, monkeypatch, disturbed):
     """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
@@ -125,7 +125,7 @@ def test_what_the_loop_does_meanwhile_does_not_disturb_the_host_thread(config, m
     assert equal(ours(cfg, SlowLane()), right) != disturbed
 
 
-def test_an_error_of_the_loop_is_told_although_the_host_still_steps(config, monkeypatch):
+def test_error_of_the_training_loop_is_raised_while_the_host_steps(config, monkeypatch):
     """Lightning walks through the optimizer's state when a run ends by an error; the host adds to it until then."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     gate, walked = Gate(monkeypatch), []
@@ -145,7 +145,7 @@ def test_an_error_of_the_loop_is_told_although_the_host_still_steps(config, monk
     assert walked and "host-step" not in walked[-1]
 
 
-def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
+def test_error_of_the_host_thread_ends_the_run(config, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("on the host")
 
@@ -154,7 +154,7 @@ def test_an_error_of_the_host_thread_ends_the_run(config, monkeypatch):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 
 
-def test_gradients_wait_on_the_device_for_the_link_up_to_so_many_bytes():
+def test_gradients_queue_on_the_device_up_to_a_byte_limit():
     """Two slots of 64 bytes are taken and their copies stand still; 160 bytes more may wait, and what is asked for
     meanwhile keeps its place."""
     arrives, done = threading.Event(), []
@@ -188,7 +188,7 @@ def test_gradients_wait_on_the_device_for_the_link_up_to_so_many_bytes():
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_an_error_of_a_copy_is_told_and_not_waited_for(ahead):
+def test_error_of_a_copy_is_raised_without_a_deadlock(ahead):
     """Many more pieces than slots: a slot that did not come back would be waited for."""
 
     class Broken(SlowLane):
@@ -207,7 +207,7 @@ def test_an_error_of_a_copy_is_told_and_not_waited_for(ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_a_link_that_was_closed_serves_a_second_fit(ahead):
+def test_closed_link_serves_a_second_fit(ahead):
     link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
     link.ahead = ahead
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_a_link_that_was_closed_serves_a_second_fit(ahead):
     assert taken == [4.0, 4.0]
 
 
-def test_a_gradient_travels_when_it_is_flat(monkeypatch):
+def test_gradient_is_flattened_before_its_copy_event_is_recorded(monkeypatch):
     """To flatten one that lies otherwise is work for the device, of which the mark must know."""
     done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
     mark, reshape = link.lane.mark, torch.Tensor.reshape
@@ -252,7 +252,7 @@ def test_on_a_card_the_staged_link_has_the_bits_of_the_naive_loop(config, determ
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_a_copy_starts_when_what_it_copies_is_computed(lane, wrong):
+def test_on_a_card_a_copy_waits_for_the_computation_of_its_source(lane, wrong):
     slot, gradient = lane.staging(4 * ELEMENTS), torch.zeros(ELEMENTS, device="cuda")
     assert slot.is_pinned()
     torch.cuda.synchronize()
@@ -265,7 +265,7 @@ def test_on_a_card_a_copy_starts_when_what_it_copies_is_computed(lane, wrong):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, monkeypatch, wrong):
+def test_on_a_card_memory_of_a_pending_copy_is_not_reused(lane, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")
@@ -282,7 +282,7 @@ def test_on_a_card_the_memory_of_what_is_being_copied_is_not_used_again(lane, mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_the_device_waits_for_the_weight_that_it_reads(lane, wrong):
+def test_on_a_card_compute_waits_for_the_copied_weight(lane, wrong):
     rounded, weight = lane.staging(4 * ELEMENTS).view(torch.float32).fill_(1.0), torch.zeros(ELEMENTS, device="cuda")
     with lane._up:
         torch.cuda._sleep(LONG)

@@ -22,7 +22,7 @@ def drawn(count, order=None) -> list[Tensor]:
     return [torch.cat(each) for each in numbers] + [torch.rand(3)]
 
 
-def test_each_micro_batch_has_numbers_of_its_own_in_any_order():
+def test_each_micro_batch_draws_its_own_numbers_in_any_order():
     torch.manual_seed(3)
     right = drawn(3)
     for order in ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 1, 2]):
@@ -31,7 +31,7 @@ def test_each_micro_batch_has_numbers_of_its_own_in_any_order():
     assert len({tuple(each[:3].tolist()) for each in right}) == 4
 
 
-def test_the_first_one_and_what_follows_go_on_as_if_there_were_no_others():
+def test_first_micro_batch_and_code_after_the_window_draw_the_numbers_of_a_plain_run():
     torch.manual_seed(3)
     alone = torch.rand(9)
     for count in (1, 3):
@@ -40,12 +40,12 @@ def test_the_first_one_and_what_follows_go_on_as_if_there_were_no_others():
         assert torch.equal(torch.cat([first, after]), alone)
 
 
-def test_the_next_window_has_other_numbers():
+def test_next_window_draws_other_numbers():
     one, other = drawn(3), drawn(3)
     assert not any(torch.equal(a, b) for a in one for b in other)
 
 
-def test_a_window_in_which_nothing_is_drawn_leaves_the_generator_alone():
+def test_window_without_draws_leaves_the_generator_unchanged():
     before, generators = captured(CPU), Generators.of_window(CPU, 3)
     for number in range(3):
         generators.resume(number)
@@ -54,7 +54,7 @@ def test_a_window_in_which_nothing_is_drawn_leaves_the_generator_alone():
     assert torch.equal(captured(CPU)[0], before[0])
 
 
-def test_a_seed_changes_nothing_about_the_seed_of_the_run():
+def test_micro_batch_seeds_leave_the_initial_seed_of_the_run_unchanged():
     torch.manual_seed(5)
     drawn(3)
     assert torch.initial_seed() == 5

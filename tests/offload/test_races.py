@@ -58,7 +58,7 @@ RIGHT = {
 @pytest.mark.rows("early steps-False", "offload-True")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_weights_that_stream_have_no_race(case, registers):
+def test_streamed_weights_have_no_race(case, registers):
     """With memory that is registered, and through staging where it is not."""
     found = traced(*RIGHT[case], registers=registers)
     assert found.errors == [], said(found)
@@ -67,7 +67,7 @@ def test_weights_that_stream_have_no_race(case, registers):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
-def test_weights_that_stream_have_no_race_in_any_pair_of_choices(model, policy, slots, clip):
+def test_streamed_weights_have_no_race_in_any_pair_of_choices(model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     found = traced(model, arguments, (*STREAM, f"weights.slots={slots}"), registers=slots != 3)
     assert found.errors == [], said(found)
@@ -87,7 +87,7 @@ RUN = (
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("loss", ["chunked", "tiled"])
 @pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
-def test_a_run_that_evaluates_saves_fails_and_goes_on_has_no_race(fit, tmp_path, monkeypatch, precision, loss, clip):
+def test_run_that_evaluates_saves_fails_and_resumes_has_no_race(fit, tmp_path, monkeypatch, precision, loss, clip):
     """It raises in a backward pass, while copies are under way, and goes on from its checkpoint."""
     lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
     if precision == "16-master":
@@ -121,12 +121,12 @@ def raises_in_backward(monkeypatch, checkpoints):
 
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_weights_that_stream_touch_no_closed_memory(processes, tmp_path, case, registers):
+def test_streamed_weights_touch_no_protected_memory(processes, tmp_path, case, registers):
     assert closed(processes, tmp_path, *RIGHT[case], registers=registers)[0] == 0
 
 
 @pytest.mark.parametrize("clip", ["norm", "off"])
-def test_weights_that_stay_have_none(clip):
+def test_resident_weights_have_no_race(clip):
     found = traced("llama", lines("llama", "loss=chunked", "max_steps=2", clip=clip), STAY)
     assert found.errors == [], said(found)
     assert found.checked > FEW
@@ -163,7 +163,7 @@ def line(policy="every_layer", **how):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
+def test_missing_wait_is_found_as_a_race(monkeypatch, wrong):
     arguments, how = line(**WRONG[wrong])
     wrong(monkeypatch)
     found = traced(*arguments, **how, may_fail=[NotFinite])
@@ -172,14 +172,14 @@ def test_a_wait_that_is_left_out_is_found(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("wrong", SHOWN, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_a_wait_that_is_left_out_reads_closed_memory_and_dies(processes, tmp_path, wrong):
+def test_missing_wait_reads_protected_memory_and_crashes(processes, tmp_path, wrong):
     arguments, how = line(**WRONG[wrong])
     code, stack = closed(processes, tmp_path, *arguments, wrong=wrong.__name__, **how)
     assert code == -signal.SIGSEGV and "lowmem" in stack, (code, stack)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_host_block_is_updated_after_its_last_read(waits):
+def test_host_block_is_updated_after_its_last_read(waits):
     """In a training the gradient that updates a host block was computed from what was read there, which orders the two
     as well. A copy that nobody computes with is waited for by `update_block` alone."""
     with watched() as found:

@@ -68,7 +68,7 @@ def bytes_(count):
         ("tiled", 0, WHY),
     ],
 )
-def test_weights_stream_with_the_same_bits_registered_or_not_and_all_is_given_back(
+def test_streamed_weights_have_equal_bits_registered_or_staged_and_memory_is_unregistered(
     config, monkeypatch, caplog, loss, most, said
 ):
     """Three blocks, of which each, one or none can be registered; staging slots are smaller than a weight. With tiles
@@ -95,7 +95,7 @@ def test_weights_stream_with_the_same_bits_registered_or_not_and_all_is_given_ba
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_staging_slot_is_filled_again_when_its_copy_has_landed(wrong):
+def test_staging_slot_is_refilled_only_after_its_copy_has_completed(wrong):
     lane, source = Container(0), bytes_(4000)
     way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
     if wrong:
@@ -105,7 +105,7 @@ def test_a_staging_slot_is_filled_again_when_its_copy_has_landed(wrong):
     assert torch.equal(to, source) != wrong
 
 
-def test_the_loop_waits_for_no_copy_of_the_hosts_into_staging():
+def test_training_loop_does_not_wait_for_host_copies_into_staging():
     """Ten pieces, and two slots that the device does not empty: whoever copied them himself would stand still."""
     lane, source = Shut(), bytes_(640)
     lane.register = lambda memory: WHY
@@ -118,7 +118,7 @@ def test_the_loop_waits_for_no_copy_of_the_hosts_into_staging():
     way.close()
 
 
-def test_copies_keep_their_order_where_only_some_go_through_staging():
+def test_copies_keep_their_order_if_only_some_use_staging():
     """Into one slot, each after the one before: what a slot that is freed unread is used for."""
     sources = [bytes_(640) for _ in range(4)]
     way, to = Registered(Container(2), sources, slot_bytes=64), torch.zeros(640, dtype=torch.uint8)
@@ -130,7 +130,7 @@ def test_copies_keep_their_order_where_only_some_go_through_staging():
     way.close()
 
 
-def test_an_error_of_staging_is_told_to_whoever_waits_and_what_was_registered_is_given_back():
+def test_staging_error_is_raised_to_the_waiter_and_memory_is_unregistered():
     class Broken(Container):
         def copy(self, to, source, after):
             raise ZeroDivisionError("in the copy")
@@ -146,7 +146,7 @@ def test_an_error_of_staging_is_told_to_whoever_waits_and_what_was_registered_is
 
 
 @pytest.mark.parametrize("most", [0, 9])
-def test_an_evaluation_reads_what_other_threads_copy(monkeypatch, most):
+def test_evaluation_in_inference_mode_reads_weights_copied_by_other_threads(monkeypatch, most):
     """In torch's inference mode, which is a thread's own."""
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
@@ -160,7 +160,7 @@ def test_an_evaluation_reads_what_other_threads_copy(monkeypatch, most):
 
 
 @pytest.mark.parametrize("failed", ["copy", "step"])
-def test_whatever_went_wrong_meanwhile_all_is_put_back(failed):
+def test_weights_are_restored_after_a_failed_copy_or_step(failed):
     class Broken(SlowLane):
         def copy(self, to, source, after):
             raise ZeroDivisionError("in the copy")
@@ -192,7 +192,7 @@ def lane():
 
 
 @pytest.mark.gpu
-def test_on_a_card_memory_is_registered_where_it_lies_and_given_back(lane):
+def test_on_a_card_memory_is_registered_in_place_and_unregistered(lane):
     memory = bytes_(5_000_001)
     place = memory.data_ptr()
     assert lane.register(memory) is None and memory.is_pinned() and memory.data_ptr() == place
@@ -201,7 +201,7 @@ def test_on_a_card_memory_is_registered_where_it_lies_and_given_back(lane):
 
 
 @pytest.mark.gpu
-def test_on_a_card_memory_that_is_garbage_is_registered_no_more(lane):
+def test_on_a_card_freed_memory_is_unregistered(lane):
     array = bytes_(5_000_000).numpy()
     memory, view = torch.from_numpy(array), torch.from_numpy(array)  # the same memory, which lives on
     assert lane.register(memory) is None and view.is_pinned()
@@ -210,7 +210,7 @@ def test_on_a_card_memory_that_is_garbage_is_registered_no_more(lane):
 
 
 @pytest.mark.gpu
-def test_on_a_card_a_refusal_is_told_and_is_no_error_of_the_next_kernel(lane):
+def test_on_a_card_failed_registration_is_reported_and_leaves_no_cuda_error(lane):
     memory = bytes_(5_000_000)
     assert lane.register(memory) is None
     assert "already" in lane.register(memory)
@@ -220,7 +220,9 @@ def test_on_a_card_a_refusal_is_told_and_is_no_error_of_the_next_kernel(lane):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("refused", [False, True])
-def test_on_a_card_weights_stream_with_the_bits_of_resident_ones(config, deterministic, lane, monkeypatch, refused):
+def test_on_a_card_streamed_weights_have_the_bits_of_resident_weights(
+    config, deterministic, lane, monkeypatch, refused
+):
     if refused:
         lane.register = lambda memory: WHY
     monkeypatch.setattr(streamed, "lane_of", lambda device: lane)

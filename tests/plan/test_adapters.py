@@ -41,7 +41,7 @@ def beyond(found, phases):
 
 @pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
-def test_an_adapter_is_predicted(config, fit, typed):
+def test_peak_memory_with_an_adapter_equals_the_prediction(config, fit, typed):
     """To a few scalars of some MB: the bound of 1 % is 100 times as wide."""
     _, folder = fit(*row(*typed))
     found, shapes = measured(folder), traced(config(*row(*typed)))
@@ -61,7 +61,7 @@ SLOW = [
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["adapter.r=8", *SLOW])
-def test_another_adapter_is_predicted_to_need_other_memory(config, fit, wrong):
+def test_prediction_for_another_adapter_or_freeze_differs_from_the_measurement(config, fit, wrong):
     """The deliberately wrong variants: beyond 1 % somewhere."""
     typed = row("adapter=lora", "bf16", "every_layer")
     _, folder = fit(*typed)
@@ -111,7 +111,7 @@ def composer(config):
         pytest.param("adapter=lora", "bf16-sr", marks=pytest.mark.matrix),
     ],
 )
-def test_a_recipe_with_an_adapter_is_extended_to_what_is_traced(composer, line, precision):
+def test_recipe_with_an_adapter_extended_from_few_blocks_equals_the_full_trace(composer, line, precision):
     recipe = {"precision": precision, "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     run = composer(line)(recipe | {"batch_size": "4"})
     found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
@@ -121,7 +121,7 @@ def test_a_recipe_with_an_adapter_is_extended_to_what_is_traced(composer, line, 
         assert short.phases[phase].host == pytest.approx(need.host, rel=0.01), phase
 
 
-def test_a_search_changes_no_adapter(composer):
+def test_search_does_not_change_adapter_or_freeze(composer):
     make = composer("adapter=lora", FREEZE)
     asked = Typed(make({}), (*SHAPE, "adapter=lora", FREEZE), make)
     for training in trainings(asked, card(2**30)):
@@ -130,13 +130,13 @@ def test_a_search_changes_no_adapter(composer):
             assert asked.config(route.option).adapter == asked.run.adapter
 
 
-def test_blocks_of_which_only_some_are_trained_are_of_two_kinds(composer):
+def test_partly_frozen_blocks_are_extended_as_two_kinds(composer):
     assert line_of(composer("freeze=[*.h.*.mlp.*]")({})) == Line(3, 4, DEPTH - 3)
     assert line_of(composer("freeze=['*.h.[0-3].*']")({})) == Line(5, 6, DEPTH - 5)
     assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # it is traced in full
 
 
-def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
+def test_masters_of_frozen_weights_take_no_host_memory_while_loading(config):
     """On a CPU the fp32 start is narrowed where it stands: its highest is the start itself, or the masters' end."""
     frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
     cfg = config(frozen, "precision=bf16-master").resolved()
@@ -145,7 +145,7 @@ def test_of_a_frozen_half_masters_take_no_memory_while_it_is_loaded(config):
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
 
 
-def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
+def test_base_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
     """Nobody needs what 16 bits leave out: half of the host memory that masters of all weights take to load."""
     lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")
     cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
@@ -156,7 +156,7 @@ def test_a_base_that_an_adapter_freezes_is_never_in_fp32(config):
     assert adapter.phases["load"].host < 0.65 * every.phases["load"].host
 
 
-def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
+def test_adapter_with_16_bit_weights_does_not_count_as_rounded_training(config):
     """So that a recipe with weights in 16 bits is close to the training that was typed."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
@@ -167,7 +167,7 @@ def test_an_adapter_in_fp32_is_not_rounded_whatever_the_weights_are(config):
     ("adapter", "policy"),
     [("qlora", "every_layer"), ("qlora", "offload"), ("lora", "every_layer")],
 )
-def test_a_run_whose_base_streams_is_predicted(config, fit, adapter, policy):
+def test_memory_of_an_adapter_with_a_streamed_base_equals_the_prediction(config, fit, adapter, policy):
     """To the byte in every phase. Wrong on purpose: a base that stays."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"adapter={adapter}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]

@@ -20,7 +20,7 @@ MIB = 2**20
         (11 * MIB, 12 * MIB),
     ],
 )
-def test_segments(size, reserved):
+def test_request_size_decides_the_size_of_the_segment(size, reserved):
     assert replay([(0, size)]).reserved == reserved
 
 
@@ -28,13 +28,13 @@ def test_requests_are_rounded_to_512_bytes():
     assert replay([(0, 1), (1, 513)]).allocated_peak == 512 + 1024
 
 
-def test_freed_memory_is_used_again_and_stays_reserved():
+def test_freed_memory_is_reused_and_stays_reserved():
     events = [(0, 12 * MIB), (0, -12 * MIB), (1, 12 * MIB), (1, -12 * MIB)]
     assert replay(events).reserved == 12 * MIB
     assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 14 * MIB)]).reserved == 26 * MIB  # too small for it
 
 
-def test_neighbours_merge():
+def test_adjacent_free_blocks_merge():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]  # one segment of 20
     assert allocator.reserved == 20 * MIB
@@ -45,7 +45,7 @@ def test_neighbours_merge():
     assert allocator.reserved == 20 * MIB and allocator.allocated == 14 * MIB
 
 
-def test_what_is_scattered_cannot_be_used_for_something_large():
+def test_fragmented_memory_cannot_serve_a_large_request():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]
     allocator.release(parts[0])
@@ -54,7 +54,7 @@ def test_what_is_scattered_cannot_be_used_for_something_large():
     assert allocator.reserved == 40 * MIB
 
 
-def test_the_best_fit_is_taken():
+def test_smallest_sufficient_free_block_is_used():
     allocator = Allocator()
     large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
     allocator.release(large)
@@ -67,26 +67,26 @@ def test_the_best_fit_is_taken():
 GROWING = [(0, 40 * MIB), (0, -40 * MIB), (1, 42 * MIB), (1, -42 * MIB), (2, 44 * MIB)]  # each too small for the next
 
 
-def test_a_full_card_gets_back_what_is_not_in_use_before_it_is_out_of_memory():
+def test_full_card_releases_unused_segments_before_out_of_memory():
     assert replay(GROWING).reserved == 126 * MIB
     assert smallest_limit(GROWING) == 44 * MIB == replay(GROWING, 44 * MIB).reserved
     with pytest.raises(Full):
         replay(GROWING, 42 * MIB)
 
 
-def test_a_segment_that_is_used_in_part_is_not_given_back():
+def test_partly_used_segment_is_not_released():
     events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # 1 holds the segment of 20
     assert smallest_limit(events) == 50 * MIB
     assert smallest_limit([*events[:3], (1, -5 * MIB), *events[3:]]) == 30 * MIB
 
 
-def test_without_giving_back_more_would_be_needed(monkeypatch):
+def test_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
     """The deliberately wrong variant."""
     monkeypatch.setattr(Allocator, "_give_back", lambda self: None)
     assert smallest_limit(GROWING) == 126 * MIB
 
 
-def test_the_smallest_limit_is_the_smallest_that_works():
+def test_smallest_limit_is_the_smallest_that_replays_without_error():
     draw = random.Random(0)
     events, live = [], []
     for serial in range(400):
@@ -102,7 +102,7 @@ def test_the_smallest_limit_is_the_smallest_that_works():
         replay(events, limit - 2 * MIB)
 
 
-def test_a_run_begins_without_state_and_takes_workspaces_amid_its_first_window():
+def test_replay_from_the_start_adds_workspaces_and_postpones_optimizer_state():
     weight, state, activation, gradient = (0, 30), (1, 20), (2, 50), (3, 30)
     died = [(serial, -size) for serial, size in (activation, gradient)]
     later = [weight, state, activation, gradient, *died]

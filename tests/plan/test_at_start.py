@@ -17,7 +17,7 @@ from lowmem.system import process
 from lowmem.training import build
 
 
-def test_predicted_stands_beside_measured(command, tmp_path):
+def test_predicted_memory_is_reported_beside_measured_memory(command, tmp_path):
     code, said = command("plan=check", "max_steps=3", "val_every=3")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert code == 0 and "predicted / measured" in said
@@ -31,7 +31,7 @@ def test_predicted_stands_beside_measured(command, tmp_path):
     assert set(summary["measured"]) <= set(summary["predicted"])
 
 
-def test_the_loggers_get_it(fit, tmp_path):
+def test_loggers_receive_predicted_over_measured(fit, tmp_path):
     fit("plan=check", "logger=tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -41,7 +41,7 @@ def test_the_loggers_get_it(fit, tmp_path):
     assert any("predicted_over_measured" in tag for tag in events.Tags()["scalars"])
 
 
-def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monkeypatch, tmp_path):
+def test_run_that_cannot_fit_the_card_is_refused_before_loading_weights(command, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "module", None)  # calling it would be another error
     code, said = command(
         "plan=check", "memory.limit=200KiB", "precision=32", "gradient_checkpointing=none", "optim=adamw"
@@ -53,14 +53,14 @@ def test_what_cannot_fit_is_refused_before_the_weights_are_loaded(command, monke
 
 
 @pytest.mark.process
-def test_what_the_host_cannot_hold_is_refused_before_the_weights_are_loaded(command, monkeypatch):
+def test_run_that_cannot_fit_the_host_is_refused_before_loading_weights(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of host memory. The host has" in said and "No recipe fits." in said
 
 
 @pytest.mark.process
-def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, monkeypatch):
+def test_out_of_memory_of_a_planned_run_suggests_the_smaller_recipe(command, monkeypatch):
     from lowmem.techniques.loss import cross_entropy
 
     def too_much(model, batch):
@@ -79,12 +79,12 @@ def test_where_memory_runs_out_all_the_same_the_plan_says_what_to_type(command, 
     assert "Try these overrides" in said
 
 
-def test_with_plan_off_a_run_starts_without_a_prediction(fit):
+def test_plan_off_starts_without_a_prediction(fit):
     summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
 
 
-def test_a_model_that_cannot_be_traced_trains_without_a_prediction(command, monkeypatch, tmp_path):
+def test_untraceable_model_trains_without_a_prediction(command, monkeypatch, tmp_path):
     def asks(*_, **__):
         raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
 
@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_traced_trains_without_a_prediction(command, monk
     assert "This run starts without one." in said
 
 
-def test_a_batch_size_that_cannot_be_predicted_is_tried(config, monkeypatch):
+def test_batch_size_without_a_prediction_is_tried(config, monkeypatch):
     def asks(*_, **__):
         raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
 
@@ -105,7 +105,7 @@ def test_a_batch_size_that_cannot_be_predicted_is_tried(config, monkeypatch):
     assert at_start.smaller_recipe(config(), [], None) is None
 
 
-def test_a_size_trains_the_recipe_that_the_search_chose(command, monkeypatch, tmp_path):
+def test_plan_size_trains_the_recipe_chosen_by_the_search(command, monkeypatch, tmp_path):
     """The seam, with a made-up search; the tests below search in a second process."""
     cards_asked = []
 
@@ -130,7 +130,7 @@ SIZES = {"cpu": (), "cuda": (*MIDDLE, "seq_len=512")}
 
 @pytest.mark.process
 @each_device
-def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path, device):
+def test_plan_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command, tmp_path, device):
     """On a CPU the size is typed; on a card it is what the cap leaves free."""
     full = (f"device={device}", *SIZES[device], "precision=32", "optim=adamw", "batch_size=8", "max_steps=3")
     command("plan=off", *full, "val_every=3")
@@ -149,7 +149,7 @@ def test_a_size_chooses_what_fits_and_leaves_what_was_typed(command, tmp_path, d
 
 
 @pytest.mark.process
-def test_as_typed_where_the_device_is_not(command, tmp_path):
+def test_plan_size_works_with_device_auto(command, tmp_path):
     """device=auto is the default, and precisions want to know which it is."""
     code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
     assert code == 0 and "the fastest of" in said, said
@@ -158,7 +158,7 @@ def test_as_typed_where_the_device_is_not(command, tmp_path):
 
 
 @pytest.mark.process
-def test_a_card_by_its_name_is_a_size_too(command):
+def test_plan_accepts_a_card_name_as_size(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full", "max_steps=1")
     code, said = command("plan=rtx3060", *typed)
     assert code == 0 and "plan=rtx3060: " in said and "the fastest of" in said, said
@@ -168,13 +168,13 @@ ONE_WAY = ("precision=32", "gradient_checkpointing=none", "loss=full", "weights=
 
 
 @pytest.mark.process
-def test_nothing_that_fits_is_said(command):
+def test_plan_size_too_small_for_every_recipe_is_refused(command):
     code, said = command("plan=1KiB", *ONE_WAY, "optim=adamw", "may_change=precision,optim")
     assert code == 1 and "plan=1KiB: no recipe fits; the smallest one, python train.py" in said
 
 
 @pytest.mark.process
-def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
+def test_plan_keeps_precision_and_optim_unless_may_change_allows_them(command):
     """AdamW's state is too large here."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
     assert code == 1 and "plan=900KiB: no recipe fits with the typed precision and optim; the smallest one" in said
@@ -184,12 +184,12 @@ def test_the_training_is_left_as_it_was_typed_unless_it_may_change(command):
 
 
 @pytest.mark.parametrize("value", ["12", "yes", "12GB"])
-def test_fit_is_a_size_or_a_word(command, value):
+def test_invalid_value_of_plan_is_refused(command, value):
     code, said = command(f"plan={value}")
     assert code == 1 and f"plan={value}: give check, auto, off, a size such as 12GiB" in said
 
 
-def test_a_run_says_how_long_it_takes_if_rates_are_stored(fit, monkeypatch, tmp_path, caplog):
+def test_run_predicts_its_duration_if_machine_rates_are_stored(fit, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     monkeypatch.setattr(at_start, "LONG", 0.0)
     caplog.set_level("INFO")
@@ -206,7 +206,7 @@ def test_a_run_says_how_long_it_takes_if_rates_are_stored(fit, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("said", ["", '{"name": "half', '{"name": "any", "flops": {}, "bandwidth": 1.0}'])
-def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
+def test_damaged_rates_file_does_not_end_a_run(fit, monkeypatch, tmp_path, said):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     machine.CACHE.mkdir()
     machine._file(False).write_text(said)
@@ -214,7 +214,7 @@ def test_a_damaged_file_of_rates_ends_no_run(fit, monkeypatch, tmp_path, said):
     assert summary["steps"] == 16 and summary["predicted"]["seconds_per_step"] is None
 
 
-def test_an_error_in_the_time_of_a_step_ends_no_run(fit, monkeypatch, tmp_path, caplog):
+def test_error_in_the_step_time_prediction_does_not_end_a_run(fit, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(machine, "CACHE", tmp_path / "rates")
     machine.store(machine.Machine("this", {"float32": 1e10}, 1e10), on_card=False)
     monkeypatch.setattr(at_start, "of_trace", lambda *_: 1 / 0)

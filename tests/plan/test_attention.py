@@ -80,13 +80,13 @@ def differ(takes):
     return [one for one, names in EXPECTED if tuple(takes(one, card) for card in CARDS) != names]
 
 
-def test_the_table_says_what_the_rules_do(monkeypatch):
+def test_predicted_attention_kernel_equals_the_recorded_table(monkeypatch):
     monkeypatch.setattr(attention, "LATER_THAN_2_11", True)
     assert differ(kernel) == []
     assert kernel(call(BF16, 64), 13.0) == MATH and kernel(call(BF16, 64), 10.3) == CUDNN
 
 
-def test_torch_2_11_gives_cudnn_more(monkeypatch):
+def test_torch_2_11_uses_cudnn_for_more_calls(monkeypatch):
     """An H200 with torch 2.11 took it for these calls (`pytest -m gpu` compares them all)."""
     monkeypatch.setattr(attention, "LATER_THAN_2_11", False)
     taken = [one for one, names in EXPECTED if kernel(one, 9.0) == CUDNN != names[CARDS.index(9.0)]]
@@ -95,21 +95,21 @@ def test_torch_2_11_gives_cudnn_more(monkeypatch):
 
 
 @pytest.mark.parametrize("forgotten", [{"grouped": False}, {"mask": False}, {"dropout": 0.0}, {"dtype": BF16}])
-def test_a_table_that_forgets_a_rule_does_not(forgotten):
+def test_omitting_one_rule_changes_the_predicted_kernel(forgotten):
     assert differ(lambda one, capability: kernel(replace(one, **forgotten), capability))
 
 
 # --- what the installed torch says without a card ---------------------------------------------------------------------
 
 
-def test_kernels_are_tried_in_this_order():
+def test_attention_kernels_are_tried_in_torchs_order():
     flash, efficient, math, cudnn = 1, 2, 0, 3  # at::SDPBackend
     assert torch._C._get_sdp_priority_order()[:4] == [flash, efficient, math, cudnn]
     (order,) = re.findall(r"sdp_priority_order = \{(.*?)\}", (HEADERS / "Context.h").read_text(), re.S)
     assert re.findall(r"SDPBackend::([a-z]+)", order)[:3] == ["flash", "efficient", "math"]
 
 
-def test_efficient_attention_has_kernels_for_these_cards():
+def test_capabilities_of_efficient_attention_equal_torchs_headers():
     text = (TRANSFORMERS / "cuda/mem_eff_attention/kernels/cutlassB.h").read_text()
     bounds = re.findall(r"is_same_v<DT, (?:cutlass::)?(\w+)> && (\d+) <= cc && cc (<=?) (\d+)", text)
     found = [(name, int(low), int(high) - (sign == "<")) for name, low, sign, high in bounds]  # 2.11 writes < 75
@@ -122,7 +122,7 @@ def test_efficient_attention_has_kernels_for_these_cards():
         assert attention._efficient(call(dtype, 64), capability) == has, (name, capability)
 
 
-def test_efficient_attention_takes_no_groups():
+def test_efficient_attention_does_not_support_grouped_heads():
     """Up to torch 2.14 its header and its shapes say so. From 2.15 on the kernel may take them; `attention._efficient`
     counts the math kernel, which needs more, until a card has shown which one torch chooses."""
     assert not attention._efficient(call(FP32, 64, **GROUPED), 8.0)
@@ -137,7 +137,7 @@ def test_efficient_attention_takes_no_groups():
 
 
 @pytest.mark.gpu
-def test_the_card_that_is_here_takes_what_the_table_says():
+def test_present_card_uses_the_predicted_attention_kernel():
     capability, names = cards.here().capability, {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
     wrong = []
     heads = (64, 66, 80, 128, 208, 256, 320)
@@ -202,14 +202,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_what_is_saved_and_what_backward_takes_is_what_the_sources_say(name):
+def test_saved_and_backward_memory_of_attention_equal_the_formulas_of_the_sources(name):
     tensors, by_hand = BY_HAND[name]
     assert measured(8.6, tensors) == by_hand()
 
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_wrong_kernel_saves_something_else(name, monkeypatch):
+def test_memory_of_another_attention_kernel_differs_from_the_formulas(name, monkeypatch):
     other = {FLASH: EFFICIENT, EFFICIENT: FLASH, MATH: FLASH}[name]
     monkeypatch.setattr(attend, "kernel", lambda *_: other)
     tensors, by_hand = BY_HAND[name]
@@ -220,20 +220,20 @@ def test_the_wrong_kernel_saves_something_else(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [FLASH, EFFICIENT])
-def test_without_its_scratch_backward_would_take_less(name, monkeypatch):
+def test_attention_backward_without_scratch_takes_less_memory(name, monkeypatch):
     monkeypatch.setattr(attend, "_while_backward", lambda *_: None)
     tensors, by_hand = BY_HAND[name]
     saved, taken = measured(8.6, tensors)
     assert saved == by_hand()[0] and taken < by_hand()[1]
 
 
-def test_math_keeps_what_dropout_drops_and_a_byte_for_each():
+def test_math_attention_with_dropout_saves_the_dropped_scores_and_a_byte_mask():
     tensors, _ = BY_HAND[MATH]
     scores = 4 * 2 * 4 * 96**2
     assert measured(8.6, tensors, dropout_p=0.1)[0] - measured(8.6, tensors)[0] == scores + scores // 4
 
 
-def test_scratch_of_models_that_people_have():
+def test_attention_scratch_of_known_models_equals_hand_computed_bytes():
     """In MiB, by hand: GPT-2 XL and Llama 3.1 8B under flash; 32 heads of many sizes under the memory-efficient one."""
     mib = 2**20
     with torch_private.FakeTensorMode():
@@ -247,7 +247,7 @@ def test_scratch_of_models_that_people_have():
                 assert attend.efficient_scratch(query) == [mib // 2, expected * mib], (size, dtype)
 
 
-def test_a_mask_is_written_out_in_the_dtype_of_the_query_and_padded():
+def test_attention_mask_is_saved_in_the_query_dtype_and_padded():
     """In each layer: torch keeps its own copy. 20 tokens are padded to 24."""
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
         q, k, v = made(BF16, 4, 4, 20, 16)
@@ -259,13 +259,13 @@ def test_a_mask_is_written_out_in_the_dtype_of_the_query_and_padded():
     assert saved == q.nbytes + 4 * 4 * 32 + 2 * 8 + 2 * 20 * 24  # result, sums of rows, random state, mask
 
 
-def test_heads_that_no_eight_divides_are_padded():
+def test_head_sizes_not_divisible_by_8_are_padded():
     saved, _ = measured(8.6, (BF16, 4, 2, 160, 66, 2))
     queries = 2 * 2 * 4 * 160 * 72  # and half as many of keys and of values
     assert saved == queries + 2 * queries + 4 * 2 * 4 * 160 + 3 * 8
 
 
-def test_autocast_decides_the_dtype():
+def test_autocast_decides_the_dtype_of_attention():
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6) as attention:
         q, k, v = made(FP32, 4, 2, 64, 16)
         with torch.autocast("cpu", dtype=BF16):
@@ -276,7 +276,7 @@ def test_autocast_decides_the_dtype():
 
 
 @pytest.mark.parametrize("capability, dropout, mask", [(8.6, 0.1, False), (8.6, 0.0, True), (9.0, 0.0, False)])
-def test_operations_are_counted_as_torch_counts_them(capability, dropout, mask):
+def test_attention_flops_equal_those_of_torchs_flop_counter(capability, dropout, mask):
     from torch.utils.flop_counter import FlopCounterMode
 
     flops = []
@@ -300,7 +300,7 @@ def test_operations_are_counted_as_torch_counts_them(capability, dropout, mask):
 
 @pytest.mark.parametrize("capability, mask", [(8.6, False), (8.6, True), (9.0, False)])
 @pytest.mark.parametrize("contexts, times", [(selective.contexts, 1), (None, 2)])
-def test_selective_checkpointing_keeps_attention_whatever_its_kernel(capability, mask, contexts, times):
+def test_selective_checkpointing_keeps_attention_of_every_kernel(capability, mask, contexts, times):
     """As on a card: these operators are those that a card's attention ends in. Dropout makes it draw numbers."""
 
     class Block(nn.Module):
@@ -338,7 +338,7 @@ LLAMA = [*MODELS["llama"], "seq_len=128", "batch_size=2", "optim=sgd", "loss=chu
 
 
 @pytest.mark.parametrize("checkpointing, layers", [("none", 2), ("offload", 1)])
-def test_grouped_heads_in_fp32_hold_every_product_of_tokens(config, checkpointing, layers):
+def test_grouped_heads_in_fp32_hold_all_attention_scores(config, checkpointing, layers):
     """The same model in bf16 has a kernel that does not. What a layer holds of them stays or is made again."""
     typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]
     wide, short = (traced(config, *typed, f"precision={precision}") for precision in ("tf32", "bf16"))
@@ -352,13 +352,13 @@ def test_grouped_heads_in_fp32_hold_every_product_of_tokens(config, checkpointin
     assert "a mask" not in wide.advice and "share" in wide.advice
 
 
-def test_a_cpu_and_eager_attention_are_left_as_they_are(config):
+def test_attention_on_a_cpu_and_eager_attention_are_traced_unchanged(config):
     eager = [traced(config, *LLAMA, "model.attention=eager", capability=c) for c in (7.5, 8.6)]
     assert eager[0].phases == eager[1].phases and eager[0].advice is None
     assert traced(config, *LLAMA, on_card=False).advice is None
 
 
-def test_what_to_type_is_what_this_card_has_a_kernel_for():
+def test_advice_names_a_precision_with_a_kernel_on_the_card():
     cures = {
         (FP32, 64, True, 8.6): "type precision=bf16.",
         (BF16, 64, False, 7.5): "type precision=16.",
@@ -371,7 +371,7 @@ def test_what_to_type_is_what_this_card_has_a_kernel_for():
     assert attention.advice(call(BF16, 64, grouped=True), 8.6) is None
 
 
-def test_run_and_plan_say_it_once(config, monkeypatch, caplog):
+def test_attention_advice_is_printed_once_by_run_and_plan(config, monkeypatch, caplog):
     monkeypatch.setattr(cards, "here", lambda: Card(8 * GIB, "a card in mind", capability=8.6))
     said = {}
     for precision in ("tf32", "bf16"):

@@ -15,7 +15,7 @@ from lowmem.training.training import training_session
 AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12")
 
 
-def test_bisection_finds_the_largest_that_fits_without_trying_all():
+def test_bisection_finds_the_largest_fitting_divisor_in_few_tries():
     for most in range(14):
         tried = []
         found = batch_size.largest(divisors(12), lambda n, most=most, tried=tried: tried.append(n) or n <= most)
@@ -24,7 +24,7 @@ def test_bisection_finds_the_largest_that_fits_without_trying_all():
 
 
 @pytest.mark.process
-def test_what_is_found_fits_and_the_next_larger_does_not(fit):
+def test_batch_size_auto_fits_to_the_byte_and_keeps_the_effective_batch(fit):
     typed = {n: fit(*AUTO[1:], f"batch_size={n}", folder=f"typed{n}")[0] for n in (4, 6)}
     room = typed[4]["peak_bytes"]["device"]
     assert room < typed[6]["peak_bytes"]["device"]
@@ -48,7 +48,7 @@ CAPPED = {
 @pytest.mark.process
 @each_device_slowly
 @pytest.mark.parametrize("plan", ["off", "check"])
-def test_the_next_larger_batch_size_does_not_fit(fit, config, device, plan):
+def test_batch_size_above_the_auto_one_does_not_fit(fit, config, device, plan):
     """Whether the size is found by trying alone, or planned."""
     lines = (AUTO[1], *CAPPED[device], f"device={device}", "precision=bf16")
     larger = 2 * fit(*lines, "batch_size=auto", f"plan={plan}")[0]["batch_size"]
@@ -56,45 +56,45 @@ def test_the_next_larger_batch_size_does_not_fit(fit, config, device, plan):
 
 
 @pytest.mark.process
-def test_as_typed_it_is_found_and_trained_with(command):
+def test_batch_size_auto_on_the_command_line_is_found_and_trained_with(command):
     code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batch per optimizer step" in said, said
 
 
 @pytest.mark.process
-def test_one_try_says_what_fits(config):
+def test_trial_over_the_memory_limit_does_not_fit(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_try_writes_no_checkpoint_and_no_model(config, tmp_path, keeps):
+def test_trial_session_writes_no_checkpoint_and_no_model(config, tmp_path, keeps):
     with training_session(config(), tmp_path, keeps=keeps) as training:
         assert training.trainer.global_step == 4
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"memory.csv", "metrics.csv", *(["checkpoints"] if keeps else [])}
 
 
-def test_when_nothing_fits_the_sentence_says_what_to_type(config, monkeypatch):
+def test_batch_size_auto_without_a_fitting_size_is_refused_with_advice(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", lambda cfg, size: False)
     with pytest.raises(Refused, match="gradient_checkpointing=every_layer"):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB"))
 
 
 @pytest.mark.process
-def test_a_try_that_fails_for_another_reason_is_not_taken_for_too_large(config):
+def test_trial_that_fails_for_another_reason_is_refused(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
     with pytest.raises(Refused, match=r"the trial with batch_size=\d+ failed"):
         batch_size.resolve(cfg)
 
 
-def test_a_number_starts_no_tries(config, monkeypatch):
+def test_numeric_batch_size_starts_no_trials(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)
     cfg = config("batch_size=4")
     assert batch_size.resolve(cfg) is cfg
 
 
-def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch):
+def test_predicted_batch_size_is_tried_first_and_bisection_continues_below(config, monkeypatch):
     monkeypatch.setattr(batch_size, "could_fit", lambda cfg: cfg.batch_size <= 4)
     for most, tries in ((4, [4]), (2, [4, 3, 2])):
         tried = []
@@ -103,7 +103,7 @@ def test_the_plan_is_tried_first_and_bisection_goes_below_it(config, monkeypatch
         assert batch_size.resolve(cfg).batch_size == most and tried[0] == 4 and len(tried) <= len(tries) + 1
 
 
-def test_what_is_predicted_not_to_fit_is_not_tried(config, monkeypatch):
+def test_batch_size_predicted_not_to_fit_is_not_tried(config, monkeypatch):
     monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
     with pytest.raises(Refused, match=r"even one sequence of seq_len=\d+ does not fit"):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))
@@ -120,7 +120,7 @@ FAILS = 0.97  # share of the peak of live tensors; a card's is predicted to with
 @pytest.mark.process
 @each_device_slowly
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_a_run_fits_in_the_smallest_cap_that_is_predicted_and_not_in_much_less(config, recipe, device):
+def test_run_fits_the_smallest_predicted_limit_and_not_much_less(config, recipe, device):
     """On a card the allocator's rules are predicted, too."""
     sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
     cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()

@@ -37,14 +37,14 @@ def kept(compute, *inputs):
     return sum(saved.values())
 
 
-def test_dropout_keeps_a_mask_of_a_byte_per_element_and_a_cpu_its_noise():
+def test_dropout_saves_a_byte_mask_on_a_card_and_noise_on_a_cpu():
     x = torch.randn(SHAPE, requires_grad=True)
     assert kept(lambda x: F.dropout(x, 0.1), x) == x.nbytes
     with as_card.kernels(True):
         assert kept(lambda x: F.dropout(x, 0.1), x) == x.numel()
 
 
-def test_attention_draws_its_mask_again_and_a_cpu_keeps_scores():
+def test_attention_dropout_mask_is_redrawn_on_a_card_and_scores_are_saved_on_a_cpu():
     q, k, v = (torch.randn(SHAPE, requires_grad=True) for _ in range(3))
     batch, heads, tokens, _ = SHAPE
 
@@ -58,7 +58,7 @@ def test_attention_draws_its_mask_again_and_a_cpu_keeps_scores():
 
 
 @pytest.mark.parametrize("name", [*as_card.IN_FP32, *as_card.SUMS_IN_FP32])
-def test_autocast_widens_what_a_cpu_leaves(name):
+def test_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
     """torch's own registry is the witness: CUDA's autocast has a kernel for it and a CPU's does not."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     full = f"aten::{name}"
@@ -69,7 +69,7 @@ def test_autocast_widens_what_a_cpu_leaves(name):
     assert not has(full, "AutocastCPU")
 
 
-def test_widened_means_fp32_and_what_follows_is_narrow_again():
+def test_operators_in_fp32_under_cuda_autocast_return_fp32_and_matmuls_bf16():
     x = torch.rand(4, 8, dtype=torch.bfloat16, requires_grad=True)
     ways = (lambda x: x**3, torch.exp, lambda x: x.softmax(-1), torch.sum, lambda x: F.layer_norm(x, (8,)), torch.rsqrt)
     for way in ways:
@@ -88,7 +88,7 @@ def cubed_on_card(x):
         return torch.autograd.grad((x**3).sum(), x)[0]
 
 
-def test_the_gelu_of_gpt2_keeps_four_bytes_where_a_cpu_keeps_two(config):
+def test_gelu_of_gpt2_under_autocast_saves_fp32_on_a_card(config):
     """tanh's approximation raises to the third power: that, the sum and the tanh are fp32 then, of 4 x 64 per token."""
     cfg = config(*GPT2, "precision=bf16", "batch_size=8", "seq_len=64")
     beyond = traced(cfg, True).bytes["activations"] - traced(cfg, False).bytes["activations"]
@@ -97,7 +97,7 @@ def test_the_gelu_of_gpt2_keeps_four_bytes_where_a_cpu_keeps_two(config):
     assert 3 * 6 * inner <= beyond <= 3 * 10 * inner
 
 
-def test_a_run_has_all_of_them_at_once(config):
+def test_gpt2_with_dropout_needs_less_memory_on_a_card_than_on_a_cpu(config):
     typed = [*GPT2, "batch_size=8", "seq_len=64"]
     plain = traced(config(*typed), False).total
     elements = 8 * 64 * 64  # of a hidden state; dropout stands behind the embedding and twice in each of three blocks
@@ -106,7 +106,7 @@ def test_a_run_has_all_of_them_at_once(config):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
-def test_a_run_that_is_on_a_card_already_is_traced_as_one_in_mind(config, precision):
+def test_run_already_on_a_card_has_the_trace_of_a_planned_one(config, precision):
     """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
     phases = [
         trace(cfg.resolved(), True).phases
@@ -115,7 +115,7 @@ def test_a_run_that_is_on_a_card_already_is_traced_as_one_in_mind(config, precis
     assert phases[0] == phases[1]
 
 
-def test_a_step_on_all_tensors_at_once_takes_a_copy_of_them():
+def test_foreach_optimizer_step_takes_a_copy_of_all_tensors():
     def beside(wrap):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
         optimizer = wrap(MakeOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3)))(model)

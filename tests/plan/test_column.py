@@ -52,7 +52,7 @@ def random_column(draw: random.Random) -> DeviceBytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_rows_that_are_shown_add_up_to_the_sum_that_is_shown(seed):
+def test_printed_rows_of_a_column_add_up_to_the_printed_sum(seed):
     shown = random_column(random.Random(seed))
     lines = column.lines(shown, "device", "card")
     rows, total = printed(lines)
@@ -62,7 +62,7 @@ def test_the_rows_that_are_shown_add_up_to_the_sum_that_is_shown(seed):
         assert abs(by_name.get(column.LABELS[name], 0) - 1000 * size / GIB) < 1
 
 
-def test_each_row_rounded_by_itself_does_not_add_up():
+def test_independently_rounded_rows_do_not_add_up():
     """Three rows of 0.0004 GiB: the wrong variant of the test above."""
     size = round(0.0004 * GIB)
     thirds = DeviceBytes("step", weights=GIB + size, gradients=GIB + size, optimizer=GIB + size)
@@ -71,7 +71,7 @@ def test_each_row_rounded_by_itself_does_not_add_up():
     assert sum(rows) == total
 
 
-def test_a_column_is_no_wider_than_a_terminal_and_every_row_has_a_name():
+def test_column_fits_80_characters_and_every_row_has_a_label():
     for kind in (DeviceBytes, HostBytes, DriveBytes):
         names = [field.name for field in fields(kind) if field.name != "phase"]
         made = kind(*(["step"] if kind is not DriveBytes else []), **dict.fromkeys(names, 200 * GIB))
@@ -90,7 +90,7 @@ RUNS = {
 
 @pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
-def test_columns_add_up_to_what_is_traced(config, name, target):
+def test_columns_add_up_to_the_traced_memory(config, name, target):
     """The device's to what the allocator must be able to reserve, and to the tensors of the highest phase."""
     cfg = config(*RUNS[name]).resolved()
     traced = trace(cfg, target.on_card)
@@ -110,7 +110,7 @@ def test_columns_add_up_to_what_is_traced(config, name, target):
         assert host.total - host.libraries - host.threads == device.total + point.host
 
 
-def test_a_row_left_out_is_missed(config):
+def test_omitting_a_row_changes_the_sum_and_the_verdict(config):
     """Wrong on purpose: each row of a run's columns in turn."""
     found = predict(config("precision=bf16-master").resolved(), CARD)
     for whole in (found.device, found.host):
@@ -153,7 +153,7 @@ def rows_agree(column, **derived):
     return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
 
 
-def test_the_columns_of_gpt2(config):
+def test_device_column_of_gpt2_equals_the_formula(config):
     found, state = columns(gpt2(config), CARD), gpt2_state(GPT2)
     weights, kept = (
         4 * gpt2_parameters(GPT2),
@@ -168,7 +168,7 @@ def test_the_columns_of_gpt2(config):
 
 
 @pytest.mark.parametrize("on_card", [True, False])
-def test_the_columns_of_masters_on_the_host(config, on_card):
+def test_columns_of_host_masters_equal_the_formula(config, on_card):
     """On a CPU there is one memory: the host's column has the device's rows too."""
     found = columns(llama(config, LLAMA, *MASTERS, "optim=adamw"), CARD if on_card else Target(False))
     parameters = (llama_weights(LLAMA) - 2 * 4 * (LLAMA.D // 2)) // 2
@@ -187,7 +187,7 @@ def test_the_columns_of_masters_on_the_host(config, on_card):
     assert not rows_agree(replace(found.host, masters=0), **host)  # wrong: a row left out
 
 
-def test_the_column_of_a_step(config):
+def test_device_column_of_an_adafactor_step_equals_the_formula(config):
     found = columns(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"), CARD)
     gradients, scratch = adafactor_step(FEW)
     derived = {

@@ -37,7 +37,9 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
         ("bf16-sr", "adamw", "state"),
     ],
 )
-def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkeypatch, precision, optim, holds):
+def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
+    config, fit, tmp_path, monkeypatch, precision, optim, holds
+):
     """The files to the byte, and the host's tensors to a hundredth. Wrong on purpose: files of tensors that are not
     in full pages, and a host without a drive."""
     ended, inside, stop, memory = [], Counter(), Streamed.stop, SwapFiles._memory
@@ -91,7 +93,7 @@ def test_what_a_run_stores_on_a_drive_is_predicted(config, fit, tmp_path, monkey
     assert trace(run, on_card=False).drive.files < sum(written)
 
 
-def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memory(config, monkeypatch, tmp_path):
+def test_loading_blocks_to_a_drive_in_16_bits_never_holds_all_in_memory(config, monkeypatch, tmp_path):
     for name in ("read_in", "stored_in"):
         monkeypatch.setattr(host_bytes, name, lambda *_, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
@@ -106,7 +108,7 @@ def test_blocks_that_go_to_the_drive_in_their_files_dtype_are_never_all_in_memor
 
 
 @pytest.mark.parametrize(("stepped", "waits"), [(2, 3.0), (30, 9.0)])
-def test_an_update_takes_as_long_as_the_drive(stepped, waits):
+def test_update_takes_as_long_as_its_drive_traffic(stepped, waits):
     """It reads 10 bytes a second and writes 5: an update of 3 seconds waits for the 9 that 30 bytes take."""
     lines = ("precision=bf16-master", "clip=1.0", *STREAMED[:2])
     found = shapes(drive=Sizes(files=stepped, stepped=stepped))
@@ -117,7 +119,7 @@ def test_an_update_takes_as_long_as_the_drive(stepped, waits):
         assert whole == pytest.approx([0.5 + 3, 0.5 + waits])
 
 
-def test_weights_that_are_read_from_the_drive_come_as_slowly():
+def test_streamed_weights_on_a_drive_arrive_at_the_speed_of_the_drive():
     """20 bytes for a forward pass of 2 seconds and 10 for a backward pass of 4, at 2 bytes a second. The update writes
     and reads 4 bytes beside the next forward pass, whose weights the drive reads, too."""
     run = cfg("precision=bf16-master", "clip=1.0", *STREAMED[:2], "weights.drive=there", "weights.drive_holds=all")
@@ -132,7 +134,7 @@ def test_weights_that_are_read_from_the_drive_come_as_slowly():
 # --- a drive in mind --------------------------------------------------------------------------------------------------
 
 
-def test_a_drive_is_a_folder_or_a_size(tmp_path):
+def test_drive_is_given_as_a_folder_or_a_size(tmp_path):
     assert drives.space("200GB") == DriveSpace(FOLDER, 200 * 10**9)
     assert drives.space("1.5TB", "/mine") == DriveSpace("/mine", 1500 * 10**9)
     assert drives.space("180GiB").size == 180 * 2**30
@@ -156,7 +158,7 @@ def hosts(planned, *more):  # noqa: F811
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("drive", ["200GB", pytest.param("folder", marks=pytest.mark.matrix)])
-def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive):  # noqa: F811
+def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive):  # noqa: F811
     """Counts the libraries of a model of 40M parameters as nothing."""
     monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
     monkeypatch.setattr(host_bytes, "CUDA_ON_HOST", 0)
@@ -179,7 +181,7 @@ def test_a_drive_is_taken_if_nothing_else_fits(planned, monkeypatch, tmp_path, d
     assert code == 0 and not any("weights.drive" in line for line in written["chosen"])
 
 
-def test_a_run_that_a_drive_has_no_room_for_does_not_fit(planned):  # noqa: F811
+def test_run_larger_than_the_drive_does_not_fit(planned):  # noqa: F811
     typed = exact("search=false", "ram=64GiB", "weights.drive=there")
     assert planned(*typed, "drive=200GB")[0] == 0
     code, said, written = planned(*typed, "drive=20KiB")

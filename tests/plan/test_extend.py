@@ -60,7 +60,7 @@ def rates():
 
 
 @pytest.mark.parametrize("words", [FIRST, *(pytest.param(words, marks=pytest.mark.matrix) for words in RECIPES)])
-def test_an_extended_recipe_is_the_one_that_is_traced(composed, words):
+def test_recipe_extended_from_few_blocks_equals_the_full_trace(composed, words):
     """Within 1 %: places whose highest operator changes with the depth, and scalars that are rounded to 512 bytes."""
     run = composed(words)
     found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])  # an extended one has none
@@ -78,7 +78,7 @@ def test_an_extended_recipe_is_the_one_that_is_traced(composed, words):
 
 
 @pytest.mark.wrong
-def test_an_extension_to_another_depth_differs_from_the_trace(composed, monkeypatch):
+def test_extension_to_a_wrong_depth_differs_from_the_trace(composed, monkeypatch):
     run = composed(RECIPES[0])
     exact = needs(replace(trace(run, on_card=True), events=[]), run, ON_CARD, 0).phases
     monkeypatch.setattr(extend, "line_of", lambda run: Line(3, 4, DEPTH - 4))
@@ -101,11 +101,11 @@ def test_an_extension_to_another_depth_differs_from_the_trace(composed, monkeypa
         ("AAA", None),
     ],
 )
-def test_short_models_have_the_kinds_of_blocks_of_the_rest(kinds, line):
+def test_shortened_models_keep_the_kinds_of_blocks(kinds, line):
     assert _line(kinds) == line
 
 
-def test_beyond_follows_a_line_in_every_field():
+def test_beyond_extrapolates_every_field_linearly():
     near = {
         "a": 1,
         "b": Counter(x=2),
@@ -133,13 +133,13 @@ def test_beyond_follows_a_line_in_every_field():
 
 
 @pytest.mark.parametrize("words", ["gradient_checkpointing=sqrt", "gradient_checkpointing=every_k"])
-def test_recipes_whose_segments_depend_on_the_depth_are_traced_in_full(composed, words):
+def test_policies_with_depth_dependent_segments_are_traced_in_full(composed, words):
     assert line_of(composed(f"{words} batch_size=1")) is None
     assert line_of(composed("gradient_checkpointing=every_layer batch_size=1")) == Line(3, 4, DEPTH - 3)
     assert extended(composed(f"{words} batch_size=1"), on_card=True).events
 
 
-def test_frozen_blocks_are_of_another_kind(composed):
+def test_models_with_frozen_middle_blocks_are_traced_in_full(composed):
     """Blocks that are trained below frozen ones and above them are traced in full."""
     assert line_of(composed("freeze=[transformer.h.0.*] batch_size=1")) == Line(3, 4, DEPTH - 3)
     assert line_of(composed("freeze=[transformer.h.6.*] batch_size=1")) is None
@@ -156,7 +156,7 @@ def taking_turns(config, depth):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "line"), [(9, Line(3, 5, 3)), (10, Line(4, 6, 3)), (10, Line(3, 4, 7))])
-def test_kinds_of_blocks_that_take_turns_are_extended_by_turns(config, monkeypatch, depth, line):
+def test_alternating_kinds_of_blocks_are_extended_by_period(config, monkeypatch, depth, line):
     """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 

@@ -42,7 +42,7 @@ FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=fu
 STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 
 
-def test_the_first_line_is_the_command_to_copy(planned):
+def test_plan_prints_the_command_to_copy_first(planned):
     code, said, written = planned("gpu=2GiB", "ram=64GiB", *FOUR)
     assert code == 0
     first = said.splitlines()[0]
@@ -61,7 +61,7 @@ TINY = ("model=tiny", "model.architecture.n_embd=32", "model.architecture.n_head
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_planned(planned, preset):
+def test_every_preset_can_be_planned(planned, preset):
     few = STREAMED if run_of([f"experiment={preset}"]).streams else FOUR
     code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *few)
     assert code == 0 and written["recipes"], said
@@ -69,14 +69,14 @@ def test_a_preset_is_planned(planned, preset):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("line", ["strategy=pipeline", "gradient_checkpointing=sqrt", "freeze=[transformer.h.1.*]"])
-def test_runs_that_are_not_linear_in_depth_are_searched(planned, line):
+def test_runs_that_are_not_linear_in_depth_are_traced_in_full_by_the_search(planned, line):
     devices = ["devices=2"] if "pipeline" in line else []
     code, said, written = planned("gpu=2GiB", "ram=64GiB", "optim=adamw", "batch_size=2", "loss=full", line, *devices)
     assert code == 0 and line in said.splitlines()[0] and all(recipe["traced"] for recipe in written["recipes"]), said
 
 
 @pytest.mark.matrix
-def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
+def test_plan_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, said, written = planned("gpu=2GiB", "ram=64GiB", "precision=bf16-sr", "gradient_checkpointing=none")
     command, *table = said.split("planned in")[0].splitlines()
@@ -93,7 +93,7 @@ def test_the_table_is_as_wide_as_the_terminal(planned, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_what_changes_is_said(planned):
+def test_plan_table_names_the_changes_of_each_recipe(planned):
     """Nothing at all where the run fits as it is; and as little as it takes where it does not."""
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
     code, said, written = planned("gpu=2GiB", *fixed)
@@ -106,20 +106,20 @@ def test_what_changes_is_said(planned):
     assert ("bf16-sr",) not in changed  # another training: for where nothing else fits
 
 
-def test_if_nothing_fits_it_says_what_is_missing(planned):
+def test_plan_without_a_fit_names_the_missing_memory(planned):
     code, said, written = planned("gpu=1MiB", "ram=64GiB", *FOUR)
     assert code == 2 and written["chosen"] is None
     assert "Nothing fits. The smallest recipe lacks 0.5 GiB of the card" in said and "does not fit" in said
 
 
 @pytest.mark.matrix
-def test_if_nothing_fits_it_says_which_model_would(planned):
+def test_plan_without_a_fit_names_the_largest_model_that_fits(planned):
     typed = ("model=gpt2", "model.pretrained=false", "seq_len=32", "batch_size=1")
     _, said, _ = planned("gpu=1GiB", "ram=64GiB", *typed, *FOUR, "model.attention=sdpa")
     assert "The largest model of conf/model that would fit instead: tiny." in said
 
 
-def test_one_run_by_phase(planned):
+def test_plan_without_search_prints_one_run_by_phase(planned):
     code, said, written = planned("gpu=2GiB", "ram=64GiB", "search=false", "precision=16-master", "optim=adamw8bit")
     (recipe,) = written["recipes"]
     need = recipe["device"]["total"] / 2**30
@@ -130,7 +130,7 @@ def test_one_run_by_phase(planned):
 
 
 @pytest.mark.matrix
-def test_what_was_typed_for_an_optimizer_or_a_loss_stays(planned):
+def test_plan_keeps_typed_keys_of_optimizer_and_loss(planned):
     typed = ("precision=bf16", "loss=chunked", "loss.rows=16", "optim=adamw", "optim.betas=[0.8,0.9]", "batch_size=4")
     code, said, written = planned("gpu=RTX3060", "ram=64GiB", *typed)
     assert code == 0 and {"optim.betas=[0.8,0.9]", "loss.rows=16"} <= {*written["chosen"]}, said
@@ -138,19 +138,19 @@ def test_what_was_typed_for_an_optimizer_or_a_loss_stays(planned):
 
 
 @pytest.mark.matrix
-def test_batch_size_auto_is_planned_for_the_card(planned):
+def test_plan_of_batch_size_auto_chooses_a_recipe_for_the_card(planned):
     typed = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4")
     code, said, written = planned("gpu=2GiB", "ram=64GiB", *typed, *auto)
     assert code == 0 and written["chosen"] and "gpu=" not in said.splitlines()[0]
 
 
-def test_one_run_that_does_not_fit_is_told_by_the_exit_code(planned):
+def test_plan_of_a_run_that_does_not_fit_exits_with_code_2(planned):
     code, said, _ = planned("gpu=1MiB", "ram=64GiB", "search=false")
     assert code == 2 and "It does not fit a card" in said
 
 
-def test_device_cpu_is_planned_for_the_cpu_on_a_machine_with_a_card(planned, monkeypatch):
+def test_plan_with_device_cpu_ignores_a_present_card(planned, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(cards, "here", lambda: cards.named("rtx3060"))
     code, said, _ = planned("device=cpu", "search=false", "ram=64GiB")
@@ -158,7 +158,7 @@ def test_device_cpu_is_planned_for_the_cpu_on_a_machine_with_a_card(planned, mon
 
 
 @pytest.mark.matrix
-def test_a_card_by_its_name(planned):
+def test_plan_accepts_a_card_by_name(planned):
     code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)
     assert code == 0 and "0.45 GiB for CUDA's context and kernels" in said
     assert "the card: rtx3060, as torch reports it: 11.63 GiB." in said and "gpu=" not in said.splitlines()[0]
@@ -190,7 +190,7 @@ def test_a_card_by_its_name(planned):
         (["batch_size=auto", "search=false"], "batch_size=auto: search=false predicts one run"),
     ],
 )
-def test_bad_input_is_answered_with_a_sentence(planned, typed, says):
+def test_invalid_plan_command_prints_a_sentence(planned, typed, says):
     code, said, written = planned(*typed)
     assert code != 0 and says in said and "Traceback" not in said and written is None
 
@@ -200,7 +200,7 @@ def asks(*_, **__):
 
 
 @pytest.mark.parametrize("search", ["false", "true"])
-def test_a_model_that_cannot_be_traced_is_told_what_to_type(planned, monkeypatch, search):
+def test_plan_of_an_untraceable_model_says_what_to_type(planned, monkeypatch, search):
     monkeypatch.setattr(prediction if search == "false" else extend, "trace", asks)
     code, said, written = planned("gpu=2GiB", "ram=64GiB", f"search={search}", *MODELS["gpt2"])
     assert code == 1 and written is None and "Traceback" not in said
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_traced_is_told_what_to_type(planned, monkeypatch
     assert "Type plan=off memory.limit=10GiB (or another limit) to train without a prediction." in said
 
 
-def test_a_fault_of_the_planner_is_not_blamed_on_the_model(planned, monkeypatch):
+def test_error_inside_the_planner_keeps_its_traceback(planned, monkeypatch):
     """Whatever it is that is wrong in lowmem's own code."""
 
     monkeypatch.setattr("lowmem.plan.tracing.trace.of_phases", None)
@@ -217,12 +217,12 @@ def test_a_fault_of_the_planner_is_not_blamed_on_the_model(planned, monkeypatch)
 
 
 @pytest.mark.usefixtures("as_with_compiler")
-def test_compiled_blocks_are_an_estimate(planned):
+def test_plan_of_compiled_blocks_is_an_estimate(planned):
     _, said, written = planned("gpu=2GiB", "search=false", "compile=blocks")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]
 
 
-def test_devices_divide_what_is_sharded(planned):
+def test_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
     typed = ("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
     one = planned(*typed)[2]["recipes"][0]["phases"]
     eight = planned(*typed, "devices=8", "strategy=fsdp")[2]["recipes"][0]["phases"]
@@ -235,7 +235,7 @@ def test_devices_divide_what_is_sharded(planned):
 
 
 @pytest.mark.matrix
-def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
+def test_gemma_2_from_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
     """Blocks that take turns, two caps, no sdpa: its blocks are not equal, and are searched all the same."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -266,7 +266,7 @@ def test_gemma_2_of_a_folder_is_trained_and_planned(planned, command, config, sm
 
 
 @pytest.mark.parametrize(("typed", "size"), [("precision=bf16", 4), ("precision=bf16-true", 2)])
-def test_the_end_of_a_run_on_a_card_takes_host_memory_for_the_exported_file_alone(planned, typed, size):
+def test_end_of_a_run_on_a_card_needs_host_memory_only_for_the_export(planned, typed, size):
     """Lightning's own teardown would copy weights and both of AdamW's states to the host: three times as much."""
     _, _, written = planned("gpu=2GiB", typed, "optim=adamw", "loss=full", "search=false")
     (recipe,) = written["recipes"]

@@ -14,7 +14,7 @@ STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing
     ("saved", "lines", "counted"),
     [("bfloat16", ["precision=32"], True), ("float32", ["precision=32"], False), ("float32", STREAMED, True)],
 )
-def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, saved, lines, counted):
+def test_weight_file_counts_as_mapped_while_its_tensors_are_converted(config, tmp_path, saved, lines, counted):
     cfg = config(*lines).resolved()
     network = load(describe(cfg), getattr(torch, saved))
     network.save_pretrained(tmp_path / "model")
@@ -30,7 +30,7 @@ def test_a_file_that_is_copied_is_counted_while_it_is_loaded(config, tmp_path, s
     )  # the system takes a file's pages back before it runs out
 
 
-def test_rank_0_does_not_count_pages_that_it_widens_as_it_sends_them(config, tmp_path):
+def test_rank_0_counts_no_mapped_pages_for_weights_widened_while_sent(config, tmp_path):
     """It has its shard and one tensor if the files have fewer bits than the run, else the full model."""
     cfg = config("precision=32", "model.architecture.n_embd=256").resolved()
     network, needs = load(describe(cfg), torch.float32), {}

@@ -46,7 +46,7 @@ def file():
 # --- the roofline -----------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_takes_the_longer_of_products_and_bytes():
+def test_operator_time_is_the_longer_of_compute_and_memory_traffic():
     rates = Machine("", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
     assert rates.operator(Work(torch.float32, 1000, 20)) == 10 + 1
     assert rates.operator(Work(torch.bfloat16, 1000, 20)) == 2.5 + 1
@@ -54,14 +54,14 @@ def test_an_operator_takes_the_longer_of_products_and_bytes():
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float64", "int64"])
-def test_products_of_a_dtype_without_a_rate_are_refused(name):
+def test_products_in_a_dtype_without_a_rate_are_refused(name):
     rates = Machine("a card", {"float32": 1e12}, 10.0, 1.0)
     with pytest.raises(Refused, match=f"of a card is known for float32, but .* matrices in {name},.*search=false"):
         rates.operator(Work(getattr(torch, name), 10**12, 0))
     assert rates.operator(Work(getattr(torch, name), 0, 20)) == 2 + 1  # reading and writing asks for no rate
 
 
-def test_links_inside_a_node_and_between_nodes_work_at_once():
+def test_exchange_overlaps_links_inside_and_between_nodes():
     rates = Machine("", {}, 100.0)
     assert rates.exchange(Traffic(200, 300)) == 3.0
     assert replace(rates, peer=10.0).exchange(Traffic(200, 300)) == 30.0
@@ -71,7 +71,7 @@ def test_links_inside_a_node_and_between_nodes_work_at_once():
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_with_a_name_has_published_rates(measurements, monkeypatch):
+def test_named_card_has_published_rates(measurements, monkeypatch):
     """Even if another card is here. A bare size has the rates of the card that is here, or else of the reference."""
     monkeypatch.setattr(machine, "measured", lambda on_card: Machine(f"measured {on_card}", {"float32": 1.0}, 1.0))
     for here in (False, True):
@@ -92,7 +92,7 @@ def test_a_card_with_a_name_has_published_rates(measurements, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_rates_of_this_card_have_the_units_they_say(monkeypatch, tmp_path):
+def test_measured_rates_of_a_card_are_in_plausible_units(monkeypatch, tmp_path):
     """The bounds hold for any card since 2018: operations and bytes per second, of the card and of its link."""
     monkeypatch.setattr(machine, "CACHE", tmp_path)
     machine.measured.cache_clear()
@@ -104,7 +104,7 @@ def test_rates_of_this_card_have_the_units_they_say(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_was_measured_with_is_given_back_to_the_card(measurements, monkeypatch, kept):
+def test_measuring_rates_frees_its_card_memory(measurements, monkeypatch, kept):
     """Beside a stand-in for CUDA's allocator, which can give back only what nobody holds. Kept: the wrong variant."""
     ones, made, held, given_back = torch.ones, [], [], []
 
@@ -122,7 +122,7 @@ def test_what_was_measured_with_is_given_back_to_the_card(measurements, monkeypa
     assert len(made) == 1 and given_back == [not kept]
 
 
-def test_this_processor_is_measured_once_and_stored(measurements):
+def test_cpu_rates_are_measured_once_and_stored(measurements):
     first = machine.machine(False)
     words = (
         f"{torch.get_num_threads()}-threads",
@@ -136,7 +136,7 @@ def test_this_processor_is_measured_once_and_stored(measurements):
 
 
 @pytest.mark.parametrize(("days", "kept"), [(-1, False), (0, True), (6, True), (7, False), (400, False)])
-def test_rates_are_kept_for_a_week(measurements, days, kept):
+def test_stored_rates_expire_after_a_week(measurements, days, kept):
     machine.machine(False)
     day = time.time() - days * 24 * 3600 - 60
     os.utime(file(), (day, day))
@@ -152,7 +152,7 @@ def test_rates_are_kept_for_a_week(measurements, days, kept):
     ],
     ids=lambda damage: str(damage)[:30],
 )
-def test_rates_that_cannot_be_right_are_measured_again(measurements, damage):
+def test_implausible_stored_rates_are_measured_again(measurements, damage):
     machine.machine(False)
     whole = json.loads(file().read_text())
     assert machine.stored(False) is not None
@@ -163,13 +163,13 @@ def test_rates_that_cannot_be_right_are_measured_again(measurements, damage):
     assert len(measurements) == 2 and machine.stored(False) is not None
 
 
-def test_a_folder_that_cannot_be_written_stops_no_plan(measurements):
+def test_unwritable_rates_folder_does_not_stop_a_plan(measurements):
     machine.CACHE.write_text("a file")
     assert machine.machine(False) == machine.machine(False) and measurements == ["cpu"]
     assert machine.stored(False) is None and machine.CACHE.read_text() == "a file"
 
 
-def test_two_processes_may_store_at_once(measurements, monkeypatch):
+def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
     """Another process stores its rates between the write and the rename of this one; no draft is left."""
     here = Machine("any", {"float32": 1.0}, 1.0, link=cards.Link(2.0, 3.0, 0.5))
     write, pid, others = Path.write_text, os.getpid(), iter([1])
@@ -188,7 +188,7 @@ def test_two_processes_may_store_at_once(measurements, monkeypatch):
 
 @pytest.mark.process
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
-def test_rates_are_kept_where_a_variable_says(tmp_path, said, where):
+def test_rates_folder_is_set_by_an_environment_variable(tmp_path, said, where):
     """Wherever the process goes later."""
     prints = "from lowmem.plan.cost.machine import CACHE; print(CACHE)"
     environment = os.environ | {"LOWMEM_RATES": said}

@@ -21,7 +21,7 @@ def of_family(config, name, *overrides, **changes):
 
 @pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
+def test_peak_memory_of_a_mixture_of_experts_is_predicted(config, monkeypatch, tmp_path, name):
     cfg = of_family(config, name)
     measured = fit(cfg, tmp_path / "run")["peak_bytes"]["device"]
     found = predict(cfg, Target(on_card=False))
@@ -36,13 +36,13 @@ def test_a_mixtures_peak_is_predicted(config, monkeypatch, tmp_path, name):
     assert abs(wrong.device.total / measured - 1) > OFF
 
 
-def test_a_mixture_that_cannot_be_traced_is_told_what_to_type(config, monkeypatch):
+def test_untraceable_mixture_of_experts_is_refused_with_advice(config, monkeypatch):
     monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 100)
     with pytest.raises(NotPredicted, match=r"100 operators.* Type plan=off memory\.limit="):
         predict(of_family(config, "mixtral"), Target(on_card=False))
 
 
-def test_muons_state_of_fused_experts_is_predicted_to_the_byte(config, tmp_path):
+def test_muon_state_of_fused_experts_is_predicted_to_the_byte(config, tmp_path):
     cfg = of_family(config, "mixtral", "optim=muon", "batch_size=2", "seq_len=32", num_hidden_layers=2)
     found, measured = predict(cfg, Target(on_card=False)), fit(cfg, tmp_path / "run")
     assert found.estimate is None

@@ -35,7 +35,7 @@ def large(cfg) -> int:
 
 @pytest.mark.parametrize("optim", BYTES)
 @pytest.mark.parametrize("counted", [True, False])
-def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
+def test_paged_state_is_not_counted_on_the_card(config, monkeypatch, optim, counted):
     """Beside the same optimizer without pages. Wrong on purpose: counted as what torch allocates."""
     if not counted:
         monkeypatch.setattr(
@@ -53,19 +53,19 @@ def test_paged_state_is_none_of_the_cards(config, monkeypatch, optim, counted):
     assert (paged.device.total < unpaged.device.total) == counted
 
 
-def test_without_a_card_nothing_is_paged(config):
+def test_no_state_is_paged_without_a_card(config):
     found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
     assert found[1].device.optimizer > 8 * large(composed(config))
 
 
-def test_it_is_where_there_is_room():
+def test_pages_move_to_the_host_as_the_card_gets_smaller():
     # 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room
     assert {gpu: pages_on_host(4, 3, gpu) for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
     assert pages_on_host(4, 3, None) == 0
 
 
-def test_the_host_holds_pages_in_every_phase_but_all_of_them_while_they_are_read_or_written():
+def test_host_holds_all_pages_only_while_state_is_saved_or_loaded():
     phases = {name: HostBytes(name, optimizer=GIB) for name in ("load", "forward", "step", "evaluation")}
     phases["save"] = HostBytes("save", optimizer=5 * GIB)
     crowded = phases | {"step": HostBytes("step", optimizer=3 * GIB)}
@@ -73,7 +73,7 @@ def test_the_host_holds_pages_in_every_phase_but_all_of_them_while_they_are_read
     assert [of_host(crowded, 1, pages=pages * GIB).total / GIB for pages in (4, 3, 2, 0)] == [7, 6, 5, 5]
 
 
-def test_pages_never_make_a_run_unfit_for_a_card(config):
+def test_paged_state_never_makes_a_run_unfit_for_a_card(config):
     cfg = composed(config, "optim=paged_adamw8bit")
     room, crowded = (predict(cfg, Target(True, Card(size, "made up", GIB))) for size in (9 * GIB, GIB))
     assert room.device == crowded.device and room.paged_on_host == 0
@@ -85,7 +85,7 @@ def test_pages_never_make_a_run_unfit_for_a_card(config):
         assert not one.fits(Target(True, Card(one.device.total, "made up"), one.host.total - 1))
 
 
-def test_bitsandbytes_pages_from_this_size_on(monkeypatch):
+def test_bitsandbytes_pages_state_from_the_documented_size(monkeypatch):
     asked = []
     monkeypatch.setattr(functional, "get_paged", lambda *shape, **_: asked.append(shape) or torch.zeros(1))
     monkeypatch.setattr(functional, "fill", lambda *_: None)
@@ -95,7 +95,7 @@ def test_bitsandbytes_pages_from_this_size_on(monkeypatch):
     assert asked == [(build.PAGED_FROM,)]
 
 
-def test_the_meter_counts_it_beside_the_card():
+def test_meter_counts_paged_state_separately():
     """As torch's allocator does: `is_paged` is bitsandbytes' mark."""
     model = nn.Linear(64, 64, bias=False)
     made = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -108,7 +108,7 @@ def test_the_meter_counts_it_beside_the_card():
 
 
 @each_device_slowly
-def test_a_run_holds_no_paged_state_on_the_card_also_when_it_is_resumed(fit, tmp_path, device):
+def test_run_and_resume_hold_no_paged_state_on_the_card(fit, tmp_path, device):
     """Of AdamW's 8 bytes per parameter; without CUDA nothing is paged."""
     lines = (*MODEL, "save_every=2", f"device={device}")
     runs = {

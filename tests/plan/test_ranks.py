@@ -68,7 +68,7 @@ def passing(shapes):
     return sum(shapes.places["forward end"].bytes[category] for category in ("activations", "other", "gradients"))
 
 
-def test_fsdp_holds_half_and_gathers_the_rest_for_its_turn(traced, monkeypatch):
+def test_fsdp_holds_half_of_the_state_and_gathers_one_block(traced, monkeypatch):
     one, half = traced(), traced("strategy=fsdp", "devices=2")
     buffers = one.weights - WHOLE
     assert half.weights == WHOLE // 2 + buffers and half.gradients == WHOLE // 2
@@ -86,7 +86,7 @@ def test_fsdp_holds_half_and_gathers_the_rest_for_its_turn(traced, monkeypatch):
     assert passing(traced("strategy=fsdp", "devices=2")) >= kept + OUTSIDE + BLOCK
 
 
-def test_the_first_of_512_devices_has_one_row_where_there_are_fewer(traced):
+def test_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
     """It has one of 64 and of 128 rows, and four of the vocabulary's: in each block four matrices of attention, three
     of the MLP, two norms."""
     first = traced("strategy=fsdp", "devices=512")
@@ -94,7 +94,7 @@ def test_the_first_of_512_devices_has_one_row_where_there_are_fewer(traced):
     assert first.gradients == 4 * elements
 
 
-def test_ddp_keeps_its_gradients_and_sends_them_once_in_a_window(traced):
+def test_ddp_keeps_all_gradients_and_reduces_them_once_per_window(traced):
     one = traced("strategy=ddp", "devices=2", "accumulation=fixed")
     for phase in ("forward", "backward", "step", "evaluation"):
         assert one.phases[phase].bytes["gradients"] == WHOLE, phase
@@ -104,7 +104,7 @@ def test_ddp_keeps_its_gradients_and_sends_them_once_in_a_window(traced):
     assert abs(received.inside - WHOLE) < WORDS  # 2 (2 - 1) / 2
 
 
-def test_tensor_parallel_adds_hidden_states_in_every_block(traced, monkeypatch):
+def test_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatch):
     """Two sums in each pass of a block, one for the embedding; and one behind the head, which gathers logits."""
     half = traced("strategy=tensor_parallel", "devices=2", "accumulation=fixed")
     said = exchanged(half)
@@ -120,7 +120,7 @@ def test_tensor_parallel_adds_hidden_states_in_every_block(traced, monkeypatch):
     assert all(one.waits for (phase, one) in half.sent if phase == "forward")
 
 
-def test_each_stage_of_a_pipeline_has_its_own_blocks(traced):
+def test_each_pipeline_stage_holds_its_own_blocks(traced):
     lines = ("strategy=pipeline", "devices=2", "accumulation=fixed", "accumulation.batches=4")
     stages = [traced(*lines, rank=rank) for rank in (0, 1)]
     assert sum(stage.gradients for stage in stages) == WHOLE
@@ -130,14 +130,14 @@ def test_each_stage_of_a_pipeline_has_its_own_blocks(traced):
     assert abs(last["forward", "receive"] + last.get(("backward", "receive"), 0) - 4 * HIDDEN) < WORDS
 
 
-def test_a_window_of_one_and_a_loss_in_chunks_are_traced_too(traced):
+def test_pipeline_with_one_micro_batch_and_chunked_loss_is_traced(traced):
     lines = ("strategy=pipeline", "devices=2", "accumulation=none", "loss=chunked")
     assert sum(traced(*lines, rank=rank).gradients for rank in (0, 1)) == WHOLE
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
+def test_pipeline_plan_is_that_of_the_neediest_stage(typed, schedule, monkeypatch):
     """A large vocabulary leaves the first and the last stage one block. Wrong: to look at these two alone."""
     lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
     cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
@@ -148,7 +148,7 @@ def test_a_plan_is_of_the_stage_that_needs_most(typed, schedule, monkeypatch):
 
 
 @pytest.mark.parametrize(("devices", "hosts", "each"), [(64, 8, 8), (12, 2, 6), (20, 4, 5), (11, 11, 1)])
-def test_a_command_for_several_hosts_starts_as_many_ranks_on_each(devices, hosts, each):
+def test_command_for_several_hosts_starts_equal_ranks_on_each(devices, hosts, each):
     recipe = SimpleNamespace(overrides=("optim=adamw",), prediction=SimpleNamespace(devices=devices, node=8))
     started = f"torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
     assert command([f"devices={devices}"], recipe) == started + f"train.py devices={devices} optim=adamw"
@@ -157,7 +157,7 @@ def test_a_command_for_several_hosts_starts_as_many_ranks_on_each(devices, hosts
 # --- links and hosts -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_in_no_node_comes_once_over_the_links_of_all_who_are_in_it():
+def test_collective_traffic_is_split_between_node_and_network_links():
     pair, nodes = tuple(range(2)), tuple(range(16))
     assert traffic(Sent("gather", pair, False), 100, 8) == Traffic(50, 0)
     assert traffic(Sent("both", pair, False), 100, 8) == Traffic(100, 0)
@@ -168,7 +168,7 @@ def test_what_is_in_no_node_comes_once_over_the_links_of_all_who_are_in_it():
     assert traffic(Sent("gather", (3,), False), 100, 8) == Traffic(0, 0)
 
 
-def test_what_an_engine_sends_hides_behind_a_pass_and_a_sum_does_not(config):
+def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(config):
     machine = Machine("card", {"float32": 1e12}, 1e12, 1e-6, peer=1e9, network=1e8)
     cfg, pair = config("precision=32").resolved(), (0, 1)
     taken = dict.fromkeys(("forward", "backward", "sum", "step", "update"), 1.0)
@@ -185,7 +185,7 @@ def test_what_an_engine_sends_hides_behind_a_pass_and_a_sum_does_not(config):
     assert by_phase({("step", Sent("both", pair, False)): 8}, 8) == {("step", False): Traffic(8, 0)}
 
 
-def test_a_host_must_have_room_for_all_who_share_it():
+def test_host_memory_is_multiplied_by_the_processes_on_it():
     phases = {name: HostBytes(name, libraries=GIB, weights=GIB) for name in PHASES}
     phases["load"] = HostBytes("load", libraries=GIB, weights=9 * GIB)
     assert of_host(phases, processes=8).total == 80 * GIB
@@ -196,7 +196,7 @@ def test_a_host_must_have_room_for_all_who_share_it():
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_two_processes_need_what_is_predicted():
+def test_memory_of_two_ranks_equals_the_prediction():
     """3 %: a plan counts tensors to the byte, and an engine has counters and words beside them."""
     rows = {strategy: ranks.row(strategy, "10M", "4 micro-batches, checkpointing") for strategy in ranks.STRATEGIES}
     assert {strategy: one for strategy, one in rows.items() if "refused" in one} == {}
@@ -214,7 +214,7 @@ def test_two_processes_need_what_is_predicted():
         (("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"), 3),
     ],
 )
-def test_a_card_has_nccls_buffers_for_each_group_that_exchanges(typed, lines, groups):
+def test_card_context_includes_nccl_buffers_for_each_group(typed, lines, groups):
     cfg = typed(*lines)
     on_card, on_cpu = (predict(cfg, Target(on_card, Card(0, "", GIB))) for on_card in (True, False))
     assert on_card.device.context == GIB + groups * COMMUNICATOR and on_cpu.device.context == 0

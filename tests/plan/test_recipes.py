@@ -86,7 +86,7 @@ def of(found, *groups):
 
 
 @pytest.mark.matrix
-def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
+def test_search_keeps_typed_choices_and_the_effective_batch():
     found = [one.option for one in all_of(typed("batch_size=12", "precision=bf16", "optim=sgd"))]
     assert {(r["precision"], r["optim"]) for r in found} == {("bf16", "sgd")}
     assert {int(r["batch_size"]) * int(r.get("accumulation.batches", 1)) for r in found} == {12}
@@ -98,7 +98,7 @@ def test_what_was_typed_is_not_touched_and_the_update_keeps_its_size():
 
 
 @pytest.mark.matrix
-def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
+def test_masters_use_the_host_variant_of_the_optimizer():
     for lines, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
         found = found_for(*lines)
         assert {r.option["optim"] for r in found if r.option["precision"] == "bf16-master"} == optimizers
@@ -106,7 +106,7 @@ def test_masters_step_with_the_optimizer_that_is_made_for_the_host():
 
 
 @pytest.mark.matrix
-def test_a_card_without_bf16_products_is_given_fp16():
+def test_card_without_bf16_units_gets_fp16_recipes():
     def precisions(lines, card):
         asked = typed(*lines, "optim=adamw", "batch_size=8", "gradient_checkpointing=none", "loss=full")
         return {precision for (precision,) in of(all_of(asked, card), "precision")}
@@ -118,7 +118,7 @@ def test_a_card_without_bf16_products_is_given_fp16():
     assert precisions(["precision=32"], t4) == {"32"} and not precisions(["precision=bf16"], t4)
 
 
-def test_and_what_was_typed_for_it_is_refused():
+def test_typed_bf16_on_a_card_without_bf16_units_is_refused():
     with pytest.raises(Refused, match=r"no bf16 units.*Type precision=16, 16-master or 32"):
         recipes.search(typed("precision=bf16", "batch_size=8"), Target(True, cards.named("t4")))
 
@@ -148,14 +148,14 @@ def test_and_what_was_typed_for_it_is_refused():
         (["optim=lion8bit"], "32", "lion8bit", 1, []),
     ],
 )
-def test_a_recipe_says_what_it_changes_and_how_far_that_is(lines, precision, optim, tier, says):
+def test_recipe_names_its_changes_and_their_tier(lines, precision, optim, tier, says):
     may_change = None if {f"precision={precision}", f"optim={optim}"} & {*lines} or not lines else CHANGEABLE
     found = found_for(*lines, may_change=may_change)
     (one,) = [one for one in found if (one.option["precision"], one.option["optim"]) == (precision, optim)]
     assert (one.training.tier, [change.says for change in one.training.changes]) == (tier, says)
 
 
-def test_masters_of_the_precision_that_was_typed_are_no_change():
+def test_masters_of_the_typed_precision_count_as_no_change():
     found = [
         one
         for one in found_for("precision=bf16", may_change=("precision",))
@@ -164,7 +164,7 @@ def test_masters_of_the_precision_that_was_typed_are_no_change():
     assert found and all(one.training.tier == 1 for one in found)
 
 
-def test_may_change_names_the_groups_that_do_typed_or_not():
+def test_may_change_selects_the_groups_that_the_search_varies():
     for said, may_change, precisions, optimizers in (
         ([], (), {"32"}, {"adamw"}),
         (["precision=bf16"], ("precision",), {"bf16", "bf16-sr", "bf16-master"}, {"adamw"}),
@@ -175,7 +175,7 @@ def test_may_change_names_the_groups_that_do_typed_or_not():
         assert ({p for p, _ in found}, {o for _, o in found}) == (precisions, optimizers), (said, may_change)
 
 
-def test_state_in_fewer_bits_keeps_the_other_arguments_of_the_optimizer():
+def test_optimizer_with_8_bit_state_keeps_the_other_arguments():
     """Shipped, adam8bit has no weight decay, and adamw has."""
     (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
     assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
@@ -187,7 +187,7 @@ def test_state_in_fewer_bits_keeps_the_other_arguments_of_the_optimizer():
         assert not any(key.startswith("optim.") for key in one.option)
 
 
-def test_a_part_that_nothing_reads_is_put_in_its_place():
+def test_candidate_config_with_swapped_groups_equals_a_composed_one():
     """As if it were composed, in a tenth of the time."""
     asked = typed("device=cpu", "seq_len=64")
     for checkpointing, loss, more in (("offload", "chunked", {}), ("every_k", "full", {"precision": "bf16-sr"})):
@@ -202,7 +202,7 @@ def test_a_part_that_nothing_reads_is_put_in_its_place():
 
 
 @pytest.mark.matrix
-def test_gradients_step_in_backward_where_nothing_forbids_it():
+def test_step_in_backward_is_tried_only_without_clipping_accumulation_and_masters():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     assert not any("optim.in_backward" in one.option for one in all_of(typed(*lines)))  # clip=1.0
     found = [one.option for one in all_of(typed(*lines, "clip=null"))]
@@ -215,14 +215,14 @@ def test_gradients_step_in_backward_where_nothing_forbids_it():
     assert not any("optim.in_backward" in one.option for one in said)
 
 
-def test_a_typed_step_in_backward_keeps_one_micro_batch():
+def test_typed_step_in_backward_keeps_one_micro_batch():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full", "clip=null")
     found = [one.option for one in all_of(typed(*lines, "optim.in_backward=true"))]
     assert [option["batch_size"] for option in found] == ["8"]
 
 
 @pytest.mark.seam
-def test_a_typed_step_in_backward_is_planned():
+def test_search_with_typed_step_in_backward_finds_a_recipe():
     lines = ("precision=bf16", "optim=adamw", "clip=null", "optim.in_backward=true", "model.architecture.n_layer=2")
     plan = recipes.search(typed(*SHAPE, *lines), Target(True, card(2**40)))
     assert plan.chosen is not None and not any("batch_size" in line for line in plan.chosen.overrides)
@@ -230,7 +230,7 @@ def test_a_typed_step_in_backward_is_planned():
     assert plan.chosen is None and plan.recipes[0].traced
 
 
-def test_a_refused_recipe_is_passed_over_and_its_reason_is_kept(monkeypatch):
+def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
     """A recipe may be refused only when it is traced; others are still tried."""
     honest = recipes.predict
 
@@ -246,7 +246,7 @@ def test_a_refused_recipe_is_passed_over_and_its_reason_is_kept(monkeypatch):
     assert state.fits_in(1) and "loss=full: made up." in [*state.refused()]
 
 
-def test_least_memory_of_a_shard_does_not_exceed_what_is_traced():
+def test_device_lower_bound_of_a_sharded_run_is_below_its_trace():
     """Weights that wait on the host are not counted, and stages and shards have a part each."""
     lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
     target = Target(True, card(2**40))
@@ -270,7 +270,7 @@ HOST = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", HOST)
-def test_least_memory_of_a_host_does_not_exceed_what_is_traced(name):
+def test_host_lower_bound_of_a_route_is_below_its_trace(name):
     asked = typed(*WIDE, *HOST[name])
     state = recipes._Search(asked, Target(True, card(2**40), 2**50))
     every = [*routes(asked, state.trainings[0])]
@@ -281,7 +281,7 @@ def test_least_memory_of_a_host_does_not_exceed_what_is_traced(name):
 
 
 @pytest.mark.seam
-def test_one_micro_batch_is_taken_where_the_host_has_no_room_for_sums():
+def test_one_micro_batch_is_chosen_if_the_host_has_no_room_for_gradient_sums():
     asked, gpu = typed(*WIDE, *HOST["masters"]), card(2**40)
     (whole,) = (route for route in routes(asked, trainings(asked)[0]) if not route.sums)
     looked = recipes._Search(asked, Target(True, gpu))._climb(whole).of_least_memory()
@@ -293,7 +293,7 @@ def test_one_micro_batch_is_taken_where_the_host_has_no_room_for_sums():
 
 @pytest.mark.seam
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_masters_that_step_early_by_layer_fit_where_those_by_micro_batch_do_not(clip):
+def test_early_steps_by_layer_need_less_host_memory_than_by_micro_batch(clip):
     """Then a block's gradients are gone before the next block's come. Wrong: clipping needs all of them at once."""
     window = ("batch_size=1", "accumulation=fixed", "accumulation.batches=8", "gradient_checkpointing=offload")
     asked = typed(*WIDE, *STREAMED, *window, f"clip={clip}")
@@ -354,7 +354,7 @@ MADE = {  # (precision, optimizer) -> (bytes, seconds)
         (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # and what is not, where nothing else fits
     ],
 )
-def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_change, chosen):
+def test_recipe_closest_to_the_typed_training_ranks_first(ranked, room, may_change, chosen):
     plan = ranked(MADE, room, may_change)
     assert (plan.chosen and plan.chosen.says) == chosen
     if chosen == "as typed":
@@ -364,7 +364,7 @@ def test_what_is_closest_to_the_typed_training_comes_first(ranked, room, may_cha
 
 
 @pytest.mark.matrix
-def test_every_config_of_a_search_is_what_would_be_composed():
+def test_every_candidate_config_of_a_search_equals_a_composed_one():
     lines = ("device=cpu", "gradient_checkpointing=none", "loss=chunked", "loss.rows=256", "optim=adamw")
     asked = typed(*lines, "optim.betas=[0.8,0.9]", "batch_size=8", may_change=("precision",))
     for one in all_of(asked):
@@ -380,7 +380,7 @@ def test_every_config_of_a_search_is_what_would_be_composed():
         ("strategy=ddp", "tensor_parallel", 64),
     ],
 )
-def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strategy, sequences):
+def test_window_of_several_devices_keeps_the_typed_number_of_sequences(named, strategy, sequences):
     """Each device that reads data of its own counts."""
     asked = typed("devices=8", "device=cpu", "batch_size=8", named)
     asked = replace(asked, lines=())
@@ -389,25 +389,25 @@ def test_a_window_of_several_devices_has_as_many_sequences_as_typed(named, strat
 
 
 @pytest.mark.matrix
-def test_where_everything_is_refused_the_reason_is_said():
+def test_search_without_an_allowed_recipe_is_refused_with_the_reason():
     asked = typed("batch_size=1", "device=cpu", "weights=streamed", "precision=32", "gradient_checkpointing=none")
     with pytest.raises(Refused, match=r"weights=streamed.*Type precision"):
         recipes.search(asked, Target(on_card=False))
 
 
-def test_equally_fast_is_what_changes_least(ranked):
+def test_recipe_with_fewer_changes_wins_at_equal_speed(ranked):
     near = {("bf16", "adamw"): (80, 3.0), ("bf16", "adam8bit"): (40, 3.0)}
     assert ranked(near, 80).chosen.says == "bf16"
     near["bf16", "adam8bit"] = (40, 2.5)
     assert ranked(near, 80).chosen.says == "bf16, 8-bit state"
 
 
-def test_sqrt_is_never_preferred():
+def test_sqrt_checkpointing_is_never_tried_by_the_search():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
 @pytest.mark.matrix
-def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
+def test_fastest_fitting_recipe_ranks_first_and_unfitting_recipes_last():
     lines = ("device=cpu", "precision=bf16", "optim=adamw", "loss=full")
     asked = typed(*SHAPE, *lines, may_change=[])
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
@@ -425,7 +425,7 @@ def test_the_fastest_that_fits_comes_first_and_then_what_does_not_fit():
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_recomputation_costs_a_forward_pass_of_the_blocks():
+def test_recomputation_costs_one_forward_pass_of_the_blocks():
     kept, again = (
         trace(plain((*SHAPE, "device=cpu", "optim=sgd", f"gradient_checkpointing={checkpointing}")), on_card=False)
         for checkpointing in ("none", "every_layer")
@@ -446,7 +446,7 @@ def test_recomputation_costs_a_forward_pass_of_the_blocks():
 
 
 @pytest.mark.matrix
-def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
+def test_streamed_recipes_step_on_the_host_and_recompute():
     lines = ("optim=adamw", "batch_size=1", "loss=full")
     found = all_of(typed(*lines, "precision=bf16-master")) + all_of(typed(*lines, "precision=bf16"))
     ways = {(c.option["precision"], c.option["gradient_checkpointing"]) for c in found if c.streams}
@@ -458,7 +458,7 @@ def test_weights_stream_with_what_steps_on_the_host_and_computes_again():
     assert said and not any(c.streams for c in said)
 
 
-def test_windows_of_weights_that_stream_are_tried_in_both_orders():
+def test_streamed_windows_are_tried_in_both_orders():
     lines = ("optim=adamw", "loss=full", "precision=bf16-master", "weights=streamed", "gradient_checkpointing=offload")
 
     def orders(*more):
@@ -475,7 +475,7 @@ def test_windows_of_weights_that_stream_are_tried_in_both_orders():
 
 
 @pytest.mark.matrix
-def test_what_fits_on_the_device_stays_there():
+def test_search_streams_only_the_blocks_that_do_not_fit():
     """If not all blocks fit, as many as fit stay. Wrong: a recipe that streams beside one that fits."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
     lines += ("batch_size=1", "device=cpu", "precision=bf16-master", "optim=adamw", "loss=full")

@@ -38,7 +38,7 @@ def computed():
     yield from torch.native_dropout(x, 0.5, True)
 
 
-def test_what_is_made_again_is_what_torch_works_out():
+def test_cached_operator_outputs_equal_torchs_fake_tensors():
     with ShapeMode() as first:
         expected, among = [], []
         for tensor in computed():
@@ -51,7 +51,7 @@ def test_what_is_made_again_is_what_torch_works_out():
     assert again.work == first.work
 
 
-def test_a_tensor_that_is_given_twice_is_read_once():
+def test_tensor_passed_twice_to_an_operator_is_read_once():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:
@@ -62,7 +62,7 @@ def test_a_tensor_that_is_given_twice_is_read_once():
     assert moved[-2:] == [64, 96]
 
 
-def test_a_result_that_is_written_to_a_given_tensor_is_that_tensor():
+def test_out_argument_is_returned_by_a_cached_operator():
     with ShapeMode():
         for _ in range(2):  # the second is made again from what was noted
             row, column, out = torch.empty(4, 1), torch.empty(1, 3), torch.empty(4, 3)
@@ -72,7 +72,7 @@ def test_a_result_that_is_written_to_a_given_tensor_is_that_tensor():
     assert torch.ops.aten.mul.out in known and torch.ops.aten.add.out not in known
 
 
-def test_a_dtype_that_is_not_named_is_that_of_now():
+def test_unspecified_dtype_follows_the_current_default_dtype():
     with ShapeMode():
         wide = torch.empty(4)
         torch.set_default_dtype(torch.bfloat16)
@@ -83,7 +83,7 @@ def test_a_dtype_that_is_not_named_is_that_of_now():
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_what_depends_on_numbers_is_not_noted():
+def test_data_dependent_operators_are_not_cached():
     with ShapeMode():
         known = len(shapes._known)
         constant = torch.tensor(3)
@@ -92,7 +92,7 @@ def test_what_depends_on_numbers_is_not_noted():
     assert len(shapes._known) <= known + 2  # `empty`, and what made the constant
 
 
-def test_a_question_for_the_device_is_no_work():
+def test_device_query_counts_as_no_work():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:
@@ -102,7 +102,7 @@ def test_a_question_for_the_device_is_no_work():
     assert sum(seen.work.values()) < 20
 
 
-def test_an_operator_that_torch_writes_as_others_counts_once():
+def test_composite_operator_is_counted_once():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:
@@ -110,7 +110,7 @@ def test_an_operator_that_torch_writes_as_others_counts_once():
     assert sum(times for (_, work), times in seen.work.items() if work.moved == 6 * 16) == 1
 
 
-def test_tensors_of_two_runs_are_each_of_their_own():
+def test_fake_tensors_of_two_traces_belong_to_their_own_mode():
     with ShapeMode() as one:
         a = torch.empty(2) + 1
     with ShapeMode() as two:

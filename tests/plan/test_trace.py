@@ -77,7 +77,7 @@ def full_rows(tmp_path_factory) -> list[str]:
     "adapter=qlora-gpt2",
 )
 @pytest.mark.parametrize(("choice", "model"), [*cases()])
-def test_every_phase_of_a_run_is_predicted(config, fit, full_rows, choice, model):
+def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_rows, choice, model):
     typed = [*MODELS[model], choice, *parity.WITH.get(choice, [])]
     if "data=preference" in typed:
         typed += full_rows
@@ -103,7 +103,7 @@ def test_every_phase_of_a_run_is_predicted(config, fit, full_rows, choice, model
 @pytest.mark.rows("offload-null")
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
-def test_a_window_whose_micro_batches_pass_through_blocks_together_is_predicted(config, fit, clip, policy):
+def test_by_layer_window_is_predicted_to_the_byte(config, fit, clip, policy):
     """To the byte. Wrong on purpose: a micro-batch less, and each micro-batch by itself."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
@@ -134,7 +134,9 @@ PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_t
         ("llama", ("loss=chunked", "loss.rows=256", "precision=bf16-master")),
     ],
 )
-def test_packed_documents_are_predicted_without_a_mask(config, fit, monkeypatch, text_folder, tmp_path, model, more):
+def test_packed_documents_are_predicted_without_an_attention_mask(
+    config, fit, monkeypatch, text_folder, tmp_path, model, more
+):
     """At 512 tokens a mask would be as much as all the weights."""
     for file in text_folder.iterdir():  # documents of a third of a row
         for number, start in enumerate(range(0, 60, 5)):
@@ -150,7 +152,7 @@ def test_packed_documents_are_predicted_without_a_mask(config, fit, monkeypatch,
     assert masked["forward"].total > 1.02 * found["forward"]["live_peak_bytes"]
 
 
-def test_on_a_card_one_kernel_computes_all_documents(config):
+def test_packed_documents_on_a_card_are_predicted_with_the_varlen_kernel(config):
     """It stores as much as one document in each row. In fp32 documents take turns, in a fused kernel, where rows of one
     document, whose queries share keys, take the math kernel."""
     typed = [*MODELS["llama"], *PACKED]
@@ -162,7 +164,7 @@ def test_on_a_card_one_kernel_computes_all_documents(config):
     assert documents[1]["forward"].total < 0.7 * joined[1]["forward"].total
 
 
-def test_slices_of_the_sequence_are_predicted(config, fit):
+def test_tiled_sequence_is_predicted_to_the_byte(config, fit):
     typed = [*MODELS["llama"], "model.architecture.num_hidden_layers=2", "model.architecture.intermediate_size=512"]
     typed += ["seq_len=128", "batch_size=2", "max_steps=3", "val_every=3", "precision=bf16-master"]
     typed += ["gradient_checkpointing=every_layer"]
@@ -173,7 +175,7 @@ def test_slices_of_the_sequence_are_predicted(config, fit):
     assert traced(config(*typed)).phases["backward"].total > 1.1 * phases["backward"].total
 
 
-def test_slices_leave_bytes_linear_in_the_batch(config):
+def test_memory_of_a_tiled_sequence_is_linear_in_the_batch_size(config):
     """From where on the sums of a part's gradients are no longer most of it; recipes are derived so."""
     typed = [*MODELS["gpt2"], "model.architecture.n_positions=128", "seq_len=128", "gradient_checkpointing=every_layer"]
     sizes = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (8, 12, 16))
@@ -181,7 +183,7 @@ def test_slices_leave_bytes_linear_in_the_batch(config):
     assert first + third == 2 * second
 
 
-def test_padded_rows_have_no_mask(config):
+def test_padded_rows_are_predicted_without_an_attention_mask(config):
     """They are planned as long as a row can be. Labels are no view of the ids, and no copy in the loss either."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))
     assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
@@ -198,7 +200,7 @@ def test_padded_rows_have_no_mask(config):
         ("precision=bf16-master", "precision=bf16-true"),
     ],
 )
-def test_a_wrong_prediction_is_outside_every_tolerance(config, fit, real, wrong):
+def test_wrong_prediction_exceeds_every_tolerance(config, fit, real, wrong):
     typed = [*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8"]
     _, folder = fit(*typed, real)
     traces = ["model.architecture.n_layer=2", real] if wrong == "one block less" else [wrong]
@@ -209,13 +211,13 @@ def test_a_wrong_prediction_is_outside_every_tolerance(config, fit, real, wrong)
     assert any(abs(phases[p].total - found[p]["live_peak_bytes"]) > allowed for p in PHASES)
 
 
-def test_a_window_that_asks_for_numbers_is_answered(config):
+def test_data_dependent_queries_of_a_step_are_answered_in_a_trace(config):
     """fp16's overflow, clipping by the norm and a chunked loss all ask the gradients or labels something."""
     found = traced(config("precision=16", "clip=0.5", "loss=chunked", "loss.rows=7", "accumulation=fixed"))
     assert set(PHASES) <= set(found.phases)
 
 
-def test_a_trace_of_many_events_is_not_thinned(config, monkeypatch):
+def test_long_trace_is_not_thinned(config, monkeypatch):
     """Places are counted in events, and the host's peak on a CPU is beside the device's."""
     cfg = config("gradient_checkpointing=every_layer").resolved()
     full = trace(cfg, on_card=False)
@@ -224,7 +226,7 @@ def test_a_trace_of_many_events_is_not_thinned(config, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_seventy_billion_parameters_take_no_memory(config):
+def test_tracing_70b_parameters_takes_little_memory(config):
     """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""
     process.reset_peak_rss()
     before = process.rss_bytes()
@@ -240,7 +242,7 @@ def test_seventy_billion_parameters_take_no_memory(config):
     assert process.peak_rss_bytes() - before < 2**29
 
 
-def test_while_tracing_nothing_is_drawn(config):
+def test_tracing_skips_rejection_sampling_of_initial_weights(config):
     """A truncated normal is drawn until every number is inside, which no number is that does not exist."""
     keys = {
         "vocab_size": 300,
@@ -255,7 +257,7 @@ def test_while_tracing_nothing_is_drawn(config):
     assert traced(cfg).parameters > 0
 
 
-def test_a_loop_that_waits_for_a_number_is_not_predicted(config, monkeypatch):
+def test_endless_loop_on_a_random_number_is_not_predicted(config, monkeypatch):
     from transformers import GPT2Model
 
     from lowmem.plan.prediction import NotPredicted, predict
@@ -273,12 +275,12 @@ def test_a_loop_that_waits_for_a_number_is_not_predicted(config, monkeypatch):
         predict(config().resolved(), Target(on_card=False))
 
 
-def test_the_budget_is_far_from_what_a_trace_needs(config, monkeypatch):
+def test_operator_budget_is_far_above_the_needs_of_a_trace(config, monkeypatch):
     monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
     assert traced(config()).parameters > 0
 
 
-def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
+def test_operator_budget_raises_at_any_operator(config, monkeypatch):
     """Not inside what C++ asks about a tensor, where an exception ends the process."""
     from lowmem.plan.prediction import NotPredicted, predict
 
@@ -292,7 +294,7 @@ def test_a_budget_ends_wherever_it_is_reached(config, monkeypatch):
             predict(cfg.resolved(), Target(on_card=False))
 
 
-def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
+def test_exceeded_operator_budget_inside_a_pipeline_is_reported(config, monkeypatch):
     """Whose schedule wraps what a stage raises."""
     from lowmem.plan.prediction import NotPredicted, predict
 
@@ -302,7 +304,7 @@ def test_a_budget_that_ends_in_a_pipeline_is_told(config, monkeypatch):
         predict(cfg.resolved(), Target(on_card=False))
 
 
-def test_a_run_on_a_card_is_traced_here(config):
+def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
     """As `train.py device=cuda` hands it over: with every value resolved, the plugin's device too."""
     here, there = (config("precision=bf16-master", f"device={device}") for device in ("cpu", "cuda"))
     assert traced(there).phases == traced(here).phases
@@ -319,7 +321,7 @@ def bytes_each(cfg):
     return moved
 
 
-def test_a_step_is_the_norm_the_clipping_and_the_update(config):
+def test_step_traffic_is_norm_clipping_and_update(config):
     """In fp32: the norm reads the gradient (4), clipping reads and writes it (8), fused AdamW moves 28."""
     found = bytes_each(config("clip=1.0"))
     assert found["step"] == pytest.approx(4 + 8, rel=0.02) and found["update"] == pytest.approx(28, rel=0.02)
@@ -328,13 +330,13 @@ def test_a_step_is_the_norm_the_clipping_and_the_update(config):
     assert not found["sum"]
 
 
-def test_a_step_inside_backward_is_counted_once_and_not_as_backward(config):
+def test_step_in_backward_is_counted_once_and_outside_backward(config):
     after, inside = (bytes_each(config("clip=null", f"optim.in_backward={on}")) for on in ("false", "true"))
     for phase in ("forward", "backward", "step", "update"):
         assert inside[phase] == pytest.approx(after[phase], rel=0.02), phase
 
 
-def test_masters_sum_on_the_host_and_step_there(config):
+def test_host_masters_sum_and_step_with_the_expected_traffic(config):
     """A window of one micro-batch keeps 16 bits: read and written (4), their norm (2), widened (6), unscaled and
     clipped (16), stepped (28), rounded into the weight (8). Of several each adds to an fp32 sum (10), read from then on
     as such (4)."""
@@ -347,7 +349,7 @@ def test_masters_sum_on_the_host_and_step_there(config):
     assert early["backward"] == pytest.approx(one["backward"], rel=0.02) and early["step"] < 0.01
 
 
-def test_weights_of_16_bits_are_widened_rounded_and_stepped_in_many_passes(config):
+def test_adafactor_on_16_bit_weights_moves_about_200_bytes_per_parameter(config):
     """Adafactor with random rounding: some 200 bytes per parameter, not 3 weights and 2 states, 6 bytes."""
     found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
     assert 150 < found["update"] < 220 and found["step"] == pytest.approx(2 + 4, rel=0.02)
@@ -364,7 +366,7 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
         ("precision=bf16-master", "optim=adamw8bit", "clip=null", *STREAMED),  # blocks' weights step where they stream
     ],
 )
-def test_one_weight_of_a_kind_stands_for_the_others_on_the_host(config, monkeypatch, lines):
+def test_host_step_of_one_weight_stands_for_all_of_its_shape(config, monkeypatch, lines):
     found, steps = traced(config(*lines)), Counter()
 
     def every(state, weight, known):
@@ -379,13 +381,13 @@ def test_one_weight_of_a_kind_stands_for_the_others_on_the_host(config, monkeypa
     assert len(steps) > 10 and (found.work, found.phases) == (whole.work, whole.phases)
 
 
-def test_recomputation_is_backward_and_a_norm_no_forward_pass(config):
+def test_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
     plain, again = (bytes_each(config(f"gradient_checkpointing={kind}")) for kind in ("none", "every_layer"))
     assert again["forward"] == pytest.approx(plain["forward"], rel=0.02) and again["backward"] > 1.2 * plain["backward"]
     assert again["step"] == plain["step"]
 
 
-def test_the_state_of_a_third_parameter_is_that_of_two_of_its_kind():
+def test_state_of_a_third_parameter_is_copied_from_two_of_its_kind():
     from lowmem.plan.tracing.trace import another
 
     table = torch.ones(4)  # of all parameters

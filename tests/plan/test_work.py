@@ -43,7 +43,7 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw", 28), ("adam8bit", 12 + 2 * 2 * (1 + 4 / 256))])
-def test_a_stand_in_reads_the_gradient_and_reads_and_writes_weight_and_state(optim, bytes_each):
+def test_optimizer_stand_in_moves_gradient_weight_and_state_bytes(optim, bytes_each):
     """As one kernel does: fp32 state, or state in 8 bits with an fp32 scale for each block of 256."""
     run = resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", f"optim={optim}"]), on_card=False)
     standing_in = stand_in(build.optimizer(run), one_kernel=True, pages=False)
@@ -59,7 +59,7 @@ def test_a_stand_in_reads_the_gradient_and_reads_and_writes_weight_and_state(opt
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_so_does_sgd_by_hand(foreach):
+def test_sgd_moves_24_bytes_per_parameter(foreach):
     """p -= lr (g + decay p): g is copied with p added (12 bytes), and p is read and written with that (12)."""
     steps = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, foreach=foreach)
     assert work(lambda: steps([parameter()]).step) == pytest.approx(24, rel=0.01)
@@ -80,12 +80,12 @@ def test_so_does_sgd_by_hand(foreach):
         (lambda a, b: torch.ones(1).expand(N).mul(a), 8),  # and what is repeated is read once
     ],
 )
-def test_what_an_operator_reads_and_writes(call, bytes_each):
+def test_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
     assert work(lambda: partial(call, torch.ones(N), torch.ones(N))) == pytest.approx(bytes_each, rel=0.01)
 
 
 @pytest.mark.parametrize("part_first", [False, True])
-def test_what_is_repeated_is_counted_once_whatever_it_is_a_part_of(monkeypatch, part_first):
+def test_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
     """A sum of 1,000 rows that are one: it reads 1,000 numbers and writes one, whichever storage was seen first."""
     monkeypatch.setattr("lowmem.plan.tracing.shapes._known", {})
     row, first_of_many = (lambda: torch.ones(1, 1000)), (lambda: torch.ones(1000, 1000)[:1])
@@ -95,7 +95,7 @@ def test_what_is_repeated_is_counted_once_whatever_it_is_a_part_of(monkeypatch, 
     assert work(lambda: torch.ones(1, 1000).expand(0, 1000).clone) == 0
 
 
-def test_rounding_at_random_is_many_passes():
+def test_stochastic_rounding_moves_60_to_72_bytes_per_parameter():
     """Read and written 4 bytes at a time: noise 4, its addition 12, the masking 8, finite? (absolute values 8, compared
     5, with itself 9 or 5, both 3), the choice 13, and the copy in 16 bits 6."""
     found = work(lambda: partial(stochastically, torch.ones(N), torch.ones(N, dtype=torch.bfloat16)))

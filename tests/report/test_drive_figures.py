@@ -18,7 +18,7 @@ def columns(file) -> dict[str, list[str]]:
     return {column: [row[column] for row in rows] for column in rows[0]}
 
 
-def test_a_run_with_a_drive_shows_its_bytes_and_rates_everywhere(fit, tmp_path, monkeypatch, caplog):
+def test_run_with_a_drive_reports_its_bytes_and_rates(fit, tmp_path, monkeypatch, caplog):
     from lightning.pytorch.loggers import CSVLogger
 
     logged = set()
@@ -40,7 +40,7 @@ def test_a_run_with_a_drive_shows_its_bytes_and_rates_everywhere(fit, tmp_path, 
         assert line in table
 
 
-def test_a_run_without_one_shows_nothing_of_it(fit, caplog):
+def test_run_without_a_drive_reports_no_drive_values(fit, caplog):
     with caplog.at_level("INFO", logger="lowmem"):
         found, run = fit("max_steps=1")
     assert found["drive"] is None and "drive" not in summary.table(found) and "drive" not in caplog.text
@@ -62,7 +62,7 @@ ROWS = [
 ROWS.insert(2, {"step": 1, "phase": "evaluation"})
 
 
-def test_the_figures_are_those_of_a_steady_step():
+def test_drive_figures_are_those_of_a_steady_step():
     shown = drive_figures.figures(SimpleNamespace(direct=True), ROWS, seconds=2.0)
     assert shown == {
         "bytes": 4 * GIB,
@@ -77,7 +77,7 @@ def test_the_figures_are_those_of_a_steady_step():
     assert drive_figures.figures(SimpleNamespace(direct=True), [*ROWS, *3 * loads], 2.0) != shown
 
 
-def test_the_table_says_the_wear_and_what_is_not_known():
+def test_drive_table_shows_wear_and_dashes_for_unknown_rates():
     direct, buffered = (SimpleNamespace(direct=is_direct) for is_direct in (True, False))
     rows = dict(drive_figures.lines(drive_figures.figures(direct, ROWS, 2.0)))
     assert rows["on the drive"] == "4.000 GiB" and rows["  written per step"] == "4.000 GiB, 2.15 GB/s"
@@ -89,7 +89,7 @@ def test_the_table_says_the_wear_and_what_is_not_known():
 
 
 @pytest.mark.parametrize(("direct", "says"), [(True, "direct I/O"), (False, "refuses direct I/O")])
-def test_the_log_says_how_the_drive_is_accessed(caplog, direct, says):
+def test_log_says_how_the_drive_is_accessed(caplog, direct, says):
     with caplog.at_level("INFO", logger="lowmem"):
         drive_figures.log_access(SimpleNamespace(folder="scratch", direct=direct))
         drive_figures.log_access(None)

@@ -17,7 +17,7 @@ PUBLISHED = ("model=hf", "model.name=somewhere")
         (("adapter=lora", "model.pretrained=false"), False),  # nobody knows what suits a random start
     ],
 )
-def test_an_adapter_with_the_step_size_of_all_weights_is_told(config, caplog, typed, told):
+def test_adapter_with_the_default_lr_of_full_training_is_warned(config, caplog, typed, told):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_lr(config(*PUBLISHED, *typed, base=()))
     assert ("with AdamW, type lr=2e-4" in caplog.text) == told
@@ -45,7 +45,7 @@ def test_an_adapter_with_the_step_size_of_all_weights_is_told(config, caplog, ty
         ("max_steps=20 optim.lr=2e-3", "learning rate ends at 0.0008"),
     ],
 )
-def test_a_run_that_ends_in_its_warm_up_is_told(config, caplog, typed, told):
+def test_run_shorter_than_its_warm_up_is_warned(config, caplog, typed, told):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_schedule(config("lr=1e-3", *typed.split(), base=()))
     assert told in caplog.text if told else not caplog.text
@@ -60,7 +60,7 @@ def test_a_run_that_ends_in_its_warm_up_is_told(config, caplog, typed, told):
         ("max_steps=80 scheduler=constant lr=2e-4", 5e-4, False),  # what was typed
     ],
 )
-def test_a_resume_that_changes_the_schedule_is_told_with_both_rates(config, caplog, typed, before, told):
+def test_resume_that_changes_the_lr_schedule_is_reported_with_both_rates(config, caplog, typed, before, told):
     with caplog.at_level("INFO", logger="lowmem"):
         run = config("lr=1e-3", "scheduler.warmup_steps=0", *typed.split(), base=())
         hints.tell_schedule(run, ("resume=there", 40, before))
@@ -70,13 +70,13 @@ def test_a_resume_that_changes_the_schedule_is_told_with_both_rates(config, capl
 
 
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw8bit"])
-def test_an_optimizer_that_compiles_in_its_first_step_says_so_before(config, caplog, optim):
+def test_optimizer_that_compiles_in_its_first_step_is_announced(config, caplog, optim):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_compilation(config(f"optim={optim}"))
     assert ("the first step compiles this optimizer" in caplog.text) == (optim == "adamw4bit")
 
 
-def test_the_files_of_a_run_are_named_in_one_line(tmp_path, capsys, monkeypatch):
+def test_files_of_a_run_are_named_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("run/model", "run/.hydra"):
         (tmp_path / name).mkdir(parents=True)

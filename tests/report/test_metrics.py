@@ -14,7 +14,7 @@ from lowmem.system.units import duration
 from lowmem.techniques.loss import cross_entropy as losses
 
 
-def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monkeypatch, tmp_path):
+def test_evaluations_and_saves_are_excluded_from_step_time(fit, monkeypatch, tmp_path):
     from lowmem.saving.checkpoint import AtomicCheckpointIO
     from lowmem.training.module import CausalLM
 
@@ -54,7 +54,7 @@ def test_evaluations_and_saves_even_failed_ones_are_not_part_of_a_step(fit, monk
     assert saved == [str(step) for step in range(1, 8)]  # also the one that failed is measured within its own step
 
 
-def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
+def test_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
     made, shown = [], []
 
     class Bar(metrics.tqdm):
@@ -73,7 +73,7 @@ def test_the_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
         assert word in shown[-1][1]
 
 
-def test_without_a_progress_bar_the_time_that_is_left_is_said_once(fit, monkeypatch, capsys):
+def test_remaining_time_is_printed_once_without_a_progress_bar(fit, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "LONG", 0)
     fit("max_steps=8")
     said = [line for line in capsys.readouterr().out.splitlines() if "of training left" in line]
@@ -86,11 +86,11 @@ def test_without_a_progress_bar_the_time_that_is_left_is_said_once(fit, monkeypa
 @pytest.mark.parametrize(
     ("seconds", "said"), [(45.2, "45 s"), (754, "13 min"), (7199, "2 h 0 min"), (12000, "3 h 20 min")]
 )
-def test_a_duration_reads_as_one_says_it(seconds, said):
+def test_duration_is_formatted_in_readable_units(seconds, said):
     assert duration(seconds) == said
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(fit, monkeypatch, tmp_path):
+def test_loss_that_is_nan_stops_the_run_before_it_saves(fit, monkeypatch, tmp_path):
     full = losses.full
     monkeypatch.setattr(losses, "full", lambda *a: full(*a) * torch.tensor(float("nan")))
     with pytest.raises(Refused, match="smaller lr"):
@@ -130,12 +130,12 @@ def test_metrics_have_the_gradient_norm_without_clipping(fit, precision, how):
     assert all(gradient_norms(free))
 
 
-def test_metrics_have_no_gradient_norm_if_gradients_are_stepped_before_all_are_known(fit):
+def test_metrics_have_no_gradient_norm_for_early_steps(fit):
     _, folder = fit("precision=bf16-master", "clip=null", "max_steps=2")
     assert gradient_norms(folder) == ["", ""]
 
 
-def test_each_row_has_the_lr_with_which_its_step_was_made_also_after_a_resume(fit, caplog):
+def test_each_row_has_the_lr_of_its_step_also_after_a_resume(fit, caplog):
     """A run of two steps goes on until its fourth; the linear schedule follows."""
 
     def rates(run):

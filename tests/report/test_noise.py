@@ -77,7 +77,7 @@ def wide(said, columns=80):
 
 @pytest.mark.process
 @pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
-def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder, logger):
+def test_run_prints_only_expected_lines_of_at_most_80_columns(folder, text_folder, logger):
     shutil.copytree(text_folder, folder / "text")
     done = subprocess.run(
         typed(logger),
@@ -95,7 +95,7 @@ def test_a_run_prints_its_own_lines_and_none_over_80_columns(folder, text_folder
 
 
 @pytest.mark.process
-def test_on_a_terminal_of_80_columns_both_bars_stand_whole(folder, text_folder):
+def test_progress_bars_fit_a_terminal_of_80_columns(folder, text_folder):
     shutil.copytree(text_folder, folder / "text")
     code, said = on_a_terminal(typed(("logger=csv",)), folder)
     assert code == 0
@@ -123,12 +123,12 @@ def on_a_terminal(command, folder):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("printed", ["wandb: View project", "x" * 81, "[transformers] LOAD REPORT from: x"])
-def test_noise_is_seen(printed):
+def test_unexpected_output_line_is_found_as_noise(printed):
     assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/: model/\n", FORMS) == [printed]
     assert bool(wide(printed)) == (len(printed) > 80)
 
 
-def test_a_bar_of_ten_thousand_steps_and_ten_hours_fits(monkeypatch):
+def test_progress_bar_of_ten_thousand_steps_and_ten_hours_fits_80_columns(monkeypatch):
     from lowmem.report import metrics
 
     figures = ", loss 8.184, 123,298 tokens/s, peak 10.16 GiB"
@@ -140,7 +140,7 @@ def test_a_bar_of_ten_thousand_steps_and_ten_hours_fits(monkeypatch):
 
 
 @pytest.mark.process
-def test_a_refusal_is_folded_between_words(folder):
+def test_refusal_is_folded_between_words(folder):
     done = subprocess.run(
         [sys.executable, f"{ROOT}/train.py", "data=text", "data.path=none", "logger=csv", "device=cpu", "plan=off"],
         cwd=folder,
@@ -153,7 +153,7 @@ def test_a_refusal_is_folded_between_words(folder):
     assert " ".join(done.stderr.split()) == ("data.path=none: there is no such file or folder. Give one that exists.")
 
 
-def test_what_is_folded_loses_no_word_and_keeps_its_indent(monkeypatch):
+def test_folded_text_keeps_its_words_and_indent(monkeypatch):
     text = "A sentence that is long\n  and one that is indented\n\nshort"
     assert folded(text) == text  # a pipe: nobody looks
     monkeypatch.setenv("COLUMNS", "16")
@@ -161,7 +161,7 @@ def test_what_is_folded_loses_no_word_and_keeps_its_indent(monkeypatch):
     assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # a path is there to be copied
 
 
-def test_an_error_of_the_config_is_its_own_sentence_alone(command):
+def test_interpolation_error_of_the_config_is_printed_alone(command):
     """Hydra would begin with 'Error executing job with overrides'."""
     for line in ("debug=${nope}", "logger=wandb logger.wandb.project=${nope}", "lr=${nope}"):
         code, said = command(*line.split(" "))

@@ -34,7 +34,7 @@ def taken(model, tokenizer):
     return {"val_loss": 1.0}
 
 
-def test_the_example_is_in_the_curves_the_summary_and_the_table(fit):
+def test_example_metric_is_in_curves_summary_and_table(fit):
     summary, run = fit("metric=examples.metric.accuracy", "val_every=2", "save_every=2")
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     measured = {row["step"]: float(row["accuracy"]) for row in rows if row["val_loss"]}
@@ -57,23 +57,23 @@ def two_lines(model, tokenizer):
     return {"a\nb": 1}
 
 
-def test_what_it_freezes_is_trained_all_the_same(fit):
+def test_metric_that_freezes_weights_does_not_change_training(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.freezes", folder="own")[1])["state_dict"], plain)
 
 
-def test_what_cannot_be_imported_is_told_once(command):
+def test_metric_that_cannot_be_imported_is_refused_in_one_sentence(command):
     code, said = command("metric=foo.accuracy")
     assert code == 1 and "metric=foo.accuracy: No module named 'foo'. Type" in said and "Error" not in said
 
 
-def test_training_does_not_notice_it(fit):
+def test_metric_that_draws_random_numbers_does_not_change_training(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
     assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # before the first step too
 
 
-def test_what_it_draws_is_the_same_on_every_rank(fit, monkeypatch):
+def test_random_numbers_of_a_metric_are_equal_on_every_rank(fit, monkeypatch):
     """Ranks draw dropout of their own; with other numbers of forward passes they would wait for each other."""
     own, drawn = OwnMetric._called, []
 
@@ -95,18 +95,18 @@ def test_what_it_draws_is_the_same_on_every_rank(fit, monkeypatch):
         ("two_lines", "a dict of numbers"),
     ],
 )
-def test_what_it_does_wrong_is_a_sentence_before_the_first_step(fit, function, says):
+def test_invalid_result_of_a_metric_is_refused_before_the_first_step(fit, function, says):
     with pytest.raises(Refused, match=says):
         fit(f"metric={__name__}.{function}")
 
 
 @pytest.mark.parametrize("name", ["nothing.there", "examples.metric.nothing", "examples.metric.TEXT", "accuracy"])
-def test_what_is_no_function_is_refused_before_anything_is_built(fit, name):
+def test_metric_that_is_not_a_function_is_refused_before_building(fit, name):
     with pytest.raises(Refused, match=rf"metric={name}: .*Type metric="):
         fit(f"metric={name}")
 
 
-def test_a_run_of_somebody_else_does_not_bring_its_own(tmp_path):
+def test_resumed_run_of_another_user_does_not_import_its_metric(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- metric=os.system\n- max_steps=3\n")
     with pytest.raises(Refused, match=r"can run code.*metric=os.system"):

@@ -83,13 +83,13 @@ def overlaps(figure) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("timeline", [points(), []], ids=["sampled", "not sampled"])
 @pytest.mark.parametrize("measured", [rows(), [], rows()[:1]], ids=["measured", "nothing", "one row"])
-def test_it_is_a_picture(tmp_path, timeline, measured):
+def test_memory_picture_is_a_png_of_any_measurements(tmp_path, timeline, measured):
     picture.memory_picture(tmp_path / "memory.png", measured, timeline, "a run")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("size", "name", "peak"), [(MIB, "MiB", "25.0 MiB"), (GIB, "GiB", "25.000 GiB")])
-def test_it_is_in_one_unit_that_of_the_devices_peak(draw, size, name, peak):
+def test_memory_picture_uses_the_unit_of_the_device_peak(draw, size, name, peak):
     shown = draw(rows(size), points(size))
     assert {axes.get_ylabel() for axes in shown.figure.axes} == {name}
     assert any(f"peak {peak} in backward" in text.get_text() for text in shown.inside.texts)
@@ -98,7 +98,7 @@ def test_it_is_in_one_unit_that_of_the_devices_peak(draw, size, name, peak):
     assert max(resident.get_ydata()) == pytest.approx(800 * MIB / size, rel=1e-3)
 
 
-def test_left_and_right_a_colour_is_a_category_and_a_line_is_none(draw):
+def test_memory_picture_uses_category_colours_for_areas_only(draw):
     shown = draw(rows(cuda=True), points())
     for axes in (shown.inside, shown.device):
         assert [to_hex(area.get_facecolor()[0]) for area in axes.collections] == [*colours.OF_CATEGORY.values()]
@@ -110,7 +110,7 @@ def test_left_and_right_a_colour_is_a_category_and_a_line_is_none(draw):
     assert colours.INK not in picture.plt.rcParams["axes.prop_cycle"].by_key()["color"]
 
 
-def test_the_run_shows_the_categories_of_sampled_steps_and_no_evaluation(draw):
+def test_memory_picture_shows_sampled_steps_without_evaluation(draw):
     shown = draw(rows(), points())
     (sampled,) = shown.device.lines
     assert list(sampled.get_xdata()) == [0, 5, 10, 15, 20] and set(sampled.get_ydata()) == {25.0}
@@ -119,7 +119,7 @@ def test_the_run_shows_the_categories_of_sampled_steps_and_no_evaluation(draw):
     assert set(held.get_ydata()) == {9.0}
 
 
-def test_a_drive_is_a_third_side_and_without_one_there_is_none(draw):
+def test_memory_picture_has_a_drive_panel_only_with_a_drive(draw):
     shown = draw(with_drive(rows()), points(), on_drive=ON_DRIVE)
     stored, read, written = (line.get_ydata() for line in shown.drive.lines)
     assert (set(stored), set(read), set(written)) == ({40.0}, {30.0}, {35.0})
@@ -133,7 +133,7 @@ def test_a_drive_is_a_third_side_and_without_one_there_is_none(draw):
 @pytest.mark.parametrize("limit", [None, 30 * MIB, 300 * MIB])
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("on_drive", [None, ON_DRIVE], ids=["memory", "drive"])
-def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda, on_drive):
+def test_texts_of_the_memory_picture_do_not_overlap(draw, limit, cuda, on_drive):
     shown = draw(with_drive(rows(cuda=cuda)), points(), typed=TYPED, limit=limit, on_drive=on_drive)
     assert overlaps(shown.figure) == []
 
@@ -149,14 +149,14 @@ def test_no_text_lies_on_another_or_leaves_the_picture(draw, limit, cuda, on_dri
     ],
     ids=["title", "legend", "phase"],
 )
-def test_a_picture_made_wrong_would_be_found(draw, spoil):
+def test_overlapping_texts_of_a_picture_are_found(draw, spoil):
     figure = draw(rows(), points(), typed=TYPED).figure
     spoil(figure)
     assert overlaps(figure)
 
 
 @pytest.mark.parametrize(("limit", "line"), [(30 * MIB, True), (300 * MIB, False)])
-def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_the_rest(draw, limit, line):
+def test_near_memory_limit_is_drawn_as_a_line_and_a_distant_one_as_text(draw, limit, line):
     high = draw(rows(), points()).inside.get_ylim()[1]
     shown = draw(rows(), points(), limit=limit)
     for axes in (shown.inside, shown.device):
@@ -166,7 +166,7 @@ def test_the_limit_is_a_line_where_it_is_near_and_a_word_where_it_would_flatten_
         assert f"{limit / MIB:.0f} MiB" in said and ("far above" in said) != line
 
 
-def test_a_long_run_is_drawn_by_the_highest_steps_of_each_stretch():
+def test_memory_picture_of_a_long_run_keeps_the_highest_steps():
     steps = 20_000
     every = [
         {"step": step, "phase": phase, "held_bytes": step % 997, "rss_peak_bytes": (7 * step + size) % 1009}

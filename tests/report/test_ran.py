@@ -13,17 +13,17 @@ CHOICES = {  # as Hydra lists them
 }
 
 
-def test_what_was_chosen_begins_with_the_model_and_leaves_out_what_does_nothing():
+def test_title_of_a_run_begins_with_its_model_and_omits_inactive_groups():
     assert ran.chosen(CHOICES) == ["model=tiny", "precision=32", "optim=adam8bit"]
     assert ran.chosen({}) == []  # a notebook
 
 
-def test_what_was_typed_besides_chose_no_group():
+def test_overrides_other_than_group_choices_are_listed_beside_the_title():
     typed = ["optim=adam8bit", "lr=1e-3", "+trainer.precision=1", "logger=wandb"]
     assert ran.besides(CHOICES, typed) == ["lr=1e-3", "+trainer.precision=1"]
 
 
-def test_the_choices_that_hydra_leaves_in_a_runs_folder_are_in_that_order(command, tmp_path, monkeypatch):
+def test_title_of_a_run_follows_the_order_of_hydras_choices(command, tmp_path, monkeypatch):
     from lowmem.report import picture
 
     titles = []

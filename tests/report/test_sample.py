@@ -31,7 +31,7 @@ def weights(run):
     return last(run)["state_dict"]
 
 
-def test_the_likeliest_tokens_are_those_of_the_exported_model_and_a_resume_goes_on(fit):
+def test_greedy_samples_equal_the_exported_model_and_continue_after_a_resume(fit):
     lines = (*DRAWS, PROMPTS, "sample_tokens=6")
     _, run = fit(*lines)
     assert [(row["step"], row["prompt"]) for row in rows(run)] == [
@@ -49,7 +49,7 @@ def test_the_likeliest_tokens_are_those_of_the_exported_model_and_a_resume_goes_
     assert rows(run) == whole  # of the step that it went on from they stay, later ones are written again
 
 
-def test_training_does_not_notice_them(fit, monkeypatch):
+def test_sampling_does_not_change_training(fit, monkeypatch):
     plain = weights(fit(*DRAWS, folder="plain")[1])
     assert same(weights(fit(*DRAWS, "sample_tokens=8", folder="sampled")[1]), plain)
     monkeypatch.setattr(torch.random, "fork_rng", lambda *_: nullcontext())  # deliberately wrong
@@ -74,14 +74,14 @@ def test_training_does_not_notice_them(fit, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_an_evaluation_with_samples_needs_no_more_memory_than_training(fit, technique):
+def test_evaluation_with_samples_needs_no_more_memory_than_training(fit, technique):
     longest = ("seq_len=64", "sample_tokens=32", f"sample_prompts=['{'def return ' * 40}']", "val_sequences=1")
     summary, run = fit("max_steps=1", *longest, *technique)
     peaks = {phase: sizes["device"] for phase, sizes in summary["peak_bytes_by_phase"].items() if "device" in sizes}
     assert rows(run)[0]["greedy"] and peaks["evaluation"] <= max(peaks["forward"], peaks["backward"], peaks["step"])
 
 
-def test_the_meter_sees_them(fit):
+def test_meter_counts_memory_of_samples(fit):
     def peak(*more):
         summary = fit("max_steps=1", "val_sequences=1", "batch_size=1", "seq_len=4", "loss=chunked", *more)[0]
         return summary["peak_bytes_by_phase"]["evaluation"]["device"]
@@ -98,7 +98,7 @@ def test_the_meter_sees_them(fit):
         assert peak("sample_tokens=2") >= 2 * held[0].nbytes > 2 * plain
 
 
-def test_each_evaluation_is_a_text_and_a_table_of_its_own():
+def test_samples_of_each_evaluation_are_logged_as_text_and_table():
     texts, tables = [], []
     board = TensorBoardLogger.__new__(TensorBoardLogger)
     board._experiment = SimpleNamespace(add_text=lambda *text: texts.append(text))
@@ -113,7 +113,7 @@ def test_each_evaluation_is_a_text_and_a_table_of_its_own():
     ]
 
 
-def test_prompts_are_a_list_or_lines(tmp_path):
+def test_sample_prompts_are_read_from_a_list_or_a_file(tmp_path):
     file, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     file.write_text("one\n\n two \n")
     said = [{"role": "user", "content": "hi"}]
@@ -142,7 +142,7 @@ def test_prompts_are_a_list_or_lines(tmp_path):
 SEPARATORS = "\u2028\u2029\u0085\x0b\x0c\x1c\r"  # where str.splitlines ends a line
 
 
-def test_lines_of_prompts_end_where_those_of_data_do(tmp_path):
+def test_prompt_files_are_split_only_at_line_feeds(tmp_path):
     said = [{"role": "user", "content": f"a{SEPARATORS[:3]}b"}]
     records = [{"prompt": f"one{SEPARATORS[:3]}two"}, {"messages": said}]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
@@ -156,13 +156,13 @@ def test_lines_of_prompts_end_where_those_of_data_do(tmp_path):
     assert read == records
 
 
-def test_a_line_of_prompts_that_is_no_json_is_named(tmp_path):
+def test_invalid_json_line_of_a_prompt_file_is_named(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
     with pytest.raises(Refused, match=r"sample_prompts: prompts.jsonl, line 3: .* JSON .*\. Fix this line\."):
         sample.prompts(str(tmp_path / "prompts.jsonl"))
 
 
-def test_without_any_they_begin_as_validation_does():
+def test_default_prompt_is_the_beginning_of_validation():
     ids, none = torch.arange(20)[None], -100
     text = ids + 1
     assert sample.beginning(MicroBatch(ids, text)).tolist() == [list(range(8))]
@@ -182,7 +182,7 @@ LLAMA_2 = (
 LLAMA_2 += "{% if add_generation_prompt %} {% endif %}"
 
 
-def test_the_prompt_to_copy_is_the_first_user_message_of_a_chat(config):
+def test_suggested_prompt_of_chat_data_is_a_first_user_message(config):
     """It stands in the validation split, below a system message."""
     tokens = build.data(config(*CHAT)).tokens
     asked = {
@@ -198,7 +198,7 @@ def test_the_prompt_to_copy_is_the_first_user_message_of_a_chat(config):
     assert turn.header == "[INST] " and turn.footer.startswith(" [/INST]")
 
 
-def test_the_prompt_to_copy_is_the_beginning_of_a_text(config, text_folder):
+def test_suggested_prompt_of_text_data_is_the_beginning_of_a_text(config, text_folder):
     tokens = build.data(config("data=text", f"data.path={text_folder}")).tokens
     prompt = sample.example(tokens)
     first = tokens.tokenizer.decode(tokens.val.ids[: tokens.val.ends[0]].tolist())
@@ -214,6 +214,6 @@ def test_the_prompt_to_copy_is_the_beginning_of_a_text(config, text_folder):
         (" \x00\n ", ""),
     ],
 )
-def test_words_of_a_prompt_are_typed_as_they_are(text, words, config):
+def test_suggested_prompt_is_quoted_for_the_shell(text, words, config):
     assert sample._first_words(text) == words
     assert shlex.split(in_shell("prompt", words)) == [f"prompt={words}"]

@@ -30,32 +30,32 @@ def row(tokenizer, text, learnt, starts=(0,), padding=0):
     return Row(ids, [mark == "x" for mark in learnt], starts, padding)
 
 
-def test_what_is_learnt_stands_in_brackets_or_in_colour(letters):
+def test_show_marks_learnt_tokens_with_brackets_or_colour(letters):
     one = row(letters, "ab<|end|>cd", "-xx-x")
     assert written(one, letters) == "a[b<|end|>]c[d]"
     assert written(one, letters, ("<", ">")) == "a<b<|end|>>c<d>"
 
 
-def test_a_rule_stands_before_each_document_but_the_first(letters):
+def test_show_separates_documents_by_a_rule(letters):
     one = row(letters, "ab\ncdef", "-xx-xxx", starts=(0, 3, 5), padding=1200)
     assert written(one, letters) == f"a[b\n]\n{RULE}\nc[d]\n{RULE}\n[ef]\n(1,200 padding tokens)"
 
 
-def test_a_character_of_several_tokens_is_whole_and_half_of_one_is_no_error(letters):
+def test_show_joins_tokens_of_one_character_and_replaces_partial_characters(letters):
     one = row(letters, "é🙂x", "--" + "xxxx" + "-")
     assert written(one, letters) == "é[🙂]x"
     cut = Row(one.ids[1:-2], one.learnt[1:-2], (0,))
     assert written(cut, letters) == "\N{REPLACEMENT CHARACTER}[\N{REPLACEMENT CHARACTER}]"
 
 
-def test_spaces_of_sentencepiece_are_those_of_the_text():
+def test_show_restores_spaces_of_sentencepiece():
     bpe = Tokenizer(models.BPE({"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "a": 4, "b": 5}, [("▁", "a"), ("▁", "b")]))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     made = PreTrainedTokenizerFast(tokenizer_object=bpe)
     assert [text for _, _, text in pieces([0, 1, 2, 0], made)] == ["a", " b", "c", " a"]
 
 
-def test_what_a_terminal_would_obey_is_written_out(letters):
+def test_show_escapes_terminal_control_characters(letters):
     one = row(letters, "a\x1b[31m\tb\r", "-" * 9)
     assert written(one, letters) == "a\\x1b[31m\tb\\r"
 
@@ -78,19 +78,19 @@ DOCUMENTS = ("abc<|end|>", "de<|end|>", "fghijk<|end|>")
         ("padded", "a[bc<|end|>]"),
     ],
 )
-def test_of_every_packing_documents_stand_apart(letters, packing, expected):
+def test_show_separates_documents_for_every_packing(letters, packing, expected):
     split = split_of(letters, *DOCUMENTS)
     made = rows(split, 7, packing, "cut", "train")
     shown = [written(row_of(made, index), letters) for index in range(len(made))]
     assert expected in shown
 
 
-def test_padding_is_counted_and_not_written(letters):
+def test_show_counts_padding_tokens(letters):
     made = rows(split_of(letters, *DOCUMENTS), 9, "documents", "cut", "train")
     assert written(row_of(made, 1), letters).endswith("(2 padding tokens)") or len(made) == 1
 
 
-def test_the_page_ends_with_counts(letters):
+def test_show_ends_with_counts(letters):
     split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), Share(1), lambda *_: 1, seed=0)
     text = page(loader, letters, 9)
@@ -110,13 +110,13 @@ def test_show_prints_before_a_model_is_built_and_leaves_no_folder(command, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_show_goes_with_nothing_that_was_trained(config):
+def test_show_with_evaluate_is_refused(config):
     with pytest.raises(Refused, match=r"evaluate and show: one command can use only one of these keys"):
         check_values(config("show=1", "evaluate=x"))
 
 
 @pytest.mark.matrix
-def test_what_is_drawn_and_what_is_mixed_is_shown_too(command, text_folder):
+def test_show_prints_random_and_mixed_data(command, text_folder):
     code, said = command("data=random", "show=1", "seq_len=16", base=SMALL)
     assert code == 0 and "random tokens" in said and "16 of 17 tokens learned" in said
     parts = ("+data@data.parts.one=text", "+data@data.parts.two=text", "data.parts.two.packing=documents")
@@ -126,7 +126,7 @@ def test_what_is_drawn_and_what_is_mixed_is_shown_too(command, text_folder):
     assert re.search(r"Training: one: \S+% of the tokens in the loss", said) and "sequence 2 of" in said
 
 
-def test_an_end_of_a_joined_row_with_nothing_to_learn_is_no_padding(letters):
+def test_show_does_not_count_unlearnt_end_of_a_joined_row_as_padding(letters):
     split = split_of(letters, "abc", "defg", learnt="-xx" + "----")
     row = row_of(rows(split, 6, "joined", "cut", "train"), 0)
     assert written(row, letters) == f"a[bc]\n{RULE}\ndef"

@@ -10,7 +10,7 @@ from lowmem.system.units import CATEGORIES
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])
-def test_a_thinned_timeline_keeps_the_peak_of_each_phase(count):
+def test_thinned_timeline_keeps_the_peak_of_each_phase(count):
     levels = [(7919 * i) % 1009 for i in range(count)]
     phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # of which one is not the highest
     timeline = [Point(phase, dict.fromkeys(CATEGORIES, size), {}) for phase, size in zip(phases, levels, strict=True)]
@@ -19,7 +19,7 @@ def test_a_thinned_timeline_keeps_the_peak_of_each_phase(count):
     assert tracker.highest(kept) == tracker.highest(timeline)
 
 
-def test_a_long_window_leaves_a_short_timeline(fit, monkeypatch):
+def test_long_window_has_a_bounded_timeline_with_its_peak(fit, monkeypatch):
     """Each point takes 300 bytes of the host's memory, and is drawn."""
     drawn = []
     monkeypatch.setattr(tracker, "MOST", 50)
@@ -30,7 +30,7 @@ def test_a_long_window_leaves_a_short_timeline(fit, monkeypatch):
     assert max(point.total for point in timeline) == summary["peak_bytes"]["device"]
 
 
-def test_a_run_leaves_the_step_that_its_picture_shows(fit):
+def test_memory_step_csv_has_the_peak_and_phases_of_a_step(fit):
     summary, folder = fit("gradient_checkpointing=every_layer")
     with (folder / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))

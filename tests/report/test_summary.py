@@ -8,12 +8,12 @@ from lowmem.report import summary
 from lowmem.system.units import GIB, MIB, byte_size
 
 
-def test_what_was_not_measured_is_null(tmp_path):
+def test_non_finite_values_of_the_summary_are_null(tmp_path):
     summary.write(tmp_path / "summary.json", {"loss": float("nan"), "deep": [{"x": float("inf")}], "steps": 3})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "deep": [{"x": None}], "steps": 3}
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+def test_failed_write_of_the_summary_keeps_the_old_file(tmp_path):
     file = tmp_path / "summary.json"
     summary.write(file, {"steps": 1})
     with pytest.raises(TypeError):
@@ -21,7 +21,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert json.loads(file.read_text()) == {"steps": 1}
 
 
-def test_the_table(fit):
+def test_summary_table_shows_values_with_units_or_a_dash(fit):
     whole, _ = fit("max_steps=1")
     lines = dict(line.split("  ", 1) for line in summary.table(whole).splitlines() if not line.startswith(" "))
     assert lines["parameters"].strip() == "43,264"
@@ -40,7 +40,7 @@ def test_the_table(fit):
     assert "highest learning rate" not in summary.table(low | {"resumed_from": "step-00000040.ckpt"})
 
 
-def test_a_library_that_is_not_installed_has_no_version_and_a_run_still_its_summary(fit, monkeypatch):
+def test_summary_omits_the_version_of_a_missing_library(fit, monkeypatch):
     right = summary.version
 
     def without(package):
@@ -53,7 +53,7 @@ def test_a_library_that_is_not_installed_has_no_version_and_a_run_still_its_summ
     assert run["versions"].keys() == {"python", *summary.PACKAGES} - {"bitsandbytes", "torchao"}
 
 
-def test_each_of_several_ranks_has_a_line_and_of_many_the_least_and_the_most(fit):
+def test_summary_table_has_a_line_per_rank_or_the_range_of_many(fit):
     alone, _ = fit("max_steps=1")
     assert "rank 0" not in summary.table(alone) and len(alone["ranks"]) == 1
     whole = alone["weights_bytes"]
@@ -70,7 +70,7 @@ def test_each_of_several_ranks_has_a_line_and_of_many_the_least_and_the_most(fit
     assert lines == ["0", "9"]
 
 
-def test_bytes_are_in_mib_below_a_gib(fit):
+def test_sizes_below_one_gib_are_printed_in_mib(fit):
     """By one function, wherever a run prints them."""
     assert [byte_size(size) for size in (0, MIB // 2, 12 * MIB, GIB - MIB, GIB, 3 * GIB // 2)] == [
         *("0 MiB", "0.5 MiB", "12.0 MiB", "1,023.0 MiB", "1.000 GiB", "1.500 GiB")
@@ -80,7 +80,7 @@ def test_bytes_are_in_mib_below_a_gib(fit):
     assert len(rows) > 5 and all("MiB" in line and "GiB" not in line for line in rows)
 
 
-def test_the_host_is_compared_with_its_prediction_where_the_model_fills_it():
+def test_host_prediction_is_shown_only_if_the_model_dominates_host_memory():
     pair = {"device": 2 * MIB, "host": 3 * GIB}
     known = {"predicted": {"phases": {"step": pair}}, "peak_bytes_by_phase": {"step": pair}}
     of_libraries = summary._plan_rows(known | {"rss_before_model_bytes": 2 * GIB})
@@ -90,7 +90,7 @@ def test_the_host_is_compared_with_its_prediction_where_the_model_fills_it():
     assert summary._plan_rows({"predicted": None, "rss_before_model_bytes": GIB}) == []
 
 
-def test_tokens_without_a_label_are_computed_and_not_learned(fit):
+def test_summary_distinguishes_learned_tokens_from_all_tokens(fit):
     whole, _ = fit("max_steps=1")
     assert whole["tokens"] == whole["learned_tokens"] and "learned" not in summary.table(whole)
     shown = summary.table(whole | {"tokens": 30_000, "learned_tokens": 10_000})

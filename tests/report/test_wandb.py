@@ -54,31 +54,31 @@ def silent():
     listener.close()
 
 
-def test_a_server_that_answers_and_ones_that_do_not(server, silent):
+def test_answers_is_true_only_for_a_responding_server(server, silent):
     assert reporting.answers(server)
     assert not reporting.answers(silent, seconds=0.3)
     assert not reporting.answers("http://127.0.0.1:9", seconds=0.3)
 
 
-def test_without_a_key_it_is_offline_with_one_line(no_account, caplog):
+def test_wandb_without_a_key_is_offline_with_one_log_line(no_account, caplog):
     with caplog.at_level("INFO"):
         assert reporting._mode(Path("a run")) == "offline"
     assert len(caplog.records) == 1 and "`wandb sync 'a run/wandb'/offline-run-*`" in caplog.text
 
 
-def test_with_a_key_and_a_server_it_is_online(no_account, monkeypatch, server):
+def test_wandb_with_a_key_and_a_server_is_online(no_account, monkeypatch, server):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", server)
     assert reporting._mode(Path("a run")) == "online"
 
 
-def test_a_key_of_netrc_counts(no_account, monkeypatch, server, tmp_path):
+def test_wandb_key_in_netrc_is_used(no_account, monkeypatch, server, tmp_path):
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {'0' * 40}\n")
     monkeypatch.setenv("WANDB_BASE_URL", server)
     assert reporting._mode(Path("a run")) == "online"
 
 
-def test_with_a_key_and_no_answer_it_is_offline_with_one_line(no_account, monkeypatch, silent, caplog):
+def test_wandb_without_an_answering_server_is_offline_with_one_log_line(no_account, monkeypatch, silent, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", silent)
     monkeypatch.setattr(reporting, "ANSWER_SECONDS", 0.3)
@@ -88,13 +88,13 @@ def test_with_a_key_and_no_answer_it_is_offline_with_one_line(no_account, monkey
     assert len(caplog.records) == 1 and "does not answer, so" in caplog.text and "wandb sync" in caplog.text
 
 
-def test_what_the_user_says_is_not_asked_again(no_account, monkeypatch):
+def test_wandb_mode_set_by_the_user_is_kept_without_probing(no_account, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(reporting, "answers", lambda *_: pytest.fail("asked"))
     assert reporting._mode(Path("a run")) == "disabled"
 
 
-def test_not_installed_means_csv_with_one_line(command, monkeypatch, tmp_path):
+def test_missing_wandb_package_falls_back_to_csv_with_one_log_line(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     code, said = command("logger=wandb")
@@ -145,7 +145,7 @@ def records_of(run):
     return [record.run for record in whole(run) if record.WhichOneof("record_type") == "run"]
 
 
-def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path):
+def test_offline_wandb_run_holds_config_curves_and_picture(command, tmp_path):
     code, said = command("logger=wandb", "precision=bf16")
     assert code == 0, said
     kinds = whole(tmp_path / "run")
@@ -179,7 +179,7 @@ def test_an_offline_run_holds_configuration_curves_and_picture(command, tmp_path
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
 
-def test_a_run_is_quiet_but_for_the_line_that_says_where_it_is(no_account, command, monkeypatch, tmp_path):
+def test_wandb_run_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_SILENT")
     code, said = command("logger=wandb", "max_steps=1")
     assert code == 0 and "wandb:" not in said  # how W&B begins its own lines
@@ -189,7 +189,7 @@ def test_a_run_is_quiet_but_for_the_line_that_says_where_it_is(no_account, comma
 
 
 @pytest.mark.process
-def test_the_jobs_of_a_sweep_are_named_by_what_differs_in_one_group_with_what_was_chosen(command, tmp_path):
+def test_sweep_jobs_in_wandb_are_named_by_the_varied_overrides_and_share_a_group(command, tmp_path):
     code, said = command("-m", "logger=wandb", "precision=32,bf16", "lr=1e-3", "optim=sgd", "max_steps=1")
     assert code == 0, said
     jobs = [records_of(tmp_path / "sweep" / str(number)) for number in range(2)]
@@ -203,7 +203,7 @@ def test_the_jobs_of_a_sweep_are_named_by_what_differs_in_one_group_with_what_wa
     assert not any(tag.startswith(("logger", "hydra", "experiment")) or tag.endswith("=none") for tag in tags)
 
 
-def test_a_single_run_has_its_folders_name_and_no_group_and_what_is_typed_wins(command, tmp_path):
+def test_single_run_in_wandb_has_its_folder_name_unless_typed(command, tmp_path):
     typed = ("logger.wandb.name=mine", "logger.wandb.group=ours", "logger.wandb.tags=[one,two]")
     for folder, lines in (("plain", ()), ("typed", typed)):
         assert command("logger=wandb", "max_steps=1", f"hydra.run.dir={tmp_path}/{folder}", *lines)[0] == 0
@@ -212,7 +212,7 @@ def test_a_single_run_has_its_folders_name_and_no_group_and_what_is_typed_wins(c
     assert (typed.display_name, typed.run_group, sorted(typed.tags)) == ("mine", "ours", ["one", "two"])
 
 
-def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path):
+def test_search_jobs_in_wandb_are_named_by_the_tried_values(tmp_path):
     sweep = tmp_path / "2026-01-31" / "12-00-00"
     (sweep / "7" / ".hydra").mkdir(parents=True)
     typed = ["lr=tag(log,interval(1e-4,1e-2))", "precision='32','bf16'", "max_steps=20", "+trainer.x=1"]
@@ -230,7 +230,7 @@ def test_a_search_names_its_jobs_by_what_it_tried_however_long_that_is(tmp_path)
     assert reporting.of_sweep(deeper) == ("2026-01-31/12-00-00", "lr=0.00123 precision=32")
 
 
-def test_the_name_of_a_job_begins_with_what_was_varied_and_ends_with_short_paths(tmp_path):
+def test_wandb_job_name_begins_with_varied_keys_and_shortens_paths(tmp_path):
     (tmp_path / "7" / ".hydra").mkdir(parents=True)
     typed = ["data.path=/a,/b", "lr=0.1,0.2", "model.name=x,y"]
     (tmp_path / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": {"task": typed}}}))
@@ -241,7 +241,7 @@ def test_the_name_of_a_job_begins_with_what_was_varied_and_ends_with_short_paths
     assert reporting.of_sweep(tmp_path / "7")[1] == named
 
 
-def test_a_resume_goes_on_in_the_same_run(fit, tmp_path):
+def test_resume_continues_the_same_wandb_run(fit, tmp_path):
     _, first = fit("logger=wandb", "logger.wandb.offline=true", "max_steps=2")
     _, again = fit("logger=wandb", "logger.wandb.offline=true", f"resume={first}", folder="again")
     ids = [next((run / "wandb").glob("offline-run-*")).name.split("-")[-1] for run in (first, again)]

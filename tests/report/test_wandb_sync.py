@@ -102,7 +102,7 @@ def upload(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.wrong)])
-def test_two_offline_parts_of_a_run_are_one_run_whose_curves_go_on(fit, upload, monkeypatch, resumes):
+def test_synced_offline_parts_of_a_resumed_run_form_one_wandb_run(fit, upload, monkeypatch, resumes):
     """Also after SIGKILL at step 4, with a checkpoint of step 2. Deliberately wrong: the second part does not say that
     it resumes, and replaces the first one."""
     lines = ("logger=wandb", "logger.wandb.offline=true", "save_every=2")

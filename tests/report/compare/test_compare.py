@@ -18,7 +18,7 @@ from lowmem.system.units import GIB, MIB
 from made_runs import damaged, finished, written_here
 
 
-def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
+def test_every_run_is_listed_with_its_status_and_reason(sweep, capsys):
     compare.main([str(sweep)])
     said = capsys.readouterr().out
     rows = r"^(\d) .* (done|failed|broken|running)\n  data.path=a/folder.* lr=0\.00\d$"  # below: too long
@@ -34,7 +34,7 @@ def test_every_run_is_listed_in_the_state_in_which_it_is(sweep, capsys):
     assert float(rows[0]["device GiB"]) == 600 / 1024 and rows[3]["device GiB"] == "" and rows[2]["lr"] == "0.003"
 
 
-def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, monkeypatch):
+def test_runs_of_several_folders_are_listed_with_distinct_names(sweep, tmp_path, capsys, monkeypatch):
     other = finished(tmp_path / "other" / "run", ["lr=0.001", "precision=bf16"])
     monkeypatch.chdir(tmp_path)
     compare.main([str(sweep), str(other), str(sweep / "0")])
@@ -43,7 +43,7 @@ def test_folders_from_several_places_are_told_apart(sweep, tmp_path, capsys, mon
     assert (tmp_path / "comparison.html").exists()
 
 
-def test_a_run_of_several_ranks_is_one_run_with_the_memory_of_its_highest(tmp_path, capsys):
+def test_run_of_several_ranks_is_one_row_with_the_highest_memory(tmp_path, capsys):
     ranks = [{"device": size, "host_rss": 3 * size} for size in (400 * MIB, 512 * MIB)]
     run = finished(tmp_path / "run", ["strategy=fsdp", "devices=2"], 400 * MIB, ranks=ranks)
     (run / "rank-1").mkdir()
@@ -59,7 +59,7 @@ def test_a_run_of_several_ranks_is_one_run_with_the_memory_of_its_highest(tmp_pa
 ON_DRIVE = {"bytes": 3 * GIB, "read_gb_per_second": 1.25, "written_gb_per_second": 1.5}
 
 
-def test_a_drive_is_listed_where_a_run_has_one(tmp_path, capsys):
+def test_drive_column_appears_only_if_a_run_has_a_drive(tmp_path, capsys):
     finished(tmp_path / "0", ["lr=1"], drive=None)
     compare.main([str(tmp_path)])
     page = tmp_path / "comparison.html"
@@ -87,14 +87,14 @@ def test_a_drive_is_listed_where_a_run_has_one(tmp_path, capsys):
         (lambda at: (at / ".hydra").mkdir(parents=True), "contains no run of train.py"),  # another Hydra tool
     ],
 )
-def test_what_cannot_be_compared_is_said(tmp_path, make, says):
+def test_folder_that_cannot_be_compared_ends_with_a_message(tmp_path, make, says):
     make(tmp_path / "what")
     with pytest.raises(SystemExit) as stop:
         compare.main([str(tmp_path / "what")])
     assert says in stop.value.code and str(tmp_path / "what") in stop.value.code
 
 
-def test_a_summary_of_another_tool_is_broken_and_not_fatal(tmp_path, capsys):
+def test_unreadable_summary_marks_the_run_broken(tmp_path, capsys):
     for name, text in (("list", "[1, 2]"), ("empty", ""), ("other", '{"loss": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
@@ -103,7 +103,7 @@ def test_a_summary_of_another_tool_is_broken_and_not_fatal(tmp_path, capsys):
     assert said.count("broken: summary.json cannot be read") == 3
 
 
-def test_rows_are_at_most_80_characters_wide_and_runs_that_failed_alike_share_their_reason(tmp_path, capsys):
+def test_table_rows_fit_80_characters_and_equal_failure_reasons_are_merged(tmp_path, capsys):
     for number in range(4):
         finished(tmp_path / f"{number}", [f"batch_size={number}", "optim=" + "adamw8bit" * (number % 2)])
     for number in (1, 2):
@@ -118,13 +118,13 @@ def test_rows_are_at_most_80_characters_wide_and_runs_that_failed_alike_share_th
     assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "MiB", "GiB", "status"]
 
 
-def test_a_folder_that_cannot_be_written_is_said(sweep, tmp_path):
+def test_unwritable_target_folder_is_reported(sweep, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="Type --to"):
         compare.main([str(sweep), "--to", str(tmp_path / "file" / "below")])
 
 
-def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
+def test_run_of_an_earlier_version_is_listed_without_its_missing_values(sweep, capsys):
     """Summaries and tables have grown: what an older one lacks is missing on the page, and nothing else is."""
     old = json.loads((sweep / "0" / "summary.json").read_text())
     for key in ("peak_bytes_by_category", "peak_bytes_by_phase", "bits_per_byte", "device", "peak_bytes"):
@@ -139,7 +139,7 @@ def test_a_run_of_an_earlier_version_is_listed_with_what_it_has(sweep, capsys):
     assert rows[0]["device GiB"] == "" and (sweep / "comparison.html").stat().st_size > 1_000_000
 
 
-def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
+def test_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
     names = damaged(tmp_path)
     compare.main([str(tmp_path)])
     said = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_a_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
     assert all(f"<dt>{name}</dt>" in page for name in names) and "NaN" not in page.partition("plotly.js v")[0]
 
 
-def test_a_run_that_only_evaluates_has_no_speed_and_is_not_on_the_front(tmp_path, capsys):
+def test_evaluation_run_has_no_speed_and_is_not_on_the_pareto_front(tmp_path, capsys):
     finished(tmp_path / "trained", ["lr=1"], 900 * MIB)
     finished(tmp_path / "evaluated", ["evaluate=trained"], 100 * MIB, tokens_per_second=0.0, seconds_per_step=None)
     compare.main([str(tmp_path)])
@@ -178,7 +178,7 @@ def status(folder, capsys):
     return capsys.readouterr().out.partition("\n\n")[0].splitlines()[-1]
 
 
-def test_a_run_whose_process_lives_is_running_however_long_it_has_not_written(silent, capsys):
+def test_run_of_a_live_process_is_running_although_no_file_changed(silent, capsys):
     written_here(silent)
     handle = os.open(silent, os.O_RDONLY)
     assert folder_locks.lock(handle)
@@ -187,14 +187,14 @@ def test_a_run_whose_process_lives_is_running_however_long_it_has_not_written(si
     assert status(silent, capsys) == "silent broken: the process ended without a summary.json"
 
 
-def test_a_run_of_another_machine_is_judged_by_its_last_write_and_never_called_broken(silent, capsys):
+def test_run_of_another_machine_is_judged_by_its_last_write(silent, capsys):
     said = "silent unknown: no file changed for 1 h 0 min; it may be running on another machine"
     assert status(silent, capsys) == said
     (silent / "metrics.csv").touch()
     assert status(silent, capsys) == "silent running: no summary.json yet"
 
 
-def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, capsys, monkeypatch):
+def test_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, capsys, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.EBADF, "Bad file descriptor")  # what NFS says of a folder
 
@@ -203,7 +203,7 @@ def test_a_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent
     assert status(silent, capsys).startswith("silent unknown: no file changed for 1 h 0 min")
 
 
-def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
+def test_unlistable_folder_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
     """Its files may be read, if their names are known: mode 711, of another user."""
     done = finished(tmp_path / "runs" / "done", ["lr=2"])
 
@@ -220,7 +220,7 @@ def test_a_folder_that_may_not_be_listed_does_not_end_the_comparison(silent, tmp
     assert "silent unknown: the folder cannot be listed (Permission denied)" in said
 
 
-def test_learned_tokens_have_a_rate_and_an_axis_where_some_tokens_are_not_learned(tmp_path, capsys):
+def test_learned_tokens_have_a_rate_and_axis_if_some_tokens_are_not_learned(tmp_path, capsys):
     """A run of an earlier version, which counted learned tokens only, says so beside a newer one."""
     finished(tmp_path / "old", ["lr=1"])
     finished(tmp_path / "new", ["lr=2"], speed=3000.0, learned_tokens=1000, learned_tokens_per_second=1000.0)

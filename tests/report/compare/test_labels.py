@@ -16,22 +16,22 @@ def numbers(every) -> list[str]:
     return [str(i) for i in range(len(every))]
 
 
-def test_what_all_have_is_left_out_and_a_word_stands_by_itself():
+def test_label_omits_common_overrides_and_keys_of_unique_words():
     every = runs_of("model=gpt2 precision=bf16 lr=1e-3 loss=full", "model=gpt2 precision=32 lr=3e-3 loss=full")
     assert labels(every, numbers(every)) == ["bf16 lr=1e-3", "precision=32 lr=3e-3"]
 
 
-def test_a_key_is_its_last_word_unless_two_end_alike():
+def test_label_key_is_its_last_word_unless_ambiguous():
     every = runs_of("optim.beta=1 scheduler.steps=1 model.steps=1", "optim.beta=2 scheduler.steps=2 model.steps=2")
     assert labels(every, numbers(every))[0] == "beta=1 scheduler.steps=1 model.steps=1"
 
 
-def test_none_and_true_do_not_stand_by_themselves():
+def test_label_keeps_the_key_of_none_and_true():
     every = runs_of("accumulation=none optim=adamw x=true", "accumulation=fixed optim=sgd x=false", "optim=muon")
     assert labels(every, numbers(every)) == ["accumulation=none adamw x=true", "fixed sgd x=false", "muon"]
 
 
-def test_runs_that_were_typed_alike_are_told_apart_by_their_names():
+def test_runs_with_equal_overrides_are_labelled_by_name():
     every = runs_of("lr=1", "lr=1", "lr=2", "")
     assert labels(every, numbers(every)) == ["0 lr=1", "1 lr=1", "lr=2", "3"]
     long = [f"2026-01-31/12-00-00/{place}/of/a/cluster/with/a/long/name" for place in ("here", "there")]
@@ -49,16 +49,16 @@ def test_runs_that_were_typed_alike_are_told_apart_by_their_names():
         ([], []),
     ],
 )
-def test_a_long_value_keeps_what_differs(values, short):
+def test_long_value_is_shortened_to_the_part_that_differs(values, short):
     assert shortened(values) == short
 
 
-def test_values_of_which_nothing_short_differs_leave_runs_that_are_told_apart_all_the_same():
+def test_labels_of_long_nearly_equal_values_stay_distinct():
     alike = [f"x={'a' * 50}{middle}{'a' * 50}" for middle in "12"]
     assert labels(runs_of(*alike), numbers(alike)) == [f"{i} {'a' * 9}…{'a' * 10}" for i in range(2)]
 
 
-def test_fifty_labels_are_short_and_no_two_alike(fifty):
+def test_labels_of_fifty_runs_are_short_and_distinct(fifty):
     from lowmem.report import folders
 
     every = folders.runs_below(fifty)

@@ -24,13 +24,13 @@ def written(folder) -> str:
 # --- without a browser -------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_everything_and_asks_no_network(sweep):
+def test_page_is_self_contained_and_escapes_errors(sweep):
     own = written(sweep).replace(get_plotlyjs(), "")
     assert not re.search(r"""(src|href)=["']|https?://""", own)
     assert own.count("</script>") == own.count("<script") and "ZeroDivisionError: &lt;/script&gt;&lt;b&gt;" in own
 
 
-def test_what_a_label_quotes_ends_no_script(sweep):
+def test_script_tag_in_a_label_is_escaped(sweep):
     summary = json.loads((sweep / "0" / "summary.json").read_text())
     summary["overrides"][0] = "data.path=</script><img src=x>"
     (sweep / "0" / "summary.json").write_text(json.dumps(summary))
@@ -38,7 +38,7 @@ def test_what_a_label_quotes_ends_no_script(sweep):
     assert own.count("</script>") == own.count("<script") and "<img" not in own
 
 
-def test_a_unit_is_the_same_in_the_whole_page(sweep, fifty):
+def test_whole_page_uses_one_unit(sweep, fifty):
     for folder, name, other in ((sweep, "MiB", "GiB"), (fifty, "GiB", "MiB")):
         own = written(folder).replace(get_plotlyjs(), "")
         assert name in own and other not in own
@@ -69,14 +69,14 @@ def said(figure) -> list[str]:
     return [*filter(None, texts), *(trace.name for trace in figure.data if layout.showlegend is not False)]
 
 
-def test_a_chart_of_fifty_runs_says_no_more_than_one_of_five(fifty):
+def test_chart_of_fifty_runs_has_the_text_of_a_chart_of_five(fifty):
     for (name, many), (_, few) in zip(drawn(fifty, 50), drawn(fifty, 5), strict=True):
         assert said(many) == said(few) and max(map(len, said(many))) < 30, name
         many.update_layout(showlegend=True)  # what a legend would do
         assert len(said(many)) > len(said(few)), name
 
 
-def test_a_label_that_is_touched_has_short_lines(fifty):
+def test_hover_labels_have_short_lines(fifty):
     for name, figure in drawn(fifty, 50):
         traces = [trace for trace in figure.data if trace.hoverinfo != "skip"]
         touched = [text for trace in traces for text in (trace.text or (trace.meta["label"],))]
@@ -97,7 +97,7 @@ def apart(one: str, other: str) -> float:
     return sum((a - b) ** 2 for a, b in zip(lab(one), lab(other), strict=True)) ** 0.5
 
 
-def test_no_run_has_the_colour_of_a_category():
+def test_run_colours_differ_from_category_colours():
     assert tuple(colours.OF_CATEGORY) == CATEGORIES
     categories = colours.OF_CATEGORY.values()
     assert min(apart(run, category) for run in colours.OF_RUNS for category in categories) > 30
@@ -107,7 +107,7 @@ def test_no_run_has_the_colour_of_a_category():
     assert min(apart(run, category) for run in before for category in categories) == 0
 
 
-def test_the_front_is_what_none_beats(fifty):
+def test_pareto_front_contains_the_runs_that_no_run_beats(fifty):
     runs = folders.runs_below(fifty)
     every = [read(run, "", "") for run in runs]
     of = {(one.device, one.tokens_per_second) for one in front(every)}
@@ -116,7 +116,7 @@ def test_the_front_is_what_none_beats(fifty):
     assert of == points - beaten and 1 < len(of) < 20
 
 
-def test_few_runs_have_colours_of_their_own_and_of_many_the_front_alone(sweep, fifty):
+def test_few_runs_are_coloured_and_of_many_only_the_pareto_front(sweep, fifty):
     for folder in (sweep, fifty):
         every = [read(run, str(i), str(i)) for i, run in enumerate(folders.runs_below(folder))]
         best = front(every)
@@ -153,7 +153,7 @@ def chromium(tmp_path_factory):
 
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
-def test_fifty_runs_of_long_names_are_legible(chromium, fifty, width):
+def test_page_of_fifty_runs_with_long_names_is_legible(chromium, fifty, width):
     written(fifty)
     chromium.open(fifty / "comparison.html", width)
     assert chromium.errors == [] and chromium.run("innerWidth") == width
@@ -169,7 +169,7 @@ def test_fifty_runs_of_long_names_are_legible(chromium, fifty, width):
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("wrong", [ON_AN_AXIS, AT_THE_DOTS, IN_THE_TABLE], ids=["axis", "dots", "table"])
-def test_whole_names_would_be_found(chromium, fifty, width, wrong):
+def test_full_length_names_on_the_page_are_found_as_faults(chromium, fifty, width, wrong):
     written(fifty)
     chromium.open(fifty / "comparison.html", width)
     chromium.run(WHOLE_NAMES % wrong)
@@ -178,7 +178,7 @@ def test_whole_names_would_be_found(chromium, fifty, width, wrong):
 
 @pytest.mark.wrong
 @needs_a_browser
-def test_a_phone_that_got_the_page_of_a_desk_would_be_found(chromium, fifty):
+def test_desktop_layout_on_a_phone_is_found_as_a_fault(chromium, fifty):
     page = fifty / "comparison.html"
     written(fifty)
     page.write_text(page.read_text().replace("max-width: 46rem", "max-width: 1rem"))
@@ -189,7 +189,7 @@ def test_a_phone_that_got_the_page_of_a_desk_would_be_found(chromium, fifty):
 
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
-def test_a_page_of_runs_in_every_state_draws_what_there_is(chromium, sweep, width):
+def test_page_shows_runs_of_every_status(chromium, sweep, width):
     written(sweep)
     chromium.open(sweep / "comparison.html", width)
     assert chromium.errors == [] and chromium.run(FAULTS) == []
@@ -209,7 +209,7 @@ def test_a_page_of_runs_in_every_state_draws_what_there_is(chromium, sweep, widt
 
 
 @needs_a_browser
-def test_a_click_picks_a_run_everywhere_and_one_more_lets_go(chromium, sweep):
+def test_click_isolates_a_run_and_second_click_resets(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     visible = "byId('loss').data.filter((trace) => trace.visible !== false).map((trace) => trace.meta.run)"
@@ -223,7 +223,7 @@ def test_a_click_picks_a_run_everywhere_and_one_more_lets_go(chromium, sweep):
 
 
 @needs_a_browser
-def test_a_heading_sorts_and_what_was_not_measured_stays_below(chromium, sweep):
+def test_click_on_a_heading_sorts_with_missing_values_last(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     speeds = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[4].textContent)"
@@ -233,7 +233,7 @@ def test_a_heading_sorts_and_what_was_not_measured_stays_below(chromium, sweep):
 
 
 @needs_a_browser
-def test_the_buttons_of_a_chart_change_its_axis(chromium, sweep):
+def test_chart_buttons_change_the_axis(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     last = "byId('loss').data.filter((trace) => trace.mode === 'lines')[0].x.at(-1)"

@@ -28,7 +28,7 @@ WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max
 
 
 @pytest.mark.matrix
-def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, monkeypatch):
+def test_resume_inside_an_epoch_and_its_short_last_window_reads_each_sequence_once(fit, tmp_path, monkeypatch):
     """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
     from lowmem.data.packing import Joined
     from lowmem.training.module import CausalLM
@@ -52,7 +52,7 @@ def test_a_resume_inside_an_epoch_and_in_its_short_last_window(fit, tmp_path, mo
 
 
 @pytest.mark.wrong
-def test_forgetting_the_position_is_caught(fit, monkeypatch):
+def test_resume_without_the_data_position_is_caught(fit, monkeypatch):
     """The deliberately wrong variant: a resume that starts the data over."""
     from lowmem.data.loader import Position
 
@@ -69,7 +69,7 @@ def test_forgetting_the_position_is_caught(fit, monkeypatch):
     assert not same(weights_of(run, 9), weights_of(again, 9))
 
 
-def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
+def test_resume_on_the_command_line_repeats_the_stored_overrides(command, tmp_path):
     assert command("optim=adafactor", "precision=bf16", "max_steps=2")[0] == 0
     first, second = tmp_path / "run", tmp_path / "second"
     code, said = command(f"resume={first}", "max_steps=5", f"hydra.run.dir={second}", base=())
@@ -81,7 +81,7 @@ def test_resume_as_typed_remembers_what_was_typed(command, tmp_path):
     assert [int(r.split(",")[0]) for r in rows if r.split(",")[3]] == [3, 4, 5]
 
 
-def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
+def test_resume_of_a_finished_run_is_refused_with_advice(command, tmp_path):
     command("max_steps=2")
     code, said = command(f"resume={tmp_path}/run", "max_steps=2", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "max_steps=4" in said and not (tmp_path / "second").exists()
@@ -97,14 +97,14 @@ def test_resuming_a_finished_run_says_what_to_type(command, tmp_path):
         ("seq_len=8", "seq_len="),
     ],
 )
-def test_another_model_or_optimizer_is_a_sentence(command, tmp_path, other, says):
+def test_resume_with_another_model_or_optimizer_is_refused(command, tmp_path, other, says):
     command("max_steps=2")
     code, said = command(f"resume={tmp_path}/run", other, "max_steps=4", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "Traceback" not in said and says in said
     assert not (tmp_path / "second").exists()
 
 
-def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
+def test_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
     writer = checkpoint.AtomicCheckpointIO()
     folder = tmp_path / "checkpoints"
     writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000001.ckpt")
@@ -118,7 +118,7 @@ def test_an_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monke
     assert checkpoint.find(str(tmp_path)).name == "step-00000001.ckpt"
 
 
-def test_the_newest_complete_checkpoint_is_found_and_a_cut_one_is_not(tmp_path):
+def test_newest_complete_checkpoint_is_found_and_a_truncated_one_is_skipped(tmp_path):
     writer, folder = checkpoint.AtomicCheckpointIO(), tmp_path / "checkpoints"
     for step in (9, 10, 100):
         writer.save_checkpoint({"x": torch.ones(1000)}, folder / f"step-{step:08d}.ckpt")
@@ -129,7 +129,7 @@ def test_the_newest_complete_checkpoint_is_found_and_a_cut_one_is_not(tmp_path):
         checkpoint.find(str(newest))
 
 
-def test_the_last_two_checkpoints_are_kept(fit):
+def test_last_two_checkpoints_are_kept(fit):
     _, run = fit("save_every=1", "max_steps=5")
     assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-00000004.ckpt", "step-00000005.ckpt"]
 
@@ -143,7 +143,7 @@ TENSORS, EACH = 10, 5_000_000  # 20 MB each
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
-def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
+def test_saving_a_checkpoint_needs_almost_no_additional_memory(tmp_path, monkeypatch, wrong):
     """Wrong: the file is built in memory first."""
     content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
     save = torch.save
@@ -162,7 +162,7 @@ def test_saving_adds_next_to_nothing_to_memory(tmp_path, monkeypatch, wrong):
 @pytest.mark.matrix
 @linux
 @pytest.mark.parametrize("let_go", [True, False])
-def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident(tmp_path, let_go):
+def test_pages_of_a_mapped_checkpoint_are_released_after_copying(tmp_path, let_go):
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.full((EACH,), i) for i in range(TENSORS)}, path)
     before = resident("RssFile")
@@ -176,7 +176,7 @@ def test_what_was_copied_out_of_a_mapped_checkpoint_no_longer_counts_as_resident
 
 
 @linux
-def test_letting_go_of_what_is_no_file_loses_nothing():
+def test_page_out_of_anonymous_memory_keeps_its_values():
     tensor = torch.arange(EACH)
     page_out([tensor])
     assert torch.equal(tensor, torch.arange(EACH))
@@ -186,7 +186,7 @@ def test_letting_go_of_what_is_no_file_loses_nothing():
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, compares):
+def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
     """One in every eleventh byte of a file. Not to compare the digests is the deliberately wrong variant."""
     content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
     writer = checkpoint.AtomicCheckpointIO()
@@ -202,7 +202,7 @@ def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, comp
     assert (missed == 0) == compares
 
 
-def test_a_page_of_zeros_is_found_and_looking_for_it_takes_less_than_two_seconds_per_gb(tmp_path):
+def test_zeroed_page_in_a_checkpoint_is_detected_in_under_2_seconds_per_gb(tmp_path):
     """The seconds are a processor's: a busy machine's clock would include other programs."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
@@ -226,7 +226,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("trusting", [False, True])
-def test_a_pickle_that_runs_code_is_refused(fit, tmp_path, monkeypatch, trusting):
+def test_pickle_that_runs_code_is_refused_as_checkpoint(fit, tmp_path, monkeypatch, trusting):
     """Trusting: the deliberately wrong variant."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -267,7 +267,7 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
         ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 3, 3, {"text": "a"}]]}, None),
     ],
 )
-def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
+def test_resume_with_another_data_order_is_refused_with_the_keys_that_changed(there, here, said):
     if said is None:
         return continued(there, here)
     with pytest.raises(Refused) as refused:
@@ -284,7 +284,7 @@ def test_another_order_is_refused_by_the_keys_that_make_it(there, here, said):
         ("a", None, {"seed": 2}, False),
     ],
 )
-def test_rows_of_conversations_that_an_earlier_version_made_otherwise_are_not_asked_for(template, begin, here, told):
+def test_resume_after_a_change_of_conversation_rows_is_refused(template, begin, here, told):
     there = ORDER | {"text": "a"}
     with pytest.raises(Refused) as refused:
         continued(there, there | here, template=template, begin=begin)

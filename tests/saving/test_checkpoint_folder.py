@@ -44,23 +44,23 @@ def damage(path):
     part.write_bytes(numbers)
 
 
-def test_the_last_two_are_kept_and_nothing_else(kept):
+def test_checkpoint_folders_keep_the_last_two_and_no_other_files(kept):
     assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == [at(kept, 2).name, at(kept, 3).name]
     assert complete(kept / "checkpoints") == [at(kept, 2), at(kept, 3)]
     assert all(map(intact, complete(kept / "checkpoints")))
 
 
-def test_it_is_found_by_its_run_and_by_its_name(kept):
+def test_checkpoint_folder_is_found_by_run_and_by_name(kept):
     assert find(str(kept)) == newest(kept) == at(kept, 3)
     assert find(str(at(kept, 2))) == at(kept, 2) and find(str(kept / "checkpoints")) == at(kept, 3)
 
 
-def test_one_that_was_given_another_name_is_found_by_it(run):
+def test_renamed_checkpoint_folder_is_found_by_its_new_name(run):
     at(run, 3).rename(run / "good")
     assert find(str(run / "good")) == run / "good"
 
 
-def test_a_damaged_one_is_passed_over_or_refused_with_the_one_before(run):
+def test_damaged_checkpoint_folder_is_skipped_or_refused_with_the_previous_one(run):
     damage(at(run, 3))
     assert complete(run / "checkpoints")[-1] == at(run, 3) and newest(run) == at(run, 2)
     with pytest.raises(
@@ -70,14 +70,14 @@ def test_a_damaged_one_is_passed_over_or_refused_with_the_one_before(run):
 
 
 @pytest.mark.parametrize("file", ["index.pt", "part-00000.bin"])
-def test_one_without_a_file_is_incomplete(run, file):
+def test_checkpoint_folder_without_one_of_its_files_is_incomplete(run, file):
     (at(run, 3) / file).unlink()
     assert find(str(run)) == at(run, 2)
     with pytest.raises(Refused, match=r"incomplete .one of its files is missing or truncated.*step-00000002.ckpt"):
         find(str(at(run, 3)))
 
 
-def test_one_process_evaluates_and_exports_it(kept, fit):
+def test_single_process_evaluates_and_exports_a_checkpoint_folder(kept, fit):
     evaluated, _ = fit(f"evaluate={kept}", folder="evaluated")
     _, exported = fit(f"export={kept}", folder="exported")
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (exported, kept))
@@ -89,7 +89,7 @@ def summary_of(run):
     return json.loads((run / "summary.json").read_text())
 
 
-def test_auto_goes_on_from_it_with_a_file_and_from_a_file_with_it(run, fit):
+def test_resume_auto_switches_between_checkpoint_folders_and_files(run, fit):
     """In one folder, in which both stand side by side; a file that stood there is replaced."""
     fit("resume=auto", "max_steps=4", "save_every=1", folder="run")
     assert at(run, 4).is_file() and at(run, 3).is_dir() and not at(run, 2).exists()
@@ -97,14 +97,14 @@ def test_auto_goes_on_from_it_with_a_file_and_from_a_file_with_it(run, fit):
     assert at(run, 5).is_dir() and at(run, 4).is_file() and not at(run, 3).exists()
 
 
-def test_another_model_or_optimizer_is_a_sentence(kept, fit):
+def test_resume_from_a_folder_with_another_model_or_optimizer_is_refused(kept, fit):
     with pytest.raises(Refused, match=r"is \(300, 32\) in the checkpoint and \(300, 64\) in this model"):
         fit(f"resume={kept}", "model.architecture.n_embd=64", "max_steps=5")
     with pytest.raises(Refused, match="cannot read the state of AdamW"):
         fit(f"resume={kept}", "optim=sgd", "max_steps=5")
 
 
-def test_what_was_killed_in_a_save_or_a_removal_is_no_checkpoint_and_goes(run, fit, monkeypatch):
+def test_leftovers_of_a_killed_save_or_removal_are_ignored_and_deleted(run, fit, monkeypatch):
     monkeypatch.setattr(checkpoint, "delete", lambda path: None)  # it was killed here
     checkpoint.AtomicCheckpointIO().remove_checkpoint(at(run, 2))
     monkeypatch.undo()
@@ -131,7 +131,7 @@ def replaced(path, monkeypatch, error, puts_back):
             draft.mkdir()
 
 
-def test_one_that_is_replaced_is_there_after_whatever_happens(run, monkeypatch):
+def test_replaced_checkpoint_survives_a_failed_or_killed_save(run, monkeypatch):
     """It is saved again at the same step, after an evaluation that makes it the best."""
     replaced(at(run, 3), monkeypatch, OSError(28, "No space left on device"), puts_back=True)
     assert at(run, 3).exists() and intact(at(run, 3))
@@ -144,7 +144,7 @@ def test_one_that_is_replaced_is_there_after_whatever_happens(run, monkeypatch):
     assert [file.name for file in at(run, 3).iterdir()] == ["new"] and not atomic_files.old_of(at(run, 3)).exists()
 
 
-def test_an_index_without_room_fails_with_the_number_of_the_system(tmp_path, monkeypatch):
+def test_full_disk_while_writing_the_index_is_an_os_error(tmp_path, monkeypatch):
     """torch's own error has none once it has come to another process."""
 
     def full(*_):
@@ -159,7 +159,7 @@ def test_an_index_without_room_fails_with_the_number_of_the_system(tmp_path, mon
     assert failed.value.errno == 28 and failed.value.filename == str(tmp_path / checkpoint_folder.INDEX)
 
 
-def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
+def test_checkpoint_with_a_non_finite_weight_is_not_saved(config, fit, monkeypatch):
     from lowmem.training.module import CausalLM
 
     step = CausalLM.training_step
@@ -175,7 +175,7 @@ def test_a_weight_that_is_not_finite_is_not_saved(config, fit, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
+def test_adapter_of_a_sharded_model_is_merged_as_by_one_process(fit):
     """It started at random, so it has no base elsewhere."""
     _, divided = fit(*RUN, "adapter=lora", folder="divided")
     (content, stored) = checkpoint_folder.load(at(divided, 3))
@@ -188,7 +188,7 @@ def test_an_adapter_of_a_divided_model_is_merged_as_that_of_one_process(fit):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("merged", [False, True])
-def test_an_adapter_beside_a_published_base_is_written_alone_or_merged(kept, fit, merged):
+def test_sharded_adapter_on_a_published_base_is_exported_alone_or_merged(kept, fit, merged):
     base = ("model=hf", f"model.name={kept / 'model'}", "adapter=lora", f"merge={merged}".lower())
     _, divided = fit(*RUN, *base, folder="divided")
     _, alone = fit(f"export={divided}", *base, folder="alone")

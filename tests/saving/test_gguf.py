@@ -86,7 +86,7 @@ def alone(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama3's rope"])  # which transformers ignores
-def test_transformers_reads_the_same_weights_from_the_file(tmp_path, alone, name, dtype):
+def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, alone, name, dtype):
     heads = {"head_dim": 128} if name == "qwen3" else {}  # transformers reads no other size from a GGUF
     network = written(tmp_path / "model", MODELS[name] | heads, dtype=dtype)
     file = gguf.write(tmp_path / "model")
@@ -96,7 +96,7 @@ def test_transformers_reads_the_same_weights_from_the_file(tmp_path, alone, name
         assert torch.equal(theirs[key], weight.float()), key
 
 
-def test_rows_in_the_order_of_transformers_are_not_what_llama_cpp_reads(tmp_path, alone, monkeypatch):
+def test_unpermuted_attention_rows_in_a_gguf_file_are_caught(tmp_path, alone, monkeypatch):
     """The deliberately wrong variant."""
     monkeypatch.setattr(gguf, "_in_pairs", lambda tensor, heads: tensor)
     network = written(tmp_path / "model", MODELS["llama"])
@@ -106,7 +106,7 @@ def test_rows_in_the_order_of_transformers_are_not_what_llama_cpp_reads(tmp_path
     assert not torch.equal(read.get_parameter(name), network.get_parameter(name))
 
 
-def test_a_file_that_nobody_verified_is_named_so_and_replaces_an_older_one(tmp_path, alone, caplog):
+def test_unverified_gguf_file_has_that_name_and_replaces_an_older_file(tmp_path, alone, caplog):
     written(tmp_path / "model", MODELS["llama"])
     (tmp_path / "model" / gguf.NAME).touch()
     with caplog.at_level("INFO"):
@@ -127,13 +127,13 @@ def test_a_file_that_nobody_verified_is_named_so_and_replaces_an_older_one(tmp_p
         (MODELS["qwen2"] | {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_what_can(changes, says):
+def test_model_without_gguf_support_is_refused(changes, says):
     with pytest.raises(Refused, match=says) as refusal:
         gguf.check(AutoConfig.for_model(**changes), tokenizer())
     assert "convert_hf_to_gguf.py" in str(refusal.value)
 
 
-def test_a_tokenizer_that_splits_otherwise_is_refused():
+def test_tokenizer_without_gguf_support_is_refused():
     made, none = tokenizer(), tokenizer()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     none.backend_tokenizer.pre_tokenizer = None
@@ -144,7 +144,7 @@ def test_a_tokenizer_that_splits_otherwise_is_refused():
         assert gguf._pre(json.loads(tokenizer(kind).backend_tokenizer.to_str())) == kind
 
 
-def test_an_adapter_alone_is_refused_when_it_is_typed(command):
+def test_gguf_export_of_an_adapter_without_merge_is_refused(command):
     code, said = command("adapter=lora", "export_format=gguf", "model.pretrained=true", "model.name=x")
     assert (
         code == 1 and "export_format=gguf: an adapter alone is not a model for llama.cpp. Also type merge=true" in said
@@ -152,7 +152,7 @@ def test_an_adapter_alone_is_refused_when_it_is_typed(command):
 
 
 @pytest.mark.matrix
-def test_a_run_writes_the_file_and_an_export_writes_it_again(fit, alone):
+def test_run_and_export_write_the_same_gguf_file(fit, alone):
     _, run = fit("max_steps=1", "export_format=gguf")
     file = run / "model" / gguf.UNVERIFIED
     before = file.read_bytes()
@@ -161,7 +161,7 @@ def test_a_run_writes_the_file_and_an_export_writes_it_again(fit, alone):
     assert (run.parent / "other" / "model" / gguf.UNVERIFIED).read_bytes()[-1000:] == before[-1000:]
 
 
-def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path, alone):
+def test_gguf_file_names_end_of_turn_beside_end_of_text(tmp_path, alone):
     network = written(tmp_path / "model", MODELS["llama"])
     network.generation_config.eos_token_id = [1, 2]
     network.generation_config.save_pretrained(tmp_path / "model")
@@ -170,7 +170,7 @@ def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path, alone):
 
 
 @pytest.mark.matrix
-def test_a_run_whose_file_is_wrong_is_complete_and_says_what_to_type(command, tmp_path, monkeypatch):
+def test_run_with_a_wrong_gguf_file_is_complete_and_says_what_to_type(command, tmp_path, monkeypatch):
     def write(folder):
         raise Refused("llama.cpp cannot compute with the file (x).")
 
@@ -207,7 +207,7 @@ def llama(tmp_path_factory):
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_computes_the_same(tmp_path, llama, name, kind):
+def test_llama_cpp_computes_the_logits_of_transformers(tmp_path, llama, name, kind):
     written(tmp_path / "model", MODELS[name], kind)
     assert gguf.write(tmp_path / "model").name == gguf.NAME
 
@@ -216,7 +216,7 @@ def test_llama_cpp_computes_the_same(tmp_path, llama, name, kind):
 @pytest.mark.matrix
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["rows", "rope", "tokens", "letters"])
-def test_llama_cpp_tells_a_wrong_file(tmp_path, llama, monkeypatch, wrong):
+def test_llama_cpp_check_finds_a_wrong_gguf_file(tmp_path, llama, monkeypatch, wrong):
     if wrong == "rows":
         monkeypatch.setattr(gguf, "_in_pairs", lambda tensor, heads: tensor)
     if wrong == "rope":
@@ -236,13 +236,13 @@ def test_llama_cpp_tells_a_wrong_file(tmp_path, llama, monkeypatch, wrong):
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_a_model_of_few_positions_is_compared_at_these(tmp_path, llama):
+def test_gguf_check_uses_at_most_the_positions_of_the_model(tmp_path, llama):
     written(tmp_path / "model", MODELS["gpt2"] | {"n_positions": 16})
     assert gguf.write(tmp_path / "model").name == gguf.NAME
 
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_llama_cpp_computes_a_real_model(tmp_path, llama):
+def test_llama_cpp_computes_the_logits_of_a_real_model(tmp_path, llama):
     shutil.copytree(folder_or_skip(), tmp_path / "model")
     assert gguf.write(tmp_path / "model") == Path(tmp_path / "model" / gguf.NAME)

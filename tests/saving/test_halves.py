@@ -47,7 +47,7 @@ slow = pytest.mark.matrix
     ("precision", "forgets"),
     [("32", True), *(pytest.param(p, False, marks=slow) for p in ("32", "bf16-sr", "bf16-master"))],
 )
-def test_a_run_goes_on_from_halves_as_from_the_whole(fit, stopped, monkeypatch, precision, forgets):
+def test_resume_from_split_weights_equals_resume_from_fp32_weights(fit, stopped, monkeypatch, precision, forgets):
     """Forgets, the wrong variant: what the upper halves have lost stays behind."""
     if forgets:
         monkeypatch.setattr("lowmem.training.module.joined", lambda upper, rest: upper)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_halves_as_from_the_whole(fit, stopped, monkeypatch, 
 
 
 @linux
-def test_only_the_pages_of_the_file_are_let_go_where_tensors_share_a_storage(tmp_path, monkeypatch):
+def test_page_out_releases_only_the_pages_of_the_mapped_file(tmp_path, monkeypatch):
     flat = torch.arange(4 * EACH, dtype=torch.int16)
     torch.save({str(i): flat[i * EACH : (i + 1) * EACH] for i in range(4)}, tmp_path / "x.ckpt")
     mapped = torch.load(tmp_path / "x.ckpt", mmap=True, weights_only=True)
@@ -89,7 +89,7 @@ MORE = [
 
 @pytest.mark.rows("how0-first0-then0")
 @pytest.mark.parametrize(("how", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
-def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights_are(fit, how, first, then):
+def test_resume_with_other_weight_placement_equals_the_unbroken_run(fit, how, first, then):
     lines = (*how, *LONG)
     _, whole = fit(*lines, *then, folder="whole")
     _, part = fit(*lines, *first, "max_steps=3", "scheduler.total_steps=6", folder="part")
@@ -104,7 +104,7 @@ def test_a_run_that_stopped_and_goes_on_is_the_unbroken_run_wherever_its_weights
 @pytest.mark.parametrize(
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
-def test_what_a_streamed_run_has_left_is_evaluated_exported_and_written_with(fit, config, how):
+def test_streamed_checkpoint_is_evaluated_exported_and_generated_from_bit_exactly(fit, config, how):
     """In all of its bits, streamed and resident."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")

@@ -93,7 +93,7 @@ def everything(run):
         pytest.param(40, moments(20, in_saves=8), id="20 times", marks=pytest.mark.matrix),
     ],
 )
-def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deaths):
+def test_run_killed_repeatedly_equals_the_unbroken_run(fit, life, steps, deaths):
     _, run = fit(*RUN, f"max_steps={steps}", "logger=none", folder="unbroken")
     unbroken, found = everything(run), dies_and_goes_on(*life, deaths, steps)
     assert found.keys() == unbroken.keys() and all(torch.equal(found[key], unbroken[key]) for key in found)
@@ -107,7 +107,7 @@ def test_killed_again_and_again_a_run_is_the_unbroken_run(fit, life, steps, deat
         pytest.param(40, moments(20, in_saves=8, seed=1), id="20 times", marks=pytest.mark.matrix),
     ],
 )
-def test_a_run_with_a_drive_that_is_killed_again_and_again_is_the_unbroken_run(fit, life, tmp_path, steps, deaths):
+def test_run_with_a_drive_killed_repeatedly_equals_the_unbroken_run(fit, life, tmp_path, steps, deaths):
     streams = ("weights=streamed", "loss=tiled", "gradient_checkpointing=every_layer", "clip=null")
     drive = tmp_path / "drive"
     _, run = fit(*RUN, *streams, f"max_steps={steps}", "logger=none", folder="unbroken")
@@ -119,7 +119,7 @@ def test_a_run_with_a_drive_that_is_killed_again_and_again_is_the_unbroken_run(f
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_a_writer_without_the_final_rename_is_caught(life):
+def test_checkpoint_writer_without_the_final_rename_is_caught(life):
     folder, live = life
     assert live(("half a file", 1), renames=False) == -signal.SIGKILL
     assert not names_tell_the_truth(folder)

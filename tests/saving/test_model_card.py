@@ -24,7 +24,7 @@ def head(text):
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def test_it_is_made_of_the_summary_alone(whole):
+def test_model_card_is_made_from_the_summary(whole):
     summary, run = whole
     text = (run / "model" / "README.md").read_text()
     assert text == card(json.loads((run / "summary.json").read_text()))
@@ -42,7 +42,7 @@ def test_it_is_made_of_the_summary_alone(whole):
     assert not re.search(r"[\s'\"=`(]/\w", text) and str(Path.home()) not in text
 
 
-def test_a_published_base_an_adapter_and_several_sets(whole):
+def test_model_card_names_base_model_adapter_and_validation_sets(whole):
     sets = [{"name": name, "loss": 1.0, "perplexity": 2.718, "bits_per_byte": 0.5} for name in ("news", "wiki")]
     changed = {
         "base_model": "meta-llama/Llama-3.2-1B",
@@ -65,7 +65,7 @@ def test_a_published_base_an_adapter_and_several_sets(whole):
         assert said in text
 
 
-def test_the_command_has_no_place_of_the_machine():
+def test_command_in_the_model_card_has_no_local_paths():
     typed = ["model=hf", "model.name=meta-llama/Llama-3.2-1B", "data=text", "data.path=/home/me/my notes", "lr=1e-4"]
     more = ["hydra.run.dir=/data/x", "cache_dir=/data/y", "+a.b='~/x/y.txt'", "model.name=../models/mine", "push=me/it"]
     assert command([*typed, *more]) == (
@@ -74,11 +74,11 @@ def test_the_command_has_no_place_of_the_machine():
     )
 
 
-def test_a_data_set_of_the_hub_keeps_its_name():
+def test_command_in_the_model_card_keeps_the_name_of_a_hub_data_set():
     assert command(["data=hub", "data.path=org/chats"]) == "python train.py data=hub data.path=org/chats"
 
 
-def test_the_command_leaves_out_what_typing_it_sets_again():
+def test_command_in_the_model_card_omits_implied_null_overrides():
     assert command(["experiment=chat_lora_8gb", "max_steps=9", "epochs=null"]) == (
         "python train.py experiment=chat_lora_8gb max_steps=9"
     )
@@ -112,7 +112,7 @@ def test_push_uploads_the_whole_folder(fit, monkeypatch, caplog):
     assert files >= {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_without_a_network_it_is_a_sentence_and_the_run_is_whole(command, tmp_path):
+def test_push_without_a_network_is_reported_and_the_run_is_complete(command, tmp_path):
     code, said = command("max_steps=1", "push=me/it")
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and not (run / "failed.txt").exists()
@@ -121,7 +121,7 @@ def test_without_a_network_it_is_a_sentence_and_the_run_is_whole(command, tmp_pa
     assert (run / "model" / "README.md").exists() and json.loads((run / "summary.json").read_text())["steps"] == 1
 
 
-def test_where_nothing_is_written_nothing_is_pushed(command):
+def test_push_is_refused_for_an_evaluation_or_an_invalid_hub_id(command):
     for lines, says in ((("evaluate=x", "push=me/it"), "export=<a run>"), (("push=mine",), "a hub id")):
         code, said = command(*lines)
         assert code == 1 and says in said

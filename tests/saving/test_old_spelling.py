@@ -63,7 +63,7 @@ def written(config):
 
 
 @pytest.mark.parametrize("model_type", OLD)
-def test_a_configuration_has_the_keys_that_transformers_4_reads(model_type):
+def test_exported_config_has_the_keys_of_transformers_4(model_type):
     keys, older = OLD[model_type]
     said = old_config(written(AutoConfig.for_model(model_type, dtype="bfloat16", **keys)))
     assert said["torch_dtype"] == said["dtype"] == "bfloat16"
@@ -77,7 +77,7 @@ def test_a_configuration_has_the_keys_that_transformers_4_reads(model_type):
         assert said["rope_scaling"] == LONG | {"type": "longrope"}  # three keys: it refuses any other number
 
 
-def test_a_text_model_inside_another_one_has_them_too():
+def test_exported_nested_text_config_has_the_keys_of_transformers_4():
     said = old_config(written(AutoConfig.for_model("gemma3")))
     assert said["text_config"]["rope_local_base_freq"] == 10_000.0 and "rope_theta" not in said
 
@@ -100,12 +100,12 @@ def same_in_5(config, folder):
 
 
 @pytest.mark.parametrize("model_type", OLD)
-def test_transformers_5_reads_the_old_spelling_as_its_own(tmp_path, model_type):
+def test_transformers_5_reads_exported_configs_unchanged(tmp_path, model_type):
     same_in_5(AutoConfig.for_model(model_type, **OLD[model_type][0]), tmp_path)
 
 
 @pytest.mark.matrix
-def test_transformers_5_reads_the_old_spelling_of_every_causal_model(tmp_path):
+def test_transformers_5_reads_exported_configs_of_every_causal_model_unchanged(tmp_path):
     found = 0
     for model_type in CONFIG_MAPPING:
         try:
@@ -118,13 +118,13 @@ def test_transformers_5_reads_the_old_spelling_of_every_causal_model(tmp_path):
     assert found > 100
 
 
-def test_infinity_is_written_as_transformers_4_reads_it(tmp_path):
+def test_exported_config_writes_infinity_for_transformers_4(tmp_path):
     AutoConfig.for_model("mamba2", time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
     rewrite_config(tmp_path, None)
     assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]
 
 
-def test_layers_that_predict_several_tokens_are_not_promised():
+def test_exported_config_omits_multi_token_prediction_layers():
     said = old_config({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "text_config": {"model_type": "x"}})
     assert said["num_nextn_predict_layers"] == 0
 
@@ -134,7 +134,7 @@ def test_layers_that_predict_several_tokens_are_not_promised():
 
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
-def test_the_configuration_says_tied_where_the_weights_are(tmp_path, says, shares):
+def test_exported_config_says_tied_only_if_weights_are_tied(tmp_path, says, shares):
     model = network("llama", tie_word_embeddings=says)
     embedding = model.get_input_embeddings().weight
     model.lm_head.weight = embedding if shares else nn.Parameter(2 * embedding.detach())
@@ -182,7 +182,7 @@ def exported(tokenizer, folder):
         ("Qwen2Tokenizer", "Qwen2Tokenizer"),
     ],
 )
-def test_a_tokenizer_goes_out_with_a_class_that_transformers_4_knows(tmp_path, came, goes):
+def test_exported_tokenizer_has_a_class_of_transformers_4(tmp_path, came, goes):
     tokenizer = words() if came is None else came_as(tmp_path / "in", came)
     said = exported(tokenizer, tmp_path / "out")
     assert said["tokenizer_class"] == goes
@@ -195,13 +195,13 @@ def test_a_tokenizer_goes_out_with_a_class_that_transformers_4_knows(tmp_path, c
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_class_that_asks_whether_texts_begin_with_a_token_is_told(tmp_path, bos):
+def test_exported_tokenizer_says_whether_texts_begin_with_bos(tmp_path, bos):
     """Llama's and Gemma's class of transformers 4 add one unless they are told not to."""
     said = exported(came_as(tmp_path / "in", "GemmaTokenizerFast", bos=bos), tmp_path / "out")
     assert (said["add_bos_token"], said["add_eos_token"]) == (bos, False)
 
 
-def test_a_class_that_would_compute_something_else_is_not_named(tmp_path):
+def test_tokenizer_class_that_would_encode_differently_is_not_exported(tmp_path):
     """GPT-NeoX's class of transformers 5 drops what tokenizer.json puts before a text."""
     tokenizer = came_as(tmp_path / "in", "GPTNeoXTokenizerFast")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -212,13 +212,13 @@ def test_a_class_that_would_compute_something_else_is_not_named(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids == tokenizer("a").input_ids == [1, 4]
 
 
-def test_a_tokenizer_whose_own_folder_is_gone_is_written(tmp_path):
+def test_tokenizer_whose_source_folder_is_gone_is_exported(tmp_path):
     tokenizer = came_as(tmp_path / "in", "Qwen2Tokenizer")
     shutil.rmtree(tmp_path / "in")
     assert exported(tokenizer, tmp_path / "out")["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_an_adapters_folder_has_the_same_tokenizer(tmp_path):
+def test_exported_adapter_folder_has_the_tokenizer_of_transformers_4(tmp_path):
     model = network("llama")
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
     export_adapter(model, ModelFolder(tmp_path / "out", words()), False, "somebody/base")

@@ -46,7 +46,7 @@ def highest(work):
 @linux
 @pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.matrix) for w in WRONG)])
 @in_a_new_process
-def test_halves_move_in_are_saved_and_read_again_without_a_second_model(tmp_path, wrong, monkeypatch):
+def test_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path, wrong, monkeypatch):
     """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
     ours, weights = module()
     masters, file = [], tmp_path / "step-00000001.ckpt"
@@ -114,7 +114,7 @@ print(max(peak, anonymous()) - before)
 @pytest.mark.process
 @pytest.mark.parametrize("wrong", ["", "wrong"])
 @pytest.mark.parametrize("held", ["halves", "at random"])
-def test_from_files_into_its_homes_a_model_is_in_memory_once(tmp_path, held, wrong):
+def test_loading_files_into_host_blocks_holds_the_model_once(tmp_path, held, wrong):
     """300 MB in shards. Over what the host holds in the end: a block, a tensor, and what importing the class took."""
     keys = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     with torch.device("meta"):

@@ -57,7 +57,7 @@ def of(seed):
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],
 )
-def test_each_goes_on_with_its_own_state_or_all_draw_anew(caplog, there, here, goes_on):
+def test_ranks_restore_their_own_random_state_or_all_reseed(caplog, there, here, goes_on):
     content, (kind, data_ranks) = saved(*there), here
     with caplog.at_level(logging.INFO):
         drawn = [drawn_by(kind(rank, data_ranks), content) for rank in range(len(data_ranks))]
@@ -68,20 +68,20 @@ def test_each_goes_on_with_its_own_state_or_all_draw_anew(caplog, there, here, g
         assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
-def test_one_process_that_goes_on_from_two_seeds_itself_by_the_window(caplog):
+def test_one_process_resuming_from_two_seeds_by_window(caplog):
     two = saved(Several, [0, 1])
     drawn = [drawn_by(OneDevice(), two, window) for window in (3, 4)]
     assert torch.equal(drawn[0], of(7 + 3)) and torch.equal(drawn[1], of(7 + 4))
 
 
-def test_a_state_of_before_there_were_several(caplog):
+def test_random_state_of_a_single_process_checkpoint_format_is_restored(caplog):
     torch.manual_seed(100)
     assert torch.equal(drawn_by(OneDevice(), {"random_states": {"cpu": torch.get_rng_state()}}), of(100))
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("first", "own", "late"), [(100.0, 0.0, True), (0.0, 100.0, False)])
-def test_when_it_is_time_to_save_the_clock_of_the_first_says(monkeypatch, tmp_path, first, own, late):
+def test_time_to_save_is_decided_by_the_clock_of_rank_0(monkeypatch, tmp_path, first, own, late):
     """Each has waited differently. The deliberately wrong variant asks its own."""
     from lowmem.saving import checkpoint
 

@@ -44,7 +44,7 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_what_any_number_of_processes_wrote_any_other_number_reads(tmp_path, size, dim):
+def test_checkpoint_of_any_number_of_processes_is_read_by_any_other_number(tmp_path, size, dim):
     whole = tensors()
     saved_by(size, tmp_path / "step-00000001.ckpt", whole, {"x": 1}, dim)
     content, stored = checkpoint_folder.load(tmp_path / "step-00000001.ckpt")
@@ -62,7 +62,7 @@ def test_what_any_number_of_processes_wrote_any_other_number_reads(tmp_path, siz
 
 
 @pytest.mark.wrong
-def test_a_piece_in_another_place_is_seen(tmp_path):
+def test_exchanged_pieces_in_the_index_are_caught(tmp_path):
     """The deliberately wrong variant of the test above: an index that has exchanged the places of two equal pieces."""
     whole = {"matrix": torch.randn(8, 3)}
     saved_by(2, tmp_path / "folder", whole)
@@ -72,14 +72,14 @@ def test_a_piece_in_another_place_is_seen(tmp_path):
     assert not same_bits(read(stored, "matrix"), whole["matrix"])
 
 
-def test_what_several_hold_alike_is_written_once(tmp_path):
+def test_replicated_tensor_is_written_once(tmp_path):
     saved_by(4, tmp_path / "folder", {"number": torch.tensor(1.0)})
     _, stored = checkpoint_folder.load(tmp_path / "folder")
     assert len(stored.tensors["number"]["pieces"]) == 1
     assert sum(file.stat().st_size for file in (tmp_path / "folder").glob("part-*")) == 4
 
 
-def test_it_is_read_into_what_has_another_dtype_or_lies_the_other_way_round(tmp_path):
+def test_stored_tensor_is_read_into_another_dtype_or_layout(tmp_path):
     whole = {"matrix": torch.randn(6, 4)}
     checkpoint_folder.save(tmp_path / "folder", whole, {}, ALONE)
     _, stored = checkpoint_folder.load(tmp_path / "folder")
@@ -89,7 +89,7 @@ def test_it_is_read_into_what_has_another_dtype_or_lies_the_other_way_round(tmp_
     assert same_bits(narrow, whole["matrix"].bfloat16()) and same_bits(turned.t(), whole["matrix"])
 
 
-def test_names_under_a_prefix(tmp_path):
+def test_stored_tensors_are_listed_under_a_prefix(tmp_path):
     checkpoint_folder.save(tmp_path / "folder", {"a/x": torch.ones(2), "b/x": torch.zeros(2)}, {}, ALONE)
     of_b = checkpoint_folder.load(tmp_path / "folder")[1].under("b/")
     assert list(of_b) == ["x"] and same_bits(read(of_b, "x"), torch.zeros(2))
@@ -112,7 +112,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("at", ["_written", "_entry"])
-def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path, monkeypatch, at):
+def test_failed_save_keeps_the_previous_checkpoint_folder_only(tmp_path, monkeypatch, at):
     path = tmp_path / "step-00000001.ckpt"
     checkpoint_folder.save(path, {"x": torch.ones(3)}, {}, ALONE)
     monkeypatch.setattr(checkpoint_folder, at, lambda *_: FullDisk(None).write(b""))
@@ -124,7 +124,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path, monk
 
 
 @pytest.mark.parametrize("there", ["file", "folder"])
-def test_it_takes_the_place_of_what_stood_there(tmp_path, there):
+def test_checkpoint_folder_replaces_an_existing_file_or_folder(tmp_path, there):
     path = tmp_path / "step-00000001.ckpt"
     if there == "file":
         path.write_text("")
@@ -144,7 +144,7 @@ def test_it_takes_the_place_of_what_stood_there(tmp_path, there):
         (None, None),
     ],
 )
-def test_what_one_process_cannot_do_all_give_up(failure, heard):
+def test_failure_of_one_process_fails_the_save_on_all(failure, heard):
     said = []
 
     def tells():
@@ -171,7 +171,7 @@ def test_what_one_process_cannot_do_all_give_up(failure, heard):
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_flipped_bit_is_found_wherever_it_is_or_changes_nothing(tmp_path, monkeypatch, compares):
+def test_flipped_bit_in_a_checkpoint_folder_is_detected(tmp_path, monkeypatch, compares):
     """One in every eleventh byte of each file. Not to compare the digests is the deliberately wrong variant."""
     whole, path = tensors(), tmp_path / "step-00000001.ckpt"
     saved_by(2, path, whole, {"steps": 7})
@@ -199,7 +199,7 @@ def is_what_was_written(path, whole):
 
 @pytest.mark.parametrize("file", ["index.pt", "part-00000.bin", "part-00001.bin"])
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_file_that_is_missing_or_cut_short_is_no_end(tmp_path, file, damage):
+def test_checkpoint_folder_with_a_missing_or_truncated_file_is_incomplete(tmp_path, file, damage):
     saved_by(2, path := tmp_path / "step-00000001.ckpt", tensors())
     assert checkpoint_folder.has_its_end(path) and checkpoint_folder.intact(path)
     if damage == "missing":
@@ -209,7 +209,7 @@ def test_a_file_that_is_missing_or_cut_short_is_no_end(tmp_path, file, damage):
     assert not checkpoint_folder.has_its_end(path) and not checkpoint_folder.intact(path)
 
 
-def test_an_index_that_runs_code_is_not_read(tmp_path):
+def test_checkpoint_index_that_runs_code_is_not_loaded(tmp_path):
     checkpoint_folder.save(
         path := tmp_path / "folder", {"x": torch.ones(3)}, {"bomb": Bomb(tmp_path / "went off")}, ALONE
     )
@@ -230,7 +230,7 @@ COUNT, EACH = 10, 2_000_000  # 8 MB each
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
-def test_saving_needs_room_for_one_tensor_at_a_time(tmp_path, monkeypatch, wrong):
+def test_saving_a_checkpoint_folder_copies_one_tensor_at_a_time(tmp_path, monkeypatch, wrong):
     """Each must be copied, as from a card; wrong: the copies are kept, as torch's own writer does."""
     whole, written, kept = {str(i): torch.ones(4, EACH // 4).t() for i in range(COUNT)}, checkpoint_folder._written, []
 
@@ -246,7 +246,7 @@ def test_saving_needs_room_for_one_tensor_at_a_time(tmp_path, monkeypatch, wrong
 
 
 @linux
-def test_a_part_is_read_alone_and_then_let_go(tmp_path):
+def test_reading_one_shard_keeps_only_that_shard_in_memory(tmp_path):
     """A quarter of the rows, of files that hold all of them."""
     saved_by(1, tmp_path / "folder", {str(i): torch.full((4, EACH // 4), float(i)) for i in range(COUNT)})
     _, stored = checkpoint_folder.load(tmp_path / "folder")

@@ -110,7 +110,7 @@ def network(model_type):
     return made
 
 
-def test_transformers_4_computes_the_same_of_every_folder(tmp_path, old_python):
+def test_transformers_4_computes_equal_logits_and_tokens_from_exported_folders(tmp_path, old_python):
     quiet()
     ids, ours = torch.arange(24)[None] * 7 % 300, {}  # (1, T)
     for number, model_type in enumerate(MODELS):

@@ -29,7 +29,7 @@ def read(file):
 
 
 @pytest.mark.parametrize(("columns", "until"), [(["step", "loss"], 3), (["step", "loss", "new"], math.inf)])
-def test_a_process_that_is_killed_while_it_writes_old_rows_again_loses_none(written, monkeypatch, columns, until):
+def test_process_killed_while_rewriting_csv_rows_loses_none(written, monkeypatch, columns, until):
     def killed(*_):
         raise Killed
 
@@ -39,7 +39,7 @@ def test_a_process_that_is_killed_while_it_writes_old_rows_again_loses_none(writ
     assert read(written) == ROWS
 
 
-def test_a_resume_keeps_earlier_rows_and_drops_later_and_incomplete_ones(written):
+def test_reopened_csv_keeps_earlier_rows_and_drops_later_and_incomplete_ones(written):
     written.write_text(written.read_text() + "3,1.")  # cut short, although each column has a value
     out, writer, last = csv_rows.open_csv(written, ["step", "new"], 3)
     with out:
@@ -48,7 +48,7 @@ def test_a_resume_keeps_earlier_rows_and_drops_later_and_incomplete_ones(written
     assert last == {"step": "3", "loss": "1.5"}
 
 
-def test_lines_of_json_are_cut_after_a_step_and_survive_a_kill(tmp_path, monkeypatch):
+def test_jsonl_file_is_truncated_after_a_step_and_survives_a_kill(tmp_path, monkeypatch):
     file = tmp_path / "samples.jsonl"
     lines = [f'{{"step": {step}}}\n' for step in (1, 2, 3)]
     file.write_text("".join(lines) + '{"step": 3, "te')

@@ -9,7 +9,7 @@ from lowmem.training.module import CausalLM
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_run_computes_with_deterministic_algorithms_if_it_is_typed(fit, monkeypatch, wanted):
+def test_deterministic_algorithms_are_enabled_during_a_run_if_requested(fit, monkeypatch, wanted):
     seen, step = [], CausalLM.training_step
 
     def looking(self, *arguments):
@@ -23,7 +23,7 @@ def test_a_run_computes_with_deterministic_algorithms_if_it_is_typed(fit, monkey
     assert seen == [(wanted, False)] and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operator_without_such_an_algorithm_is_refused(fit, monkeypatch):
+def test_operator_without_a_deterministic_algorithm_is_refused(fit, monkeypatch):
     def breaks(*_):
         raise RuntimeError(f"scatter_cuda {REFUSED}, but you set 'torch.use_deterministic_algorithms(True)'.")
 
@@ -33,14 +33,14 @@ def test_an_operator_without_such_an_algorithm_is_refused(fit, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_other_errors_are_what_they_were():
+def test_unrelated_errors_pass_through_deterministic_unchanged():
     with pytest.raises(RuntimeError, match="out of luck"), deterministic(True):
         raise RuntimeError("out of luck")
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.gpu
-def test_on_a_card_attention_then_gives_the_same_bits_each_time():
+def test_on_a_card_deterministic_attention_repeats_its_gradient_bits():
     q, k, v = (torch.randn(4, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def gradients():

@@ -24,7 +24,7 @@ def _is_of_text(call: ast.Call) -> bool:
     return name != "os.open" and name.split(".")[-1] == "open" and "b" not in "".join(map(ast.unparse, mode))
 
 
-def test_every_text_file_has_an_encoding():
+def test_every_text_file_is_opened_with_an_encoding():
     files = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.py")]
     found = {str(file): in_the_locales_encoding(file.read_text(encoding="utf-8")) for file in files}
     assert {file: lines for file, lines in found.items() if lines} == {}
@@ -40,13 +40,13 @@ def test_every_text_file_has_an_encoding():
         ("a.open()", "a.open('rb')"),
     ],
 )
-def test_one_without_is_found(call, binary):
+def test_open_without_an_encoding_is_found(call, binary):
     assert in_the_locales_encoding(call) == [1]
     assert in_the_locales_encoding(f"{call[:-1]}, encoding='utf-8')".replace("(,", "(")) == []
     assert binary is None or in_the_locales_encoding(binary) == []
 
 
-def test_what_a_terminal_cannot_show_is_escaped_and_ends_no_run(monkeypatch):
+def test_unprintable_characters_are_escaped_on_the_terminal(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(sys, "stdout", shown)

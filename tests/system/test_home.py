@@ -22,7 +22,7 @@ def no_home(request, monkeypatch, tmp_path):
     return path
 
 
-def test_libraries_get_a_temporary_folder_and_fetched_models_stay(no_home, monkeypatch):
+def test_read_only_home_gives_libraries_a_temporary_folder_and_keeps_hf_home(no_home, monkeypatch):
     monkeypatch.setenv("MPLCONFIGDIR", "/mine")
     home.replace_if_read_only()
     folder = Path(os.environ["WANDB_DATA_DIR"])
@@ -33,13 +33,13 @@ def test_libraries_get_a_temporary_folder_and_fetched_models_stay(no_home, monke
     assert os.environ["WANDB_DATA_DIR"] == str(folder)
 
 
-def test_a_home_folder_that_can_be_written_is_left_alone(no_home, monkeypatch):
+def test_writable_home_folder_is_left_unchanged(no_home, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     home.replace_if_read_only()
     assert not any(name in os.environ for name in home.FOLDERS)
 
 
-def test_every_command_asks_before_it_runs(monkeypatch):
+def test_every_command_checks_the_home_folder_before_it_runs(monkeypatch):
     order = []
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(home, "replace_if_read_only", lambda: order.append("home"))

@@ -14,7 +14,7 @@ def drawn(device) -> torch.Tensor:
 
 
 @each_device
-def test_restored_states_draw_the_same_numbers(device):
+def test_restored_random_states_draw_equal_numbers(device):
     states = captured(torch.device(device))
     first = drawn(device)
     assert not torch.equal(drawn(device), first)
@@ -22,7 +22,7 @@ def test_restored_states_draw_the_same_numbers(device):
     assert torch.equal(drawn(device), first)
 
 
-def test_states_of_a_device_that_is_not_here_are_left_out():
+def test_random_states_of_missing_devices_are_skipped():
     states = captured(CPU)
     first = torch.rand(3)
     restored([*states, torch.zeros(16, dtype=torch.uint8)], CPU)
@@ -30,7 +30,7 @@ def test_states_of_a_device_that_is_not_here_are_left_out():
 
 
 @each_device
-def test_a_seed_gives_the_numbers_of_manual_seed_and_changes_no_generator(device):
+def test_seeded_states_draw_the_numbers_of_manual_seed_and_change_no_generator(device):
     before = captured(torch.device(device))
     states = seeded(7, torch.device(device))
     assert all(map(torch.equal, captured(torch.device(device)), before))
@@ -41,7 +41,7 @@ def test_a_seed_gives_the_numbers_of_manual_seed_and_changes_no_generator(device
 
 
 @each_device
-def test_a_fork_ends_where_it_began_even_after_an_error(device):
+def test_forked_random_state_is_restored_even_after_an_error(device):
     before = captured(torch.device(device))
     with pytest.raises(ValueError, match="odd"), forked(torch.device(device)):
         drawn(device)

@@ -153,21 +153,21 @@ def ends_well(start, whole, folder, phase, name, deaf=False):
         ("export", "SIGINT"),
     ],
 )
-def test_a_signal_ends_a_run_and_nothing_is_lost(start, whole, tmp_path, phase, name):
+def test_signal_ends_a_run_without_losing_a_step(start, whole, tmp_path, phase, name):
     ends_well(start, whole, tmp_path, phase, name)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("phase", told.PHASES)
-def test_every_signal_in_every_phase(start, whole, tmp_path, phase, name):
+def test_every_signal_in_every_phase_ends_a_run_without_losing_a_step(start, whole, tmp_path, phase, name):
     ends_well(start, whole, tmp_path, phase, name)
 
 
 @pytest.mark.process
 @pytest.mark.wrong
 @pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.matrix), "step"])
-def test_a_handler_that_is_not_installed_is_caught(start, whole, tmp_path, phase):
+def test_missing_signal_handler_is_caught(start, whole, tmp_path, phase):
     with pytest.raises(AssertionError):
         ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
 
@@ -182,7 +182,7 @@ def test_a_handler_that_is_not_installed_is_caught(start, whole, tmp_path, phase
         pytest.param("sampling", marks=pytest.mark.matrix),
     ],
 )
-def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, phase):
+def test_second_signal_ends_the_run_at_once_and_is_recorded(start, tmp_path, phase):
     process = start(phase, f"hydra.run.dir={tmp_path}/run")
     seconds = tell(process, "SIGTERM", "SIGTERM", apart=0.3)
     assert process.exitcode == 143 and seconds < 2.0, process.said.read_text()
@@ -191,7 +191,7 @@ def test_a_second_signal_ends_at_once_and_the_folder_says_so(start, tmp_path, ph
 
 
 @pytest.mark.process
-def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
+def test_duplicate_delivery_of_one_signal_counts_once(start, tmp_path):
     """As `timeout` sends it, to the process and to its group."""
     process = start("step", f"hydra.run.dir={tmp_path}/run")
     tell(process, "SIGTERM", "SIGTERM", apart=0.05)
@@ -199,7 +199,7 @@ def test_one_signal_that_arrives_twice_is_one(start, tmp_path):
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_signal_in_a_step_ends_the_run_after_it_with_a_checkpoint(command, tmp_path, monkeypatch, name):
+def test_signal_inside_a_step_ends_the_run_after_the_step_with_a_checkpoint(command, tmp_path, monkeypatch, name):
     """The seam, in this process."""
     step, steps = CausalLM.training_step, []
 
@@ -219,7 +219,7 @@ def test_a_signal_in_a_step_ends_the_run_after_it_with_a_checkpoint(command, tmp
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_a_compiler_that_ctrl_c_has_ended_is_no_fault_of_the_run(command, tmp_path, monkeypatch, signalled):
+def test_compiler_killed_by_ctrl_c_ends_the_run_as_interrupted(command, tmp_path, monkeypatch, signalled):
     """The terminal sends it to the compiler, too, which torch reports as an error of its own."""
 
     def compiles(*_):
@@ -237,7 +237,7 @@ def test_a_compiler_that_ctrl_c_has_ended_is_no_fault_of_the_run(command, tmp_pa
     assert (why == "SIGINT: ended at once.\n") == signalled
 
 
-def test_what_was_ignored_stays_ignored():
+def test_ignored_signals_stay_ignored():
     """`nohup` ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -250,7 +250,7 @@ def test_what_was_ignored_stays_ignored():
     assert ended.value.code == 143 and signals.ending(RuntimeError()) is None
 
 
-def test_a_signal_that_became_another_error_is_found():
+def test_signal_wrapped_in_another_error_is_found():
     """torch's writer makes a RuntimeError of it."""
     try:
         try:

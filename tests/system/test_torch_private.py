@@ -38,7 +38,7 @@ class Seen(torch_private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_each_operator_also_in_backward():
+def test_dispatch_mode_sees_every_operator_including_backward():
     x = torch.ones(2, 2, requires_grad=True)
     with Seen() as seen:
         (x @ x).sum().backward()
@@ -47,7 +47,7 @@ def test_a_dispatch_mode_sees_each_operator_also_in_backward():
     assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
 
 
-def test_names_without_a_place_are_all_found_also_those_that_a_class_ignores():
+def test_all_unexpected_names_are_found_including_ignored_ones():
     model = networks.network("gpt2")
     tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors |= {name: torch.empty(1, device="meta") for name in ("transformer.h.0.attn.bias", "mtp.fc.weight")}
@@ -59,7 +59,7 @@ def test_names_without_a_place_are_all_found_also_those_that_a_class_ignores():
     assert set(info["unexpected_keys"]) == {"mtp.fc.weight"}, message
 
 
-def test_the_modes_of_a_thread_are_on_in_another_one():
+def test_dispatch_modes_of_a_thread_can_be_entered_in_another_thread():
     found = []
 
     def look(modes):
@@ -91,7 +91,7 @@ def test_fake_tensors_have_a_storage_without_memory():
     assert huge.untyped_storage().nbytes() == 4 << 40 and huge.device.type == "cpu", message
 
 
-def test_a_tensor_without_memory_is_made_as_torch_makes_it():
+def test_lean_fake_tensor_equals_torchs_fake_tensor():
     with torch_private.LeanFakeTensorMode() as mode:
         theirs = torch.empty(3, 4)
     made = mode.holding(torch.empty(3, 4, device="meta"))
@@ -102,7 +102,7 @@ def test_a_tensor_without_memory_is_made_as_torch_makes_it():
     assert keys[0] == keys[1], message
 
 
-def test_a_group_that_is_not_there_takes_part_in_everything():
+def test_fake_process_group_runs_collectives():
     message = breaks("plans of several devices")
 
     dist.init_process_group("fake", store=torch_private.FakeStore(), rank=3, world_size=8)
@@ -118,13 +118,13 @@ def test_a_group_that_is_not_there_takes_part_in_everything():
         dist.destroy_process_group()
 
 
-def test_a_groups_limit_is_one_that_is_set(group_of_one):
+def test_timeout_of_a_process_group_can_be_set(group_of_one):
     torch_private.set_timeout(group_of_one, timedelta(seconds=7))
     limit = group_of_one._get_backend(torch.device("cpu")).options._timeout
     assert limit == timedelta(seconds=7), breaks("the time limit of tensor parallelism")
 
 
-def test_what_others_send_is_waited_for_in_place(group_of_one):
+def test_wait_tensor_returns_its_input_storage(group_of_one):
     with Seen() as seen:
         funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", group_of_one))
     tensor = torch.ones(2)
@@ -133,7 +133,7 @@ def test_what_others_send_is_waited_for_in_place(group_of_one):
     assert torch_private.WAITS in seen.functions and came.data_ptr() == tensor.data_ptr(), message
 
 
-def test_buckets_are_made_anew_once_and_a_pass_that_left_one_out_is_told(group_of_one):
+def test_ddp_buckets_are_rebuilt_once_and_unreduced_parameters_are_detected(group_of_one):
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     ddp = nn.parallel.DistributedDataParallel(Summed(layers), gradient_as_bucket_view=True)
     places = []
@@ -157,13 +157,13 @@ class Summed(nn.Module):
         return sum(layer(x).sum() for layer in self.layers[:count])
 
 
-def test_a_sum_of_which_each_rank_keeps_a_part_is_an_operator(group_of_one):
+def test_reduce_scatter_is_a_dispatched_operator(group_of_one):
     with Seen() as seen:
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))
     assert torch_private.ADDS_IN_PARTS in seen.functions, breaks("plans of fsdp over gloo, which adds a copy")
 
 
-def test_numbers_become_a_tensor_by_an_operator_and_are_compared_by_one():
+def test_tensor_creation_and_comparison_are_dispatched_operators():
     with Seen() as seen:
         torch.equal(torch.tensor([1]), torch.tensor([1]))
         torch.allclose(torch.tensor([1]), torch.tensor([1]))
@@ -171,7 +171,7 @@ def test_numbers_become_a_tensor_by_an_operator_and_are_compared_by_one():
     assert any(func in torch_private.MAKES_OF_NUMBERS for func in seen.functions), breaks("plans of several devices")
 
 
-def test_a_question_for_the_device_is_an_operator():
+def test_device_query_is_a_dispatched_operator():
     class Counted(torch_private.LeanFakeTensorMode):
         asked = 0
 
@@ -184,7 +184,7 @@ def test_a_question_for_the_device_is_an_operator():
     assert mode.asked, breaks("the time of a plan: that it is answered at once")
 
 
-def test_a_storage_has_one_key_and_no_other_has_it():
+def test_storage_key_is_unique_and_stable():
     with torch_private.LeanFakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
     for one, other in ((a, b), (torch.empty(4), torch.empty(4))):
@@ -194,7 +194,7 @@ def test_a_storage_has_one_key_and_no_other_has_it():
         assert key != torch_private.storage_key(other), message
 
 
-def test_leaves_of_nested_arguments():
+def test_tree_functions_visit_nested_leaves():
     nested = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
     message = breaks("the memory meter and plans")
     assert [type(leaf) for leaf in torch_private.tree_leaves(nested)] == [torch.Tensor, int, torch.Tensor], message
@@ -203,7 +203,7 @@ def test_leaves_of_nested_arguments():
     )
 
 
-def test_a_quantised_tensor_tells_its_parts():
+def test_quantized_optimizer_state_exposes_its_inner_tensors():
     from torchao.optim.subclass_8bit import OptimState8bit
 
     state = OptimState8bit.zeros((4, 256), True, 256, "cpu")
@@ -212,7 +212,7 @@ def test_a_quantised_tensor_tells_its_parts():
     assert not torch_private.is_traceable_wrapper_subclass(torch.ones(1)), message
 
 
-def test_a_checkpoint_opens_and_closes_around_code_that_others_call():
+def test_checkpoint_wraps_code_run_between_its_start_and_end():
     saved, repeated, x = [], [], torch.ones(3, requires_grad=True)
 
     def again():
@@ -234,7 +234,7 @@ def test_a_checkpoint_opens_and_closes_around_code_that_others_call():
     assert repeated == [True] and torch.equal(x.grad, x.detach().exp()), message
 
 
-def test_a_schema_tells_what_an_operator_changes():
+def test_operator_schema_tells_mutation_and_aliasing():
     aten, message = torch.ops.aten, breaks("gradient_checkpointing=selective and the times of plans")
     assert not torch_private.schema(aten.mul.Tensor).is_mutable and torch_private.schema(aten.mul_.Tensor).is_mutable, (
         message
@@ -244,7 +244,7 @@ def test_a_schema_tells_what_an_operator_changes():
     assert written == "self" and view.alias_info is not None and not view.alias_info.is_write, message
 
 
-def test_attention_is_the_operator_that_a_dispatch_mode_sees():
+def test_attention_on_a_cpu_is_a_known_operator():
     q = torch.ones(1, 1, 4, 8, requires_grad=True)
     with Seen() as seen:
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
@@ -254,7 +254,7 @@ def test_attention_is_the_operator_that_a_dispatch_mode_sees():
 
 
 @pytest.mark.parametrize("name", ["FLASH", "EFFICIENT", "CUDNN", "MATH"])
-def test_attention_of_a_card_has_shapes_and_gradients_without_one(name):
+def test_cuda_attention_operators_have_shapes_and_gradients_without_a_card(name):
     of_each = {
         "FLASH": lambda *qkv: torch_private.ATTENTION_FLASH(*qkv, 0.1, True),
         "EFFICIENT": lambda *qkv: torch_private.ATTENTION_EFFICIENT(*qkv, None, True, 0.1, True),
@@ -271,13 +271,13 @@ def test_attention_of_a_card_has_shapes_and_gradients_without_one(name):
     assert bool({*torch_private.ATTENTION_BACKWARD} & {*seen.functions}) == (name != "MATH"), message
 
 
-def test_a_question_for_a_number_is_an_operator():
+def test_reading_a_number_is_a_dispatched_operator():
     with Seen() as seen:
         assert bool(torch.ones(()) > 0)
     assert torch_private.READ_A_NUMBER in seen.functions, breaks("plans of what asks whether gradients are finite")
 
 
-def test_grouped_products_are_an_operator():
+def test_grouped_matmul_is_a_dispatched_operator():
     a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([1, 4], dtype=torch.int32)
     with torch_private.LeanFakeTensorMode() as fake:
@@ -285,7 +285,7 @@ def test_grouped_products_are_an_operator():
     assert out.shape == (4, 8), breaks("plans of mixtures of experts")
 
 
-def test_what_asks_for_the_tokens_of_an_expert_is_an_operator():
+def test_nonzero_and_split_are_dispatched_operators():
     with Seen() as seen:
         rows, columns = torch.where(torch.eye(3) > 0)
         parts = torch.arange(5).split([2, 3])
@@ -294,7 +294,7 @@ def test_what_asks_for_the_tokens_of_an_expert_is_an_operator():
     assert torch_private.NONZERO in seen.functions and torch_private.SPLIT in seen.functions, message
 
 
-def test_the_limit_of_graphs_can_be_raised_and_errors_of_compilation_are_told_from_others():
+def test_recompile_limit_can_be_raised_and_compile_errors_are_recognized():
     graphs = []
 
     def backend(graph, inputs):
@@ -324,7 +324,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("fraction", "kept"), [(0.0, 1), (1.0, 3)])
-def test_a_budget_reaches_the_compiler(fraction, kept):
+def test_activation_memory_budget_reaches_the_compiler(fraction, kept):
     torch.compiler.reset()
     block = Block()
     block.compile(backend="aot_eager_decomp_partition")
@@ -335,7 +335,7 @@ def test_a_budget_reaches_the_compiler(fraction, kept):
     assert torch_private.has_memory_budget()
 
 
-def test_replaced_kernels_are_torchs_own_again_afterwards():
+def test_replaced_kernels_are_restored():
     x = torch.ones(2)
     with (
         warnings.catch_warnings(action="ignore"),
@@ -347,12 +347,12 @@ def test_replaced_kernels_are_torchs_own_again_afterwards():
     assert within.tolist() == [42.0, 42.0] and torch.neg(x).tolist() == [-1.0, -1.0], message
 
 
-def test_torch_tells_which_operators_a_cards_autocast_has():
+def test_kernels_of_cuda_autocast_are_registered_in_torch():
     found = [torch_private.has_kernel(name, "AutocastCUDA") for name in ("layer_norm", "exp", "relu")]
     assert found == [True, True, False], breaks("plans of precision=16 and bf16 for a card")
 
 
-def test_a_backward_pass_is_told_from_what_is_not():
+def test_in_backward_is_true_only_during_a_backward_pass():
     x, seen = torch.ones(1, requires_grad=True), []
     x.register_hook(lambda _: seen.append(torch_private.in_backward()))
     x.sum().backward()
@@ -362,7 +362,7 @@ def test_a_backward_pass_is_told_from_what_is_not():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_torch_tells_whether_this_cpu_has_units(name):
+def test_torch_reports_16_bit_units_of_the_cpu(name):
     asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     message = breaks("16-bit precisions on this CPU: a product would take 10 to 100 times as long")
     assert asked is not None or not torch.backends.mkldnn.is_available(), message
@@ -370,7 +370,7 @@ def test_torch_tells_whether_this_cpu_has_units(name):
     assert torch_private.cpu_multiplies_in("a dtype of which torch says nothing")
 
 
-def test_transformers_leaves_a_mask_out_for_tensors_without_memory():
+def test_transformers_omits_the_mask_for_fake_tensors_only_while_tracing():
     from transformers.utils import import_utils
 
     with torch_private.LeanFakeTensorMode():
@@ -427,7 +427,7 @@ def found(files):
     return {(file.name, name) for file, tree in trees.items() for name in private_of_others(tree, own)}
 
 
-def test_no_other_file_touches_a_private_part_of_another_package():
+def test_no_other_file_uses_a_private_name_of_another_package():
     others = [file for file in SOURCE.rglob("*.py") if file not in INTERNALS]
     touched = found(others)
     assert {(file, name) for file, name in touched if name not in PUBLIC_ALL_THE_SAME} == set()
@@ -435,7 +435,7 @@ def test_no_other_file_touches_a_private_part_of_another_package():
 
 
 @pytest.mark.wrong
-def test_every_way_to_touch_one_is_seen(tmp_path):
+def test_every_use_of_a_private_name_is_found(tmp_path):
     lines = (
         "import torch._dynamo",
         "from torch._ops import OpOverload",
@@ -451,7 +451,7 @@ def test_every_way_to_touch_one_is_seen(tmp_path):
     }
 
 
-def test_lightning_calls_on_before_optimizer_step_of_callbacks_and_of_the_module():
+def test_lightning_calls_on_before_optimizer_step_of_callbacks_and_module():
     called = []
 
     class Watch(Callback):
@@ -469,7 +469,7 @@ def test_lightning_calls_on_before_optimizer_step_of_callbacks_and_of_the_module
     assert called == ["an optimizer"] * 2, message
 
 
-def test_transformers_tells_which_attention_it_has_taken():
+def test_transformers_reports_the_attention_implementation_in_use():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=8)
@@ -480,7 +480,7 @@ def test_transformers_tells_which_attention_it_has_taken():
     assert taken == ["sdpa", "eager"], breaks("data.packing=documents")
 
 
-def test_transformers_asks_one_function_where_documents_begin():
+def test_transformers_finds_document_starts_by_one_function():
     """And takes tensors without memory for a single document, unless it is told otherwise."""
     from transformers import masking_utils
 
@@ -494,6 +494,6 @@ def test_transformers_asks_one_function_where_documents_begin():
         assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
 
 
-def test_each_part_is_used():
+def test_every_exported_private_part_is_used():
     elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file not in INTERNALS)
     assert {name for name in torch_private.__all__ if not re.search(rf"\b{name}\b", elsewhere)} == set()

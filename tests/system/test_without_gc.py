@@ -7,7 +7,7 @@ import pytest
 from lowmem.system.without_gc import undisturbed
 
 
-def test_garbage_is_looked_for_again_afterwards_whatever_happened():
+def test_garbage_collection_is_enabled_again_after_imports_and_errors():
     with undisturbed():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -16,7 +16,7 @@ def test_garbage_is_looked_for_again_afterwards_whatever_happened():
     assert gc.isenabled()
 
 
-def test_who_has_switched_it_off_keeps_it_off():
+def test_disabled_garbage_collection_stays_disabled():
     gc.disable()
     try:
         with undisturbed():

@@ -60,13 +60,13 @@ def furthest(one, other):
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(4, 2), (2, 4), (1, 8), (3, 3)])
-def test_accumulated_gradients_and_adamw_weights_are_the_big_batchs_in_fp64(trained, batch_size, batches):
+def test_accumulated_gradients_and_adamw_weights_equal_the_big_batch_in_fp64(trained, batch_size, batches):
     big = trained(batch_size * batches, 1)
     gradients, weights = furthest(trained(batch_size, batches), big)
     assert gradients < FP64 and weights < FP64
 
 
-def test_accumulated_sgd_weights_are_the_big_batchs_in_fp32(trained):
+def test_accumulated_sgd_weights_equal_the_big_batch_in_fp32(trained):
     _, weights = furthest(trained(2, 4, "float32", "sgd"), trained(8, 1, "float32", "sgd"))
     assert weights < SGD_FP32
 
@@ -97,7 +97,7 @@ RIGHT = CausalLM.training_step
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
-def test_a_wrong_variant_is_caught(trained, wrong, monkeypatch):
+def test_wrong_normalization_of_accumulation_is_caught(trained, wrong, monkeypatch):
     big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
     monkeypatch.setattr(CausalLM, "training_step", wrong)
     gradients, weights = furthest(trained(2, 4), big)
@@ -105,7 +105,7 @@ def test_a_wrong_variant_is_caught(trained, wrong, monkeypatch):
     assert furthest(trained(2, 4, "float32", "sgd"), big_fp32)[1] > 10 * SGD_FP32
 
 
-def test_the_logged_loss_is_the_mean_over_tokens(fit):
+def test_logged_loss_is_the_mean_over_tokens(fit):
     whole, _ = fit("batch_size=8", "max_steps=1", "lr=1e-9")
     parts, _ = fit("batch_size=2", "accumulation=fixed", "accumulation.batches=4", "max_steps=1", "lr=1e-9", folder="b")
     assert whole["tokens"] == parts["tokens"]
@@ -118,7 +118,7 @@ def masked_tokens_counted(self, window, index):
 
 
 @pytest.mark.parametrize("wrong", [None, masked_tokens_counted])
-def test_masked_tokens_count_nowhere(config, monkeypatch, wrong):
+def test_masked_tokens_do_not_count_in_loss_or_gradient(config, monkeypatch, wrong):
     """The logged loss of a ragged window is the oracle's mean over the tokens that have a label."""
     seen = []
 
@@ -153,14 +153,14 @@ def sizes(size, windows, batch_size=2):
     return found
 
 
-def test_schedules_change_at_window_boundaries_and_every_window_has_exactly_its_size():
+def test_accumulation_schedule_changes_at_window_boundaries():
     # nine sequences an epoch, two at a time: 2 2 2 2 1
     assert sizes(by_step({0: 1, 3: 2}), 6) == [[2], [2], [2], [2, 1], [2, 2], [2, 2]]
     assert sizes(by_epoch({0: 2, 1: 3}), 5) == [[2, 2], [2, 2], [1], [2, 2, 2], [2, 1]]
     assert sizes(by_step({0: 3, 1: 1, 2: 4}), 3, 1) == [[1, 1, 1], [1], [1, 1, 1, 1]]
 
 
-def test_steps_and_learning_rates_are_right_across_a_change(fit):
+def test_steps_and_learning_rates_are_correct_across_an_accumulation_change(fit):
     """The schedule counts optimizer steps, whatever their windows hold."""
     lines = ("scheduler=linear", "max_steps=6", "lr=1e-2", "log_every=1", "batch_size=2")
     _, plain = fit(*lines, folder="plain")
@@ -175,7 +175,7 @@ def test_steps_and_learning_rates_are_right_across_a_change(fit):
     assert [int(t) for t in column(changing, "tokens")] == [16 * n for n in (2, 4, 10, 16, 22, 28)]
 
 
-def test_an_effective_batch_is_counted_from_micro_batch_and_devices():
+def test_effective_batch_is_divided_by_micro_batch_and_devices():
     assert effective_batch(64, batch_size=8)(0, 0) == 8
     assert effective_batch(64, batch_size=8, devices=4)(0, 0) == 2
     assert effective_batch(64, batch_size=8).largest == 8
@@ -192,25 +192,25 @@ def test_an_effective_batch_is_counted_from_micro_batch_and_devices():
         (lambda: by_epoch({0: 2.5}), "at least 1"),
     ],
 )
-def test_what_makes_no_window_is_a_sentence(make, says):
+def test_invalid_accumulation_is_refused(make, says):
     with pytest.raises(Refused, match=says):
         make()
 
 
-def test_a_size_that_does_not_divide_is_refused_as_typed(command, tmp_path):
+def test_effective_batch_not_divisible_by_batch_size_is_refused_with_advice(command, tmp_path):
     code, said = command("accumulation=effective_batch", "accumulation.size=10")
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
 @pytest.mark.matrix
-def test_a_schedule_is_typed_as_the_yaml_says(command, tmp_path):
+def test_accumulation_schedule_is_typed_as_in_the_yaml(command, tmp_path):
     code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
     assert code == 0, said
     code, said = command("accumulation=by_step", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "accumulation.sizes" in said
 
 
-def test_micro_batches_count_the_tokens_that_have_labels():
+def test_micro_batches_count_tokens_with_labels():
     rows = torch.zeros(3, 5, dtype=torch.long)
     labels = rows.clone()
     labels[0, :4] = -100
@@ -218,7 +218,7 @@ def test_micro_batches_count_the_tokens_that_have_labels():
     assert MicroBatch(rows, torch.full_like(rows, losses.IGNORED)).learned_tokens == 0
 
 
-def test_devices_share_a_window_and_know_the_tokens_of_all():
+def test_devices_divide_a_window_and_know_its_total_tokens():
     """Each of its sequences is on one of them."""
     whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
     shares = [
@@ -241,7 +241,7 @@ def imported(module):
     return {name.split(".")[0] for name in named}
 
 
-def test_the_oracle_is_not_lowmem():
+def test_oracle_does_not_import_lowmem():
     assert "torch" in imported(oracle) and "lowmem" not in imported(oracle)
     assert "lowmem" in imported(parity)  # is seen where it is
 
@@ -260,7 +260,7 @@ class Silent(parity.Ragged):
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
-def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, precision):
+def test_window_without_labels_changes_no_weight_and_is_counted(config, precision):
     """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
     cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
     module = causal_lm(cfg, describe(cfg))
@@ -281,7 +281,7 @@ def test_a_window_with_nothing_to_learn_changes_nothing_and_is_counted(config, p
         assert same != stepped and math.isfinite(loss)
 
 
-def test_an_evaluation_of_nothing_has_no_loss(config):
+def test_evaluation_without_labels_has_no_loss(config):
     cfg = config(*parity.overrides(), base=())
     module = causal_lm(cfg, describe(cfg))
     for telling in (0, None):

@@ -29,7 +29,7 @@ def curve(folder):
     return [[line[i] for i in kept] for line in values]
 
 
-def test_a_run_of_epochs_is_the_run_of_their_steps(fit, per_epoch):
+def test_run_of_epochs_equals_a_run_of_their_steps(fit, per_epoch):
     assert per_epoch > 1
     by_epochs, folder = fit(*RUN, "epochs=2", folder="epochs")
     by_steps, other = fit(*RUN, f"max_steps={2 * per_epoch}", folder="steps")
@@ -37,7 +37,7 @@ def test_a_run_of_epochs_is_the_run_of_their_steps(fit, per_epoch):
     assert curve(folder) == curve(other)
 
 
-def test_a_resume_of_epochs_goes_on_to_the_same_end(fit, per_epoch):
+def test_resume_of_epochs_continues_to_the_same_end(fit, per_epoch):
     _, unbroken = fit(*RUN, "epochs=2", "save_every=1", "checkpoint.keep=9", folder="unbroken")
     stopped = unbroken / "checkpoints" / "step-00000001.ckpt"
     summary, folder = fit(*RUN, "epochs=2", f"resume={stopped}", folder="resumed")
@@ -45,14 +45,14 @@ def test_a_resume_of_epochs_goes_on_to_the_same_end(fit, per_epoch):
     assert curve(folder)[-2:] == curve(unbroken)[-2:]
 
 
-def test_an_epoch_has_as_many_steps_whatever_batch_size_auto_finds(config):
+def test_steps_of_an_epoch_do_not_depend_on_batch_size(config):
     of_size = ["accumulation=effective_batch", "accumulation.size=24", "epochs=3"]
     runs = [config(*of_size, f"batch_size={size}") for size in ("auto", 1, 8, 24)]
     assert len({build.open_texts(run).steps_in(run) for run in runs}) == 1
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)])
-def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
+def test_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     """Epochs are counted on the rows that are trained on: files are read and tokens are made for the run alone."""
     opened, open_source = [], StoredSource.opened
     monkeypatch.setattr(StoredSource, "opened", lambda self, wanted: opened.append(self) or open_source(self, wanted))
@@ -62,7 +62,7 @@ def test_a_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     assert len(opened) == 1
 
 
-def test_a_run_that_lacks_its_evaluation_alone_opens_its_data_once(fit, monkeypatch):
+def test_run_that_lacks_only_its_evaluation_opens_its_data_once(fit, monkeypatch):
     opened, open_texts = [], build.open_texts
     _, folder = fit(*RUN, "epochs=1", "resume=auto")
     (folder / "summary.json").unlink()
@@ -71,7 +71,7 @@ def test_a_run_that_lacks_its_evaluation_alone_opens_its_data_once(fit, monkeypa
     assert len(opened) == 1
 
 
-def test_what_is_said_of_data_is_said_once_in_a_run_of_epochs(fit, caplog):
+def test_data_messages_are_logged_once_in_a_run_of_epochs(fit, caplog):
     with caplog.at_level("INFO"):
         fit(*RUN, "epochs=1", "data.packing=documents", "val_sequences=2")
     assert caplog.text.count("data.packing=documents, train") == caplog.text.count("data.packing=documents, val") == 1
@@ -80,7 +80,7 @@ def test_what_is_said_of_data_is_said_once_in_a_run_of_epochs(fit, caplog):
 
 
 @pytest.mark.parametrize("typed", ["epochs=3", "max_steps=7", "scheduler.warmup=0.1", "scheduler.warmup_steps=3"])
-def test_what_is_typed_for_a_resume_stands_in_the_place_of_both(tmp_path, typed):
+def test_override_typed_for_a_resume_replaces_its_mutually_exclusive_keys(tmp_path, typed):
     (tmp_path / ".hydra").mkdir()
     earlier = ["lr=1.0", "max_steps=5", "scheduler.warmup=0.5"]
     (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(earlier))
@@ -99,7 +99,7 @@ def other_tokenizer(config, tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_a_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer):
+def test_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer):
     ours, theirs = (build.data(config(*more)).tokens for more in ((), (f"tokenizer={other_tokenizer}",)))
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
@@ -107,7 +107,7 @@ def test_a_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer)
     assert len(theirs.train.ids) > len(ours.train.ids)  # of the same files
 
 
-def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer):
+def test_tokenizer_of_another_folder_is_exported_and_used_for_evaluation(fit, other_tokenizer):
     from transformers import AutoTokenizer
 
     trained, folder = fit(f"tokenizer={other_tokenizer}", folder="run")
@@ -117,13 +117,13 @@ def test_it_is_the_one_that_is_exported_and_evaluated_with(fit, other_tokenizer)
     assert evaluated["val_loss"] == pytest.approx(trained["val_loss"], abs=1e-6)
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(Refused, match=r"\(the folder has no tokenizer.json\). Give a folder that contains a tokenizer"):
         tokenizer(str(tmp_path), False, key="tokenizer")
 
 
 @pytest.mark.parametrize(("typed", "says"), [("/no/such", "there is no such folder"), ("no/such", "cannot be read")])
-def test_a_tokenizer_that_is_not_there_is_a_sentence(fit, typed, says):
+def test_missing_tokenizer_folder_is_refused(fit, typed, says):
     with pytest.raises(Refused, match=f"^tokenizer={typed}: .*{says}"):
         fit(f"tokenizer={typed}")
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_is_not_there_is_a_sentence(fit, typed, says):
         (["max_steps=2"], []),
     ],
 )
-def test_what_is_typed_beside_an_experiment_wins_also_by_the_other_name(typed, added):
+def test_override_beside_an_experiment_replaces_its_mutually_exclusive_key(typed, added):
     assert in_place_of(typed) == added
     cfg = run_of([*typed, *added])
     assert cfg.epochs is None or "max_steps=2" not in typed

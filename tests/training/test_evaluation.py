@@ -63,7 +63,7 @@ def plain(folder, micro_batches):
 
 @pytest.mark.rows("documents")
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
-def test_every_sets_loss_is_that_of_the_exported_folder(fit, config, files, packing):
+def test_loss_of_every_validation_set_equals_transformers_on_the_export(fit, config, files, packing):
     lines = typed(files, f"data.packing={packing}", "data.too_long=cut")
     summary, run = fit(*lines)
     data = build.data(config(*lines))
@@ -80,7 +80,7 @@ def test_every_sets_loss_is_that_of_the_exported_folder(fit, config, files, pack
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_of_a_chat_it_is_that_of_what_the_assistant_says(fit, config, packing):
+def test_validation_loss_of_a_chat_counts_assistant_tokens_only(fit, config, packing):
     where = ("data=chat", f"data.path={ROOT / 'examples' / 'chat.jsonl'}", f"data.packing={packing}")
     lines = (*where, *LINES, "seq_len=256", "model.architecture.vocab_size=400", "val_sequences=3", "batch_size=2")
     summary, run = fit(*lines, "sample_tokens=4", "sample_prompts=[Who are you?]")
@@ -100,7 +100,7 @@ def test_of_a_chat_it_is_that_of_what_the_assistant_says(fit, config, packing):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in kept and (run / "model" / "chat_template.jinja").is_file()
 
 
-def test_the_curves_have_a_column_for_each_set(fit, files):
+def test_metrics_have_a_column_for_each_validation_set(fit, files):
     summary, run = fit(*typed(files, "val_every=1"))
     rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["val_loss"]]
     assert len(rows) == 2 and all(row["val_loss_far"] and row["bits_per_byte_far"] for row in rows)
@@ -108,7 +108,7 @@ def test_the_curves_have_a_column_for_each_set(fit, files):
     assert float(rows[-1]["val_loss"]) == summary["val_loss"] and "perplexity" not in rows[0]
 
 
-def test_the_first_set_decides_and_the_others_are_not_trained_on(fit, config, files, monkeypatch):
+def test_first_validation_set_decides_and_all_sets_are_excluded_from_training(fit, config, files, monkeypatch):
     both = build.data(config(*typed(files)))
     alone = build.data(config(*typed(files, f"data.val_path={files / 'near'}")))
     assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is no training text
@@ -127,7 +127,7 @@ def test_the_first_set_decides_and_the_others_are_not_trained_on(fit, config, fi
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000001.ckpt", "step-00000003.ckpt"}
 
 
-def test_what_cannot_be_a_set_is_a_sentence(fit, files):
+def test_invalid_validation_set_is_refused(fit, files):
     for val_path, says in (
         ("{a:/none}", "no such file"),
         (f"{{near:{files / 'train'}}}", "this is also data.path"),
@@ -166,7 +166,7 @@ SMALL_DATA = {
 
 
 @pytest.mark.parametrize("name", SMALL_DATA)
-def test_a_small_validation_is_told_of_with_what_to_type(config, caplog, tmp_path, name):
+def test_small_validation_set_is_reported_with_advice(config, caplog, tmp_path, name):
     typed, records, told = SMALL_DATA[name]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = (*typed.split(), f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
@@ -178,14 +178,14 @@ def test_a_small_validation_is_told_of_with_what_to_type(config, caplog, tmp_pat
 
 
 @pytest.mark.parametrize(("count", "is_told"), [(9, True), (10, False)])
-def test_ten_documents_of_validation_are_enough(config, caplog, tmp_path, count, is_told):
+def test_ten_validation_documents_are_enough(config, caplog, tmp_path, count, is_told):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, PAIRS[:30])))
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, PAIRS[30 : 30 + count])))
     lines = ("data=jsonl", "data.field=chosen", f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
     assert bool(told_of_few(config, caplog, *lines, f"data.val_path={tmp_path / 'b.jsonl'}")) == is_told
 
 
-def test_the_end_of_a_small_text_is_counted_in_sequences(config, caplog, tmp_path):
+def test_small_validation_text_is_reported_in_sequences(config, caplog, tmp_path):
     """A set that was typed is not held out, so that no share would change it."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
@@ -195,7 +195,7 @@ def test_the_end_of_a_small_text_is_counted_in_sequences(config, caplog, tmp_pat
     assert told.endswith("Add more validation data.")
 
 
-def test_an_export_tells_nothing_of_its_validation(config, caplog, tmp_path):
+def test_export_reports_no_small_validation_set(config, caplog, tmp_path):
     """It evaluates nothing."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")

@@ -45,7 +45,7 @@ def contents(folder):
 @pytest.mark.parametrize("shard", ["2GB", "4KB"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatch, name, dtype, shard):
+def test_exported_folder_equals_save_pretrained_byte_for_byte(tmp_path, monkeypatch, name, dtype, shard):
     """The model's parameters have 16 bits, and their full precision is elsewhere."""
     monkeypatch.setattr(exporting, "FILE_BYTES", shard)
     wide = made(name)
@@ -61,7 +61,7 @@ def test_the_folder_is_what_transformers_writes_to_the_byte(tmp_path, monkeypatc
         assert torch.equal(one, other.to(opened.dtype)), name
 
 
-def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
+def test_loaded_model_is_exported_with_equal_files(tmp_path):
     """transformers keeps how it has renamed and joined what it read."""
     made("llama untied").save_pretrained(tmp_path / "in")
     export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))
@@ -72,7 +72,7 @@ def test_a_loaded_model_goes_out_as_it_came_in(tmp_path):
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
-def test_an_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
+def test_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
     """Wrong: all of it is one shard."""
     keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     with torch.device("meta"):

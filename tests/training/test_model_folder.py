@@ -32,7 +32,7 @@ def built(folder):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_several_files_comes_in_and_goes_out_whole(tmp_path, tied):
+def test_sharded_model_folder_is_loaded_and_exported_completely(tmp_path, tied):
     whole, ids = llama(tie_word_embeddings=tied), torch.arange(12)[None]
     whole.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -47,7 +47,7 @@ def test_a_folder_of_several_files_comes_in_and_goes_out_whole(tmp_path, tied):
     assert torch.equal(opened.lm_head.weight, opened.model.embed_tokens.weight) == tied
 
 
-def test_a_missing_shard_is_a_sentence(tmp_path):
+def test_missing_shard_is_refused(tmp_path):
     llama().save_pretrained(tmp_path, max_shard_size="4KB")
     next(tmp_path.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(Refused, match=r"weights cannot be loaded"):
@@ -55,7 +55,7 @@ def test_a_missing_shard_is_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "deliberately wrong"])
-def test_an_exported_chat_model_stops_where_its_turn_ends(tmp_path, ends):
+def test_exported_chat_model_stops_at_the_end_of_turn(tmp_path, ends):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", "<|im_start|>", "<|im_end|>", "a", "b"])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -79,7 +79,7 @@ def test_an_exported_chat_model_stops_where_its_turn_ends(tmp_path, ends):
     assert written == [ids["<|im_end|>"]] * (1 if ends else 6)
 
 
-def test_a_dtype_that_cannot_hold_the_trained_weights_is_told_with_what_to_type(tmp_path, monkeypatch):
+def test_export_dtype_that_cannot_hold_the_weights_is_refused_with_advice(tmp_path, monkeypatch):
     def overflows(*_):
         raise OverflowError("model.norm.weight holds 100000, more than the largest float16 number, 65504.")
 

@@ -48,7 +48,7 @@ GRADIENT = "transformer.h.1.mlp.c_fc.weight"
 
 @pytest.mark.parametrize("lines", [(), EARLY, *(pytest.param(more, marks=pytest.mark.matrix) for more in OTHER)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
-def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path, lines, what):
+def test_non_finite_loss_or_gradient_is_refused_with_its_step_and_not_saved(fit, broken, tmp_path, lines, what):
     broken(what, {3})
     named = "the loss is nan" if what == "loss" else rf"the gradient of model\.{re.escape(what)}"
     with pytest.raises(
@@ -62,14 +62,14 @@ def test_it_is_named_with_its_step_and_is_in_no_checkpoint(fit, broken, tmp_path
     assert ("on_nonfinite=skip" in str(refused.value)) == (lines != EARLY)
 
 
-def test_where_there_is_no_checkpoint_none_is_offered_and_fp16_is_told_of_bf16(fit, broken):
+def test_non_finite_first_step_in_fp16_suggests_bf16_and_no_resume(fit, broken):
     broken("loss", {1})
     with pytest.raises(Refused, match=r"bf16-master, which have the range of fp32.*There is no checkpoint") as refused:
         fit("precision=16")
     assert "resume=" not in str(refused.value)
 
 
-def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monkeypatch):
+def test_sequences_named_in_the_error_are_those_of_the_window(fit, broken, monkeypatch):
     from lowmem.data.packing import Joined
 
     read, made = [], Joined.micro_batch
@@ -86,7 +86,7 @@ def test_the_sequences_that_are_named_are_those_of_the_window(fit, broken, monke
 @pytest.mark.rows("loss-32", "transformer*-bf16-master")
 @pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
-def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypatch, precision, what):
+def test_skipped_non_finite_step_changes_only_its_count(fit, broken, caplog, monkeypatch, precision, what):
     """The weights are those of a run that never saw the window."""
     if what == GRADIENT and precision == "bf16-master":
         pytest.skip("its gradients leave before a hook sees them: test_master_run.py breaks them on their way")
@@ -114,7 +114,7 @@ def test_skipped_it_leaves_no_trace_but_its_count(fit, broken, caplog, monkeypat
 
 
 @pytest.mark.wrong
-def test_not_to_look_is_caught(fit, broken, monkeypatch):
+def test_training_on_after_a_non_finite_gradient_is_caught(fit, broken, monkeypatch):
     """The deliberately wrong variant: it goes on with weights that are not finite."""
     broken(GRADIENT, {2})
     monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
@@ -124,7 +124,7 @@ def test_not_to_look_is_caught(fit, broken, monkeypatch):
         fit("save_every=2")
 
 
-def test_faults_without_end_end_the_run(fit, broken, caplog):
+def test_too_many_non_finite_steps_in_a_row_end_the_run(fit, broken, caplog):
     broken("loss", range(1, 1000))
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):
         fit("on_nonfinite=skip")
@@ -133,14 +133,14 @@ def test_faults_without_end_end_the_run(fit, broken, caplog):
 
 @pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
-def test_a_loss_scale_that_still_halves_is_no_fault_in_any_precision(fit, caplog, precision):
+def test_overflow_while_the_loss_scale_still_halves_is_no_error(fit, caplog, precision):
     caplog.set_level(logging.INFO)
     summary, _ = fit(f"precision={precision}", "precision.init_scale=1e15")
     assert summary["steps"] == 4 and summary["skipped_steps"] > 20 and "not finite" not in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
-def test_an_overflow_at_the_smallest_loss_scale_ends_the_run_in_every_precision(fit, broken, precision):
+def test_overflow_at_the_smallest_loss_scale_ends_the_run(fit, broken, precision):
     """The first scale is 4 times the smallest: two steps halve it, and the third is a fault."""
     broken(GRADIENT, range(1, 1000))
     with pytest.raises(Refused, match=rf"In step 1 the gradient of model\.{re.escape(GRADIENT)}.* on_nonfinite=skip"):
@@ -148,7 +148,7 @@ def test_an_overflow_at_the_smallest_loss_scale_ends_the_run_in_every_precision(
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16-master", "16-master"])
-def test_gradients_that_are_never_finite_end_a_run_that_skips_in_every_precision(fit, broken, caplog, precision):
+def test_gradients_that_are_never_finite_end_a_run_with_skip(fit, broken, caplog, precision):
     broken(GRADIENT, range(1, 1000))
     scale = [f"precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):
@@ -159,12 +159,12 @@ def test_gradients_that_are_never_finite_end_a_run_that_skips_in_every_precision
 RANGE = "+model.architecture.initializer_range"
 
 
-def test_weights_beyond_the_range_of_fp16_are_refused_by_name_when_they_are_loaded(fit):
+def test_loaded_weights_out_of_fp16_range_are_refused_by_name(fit):
     with pytest.raises(Refused, match=r"wte\.weight contains .*above the largest float16 number.*Type precision=bf16"):
         fit("precision=16-true", f"{RANGE}=1e6")
 
 
 @pytest.mark.parametrize("line", ["loss=chunked", "loss=tiled", "tile.tokens=4", "data.packing=documents"])
-def test_activations_beyond_the_range_of_fp16_are_refused_before_the_first_step(fit, line):
+def test_activations_out_of_fp16_range_are_refused_before_the_first_step(fit, line):
     with pytest.raises(Refused, match=r"exceed the largest fp16 number, 65504\. Type precision=bf16"):
         fit("precision=16-true", f"{RANGE}=1e3", line)

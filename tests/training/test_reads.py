@@ -67,7 +67,7 @@ def reads_of(fit, tmp_path, monkeypatch):
 
 @pytest.mark.rows("plain", "mixture", "masters early", "by layer", "16")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_window_reads_the_device_once(reads_of, recipe):
+def test_window_reads_the_device_once(reads_of, recipe):
     lines, most = RECIPES[recipe]
     reads = reads_of(*lines)
     read = reads.lines(WINDOW)
@@ -76,7 +76,7 @@ def test_a_window_reads_the_device_once(reads_of, recipe):
         assert not (of_model := reads.lines(WINDOW, of_model=True)), of_model
 
 
-def test_a_log_point_reads_what_it_logs(reads_of):
+def test_log_step_reads_only_its_logged_values(reads_of):
     """The loss, the auxiliary loss and the norm."""
     read = reads_of(*MIXTURE, "log_every=1").lines(WINDOW)
     logged = sum(count for line, count in read.items() if line.startswith("lowmem/report/metrics.py"))
@@ -128,13 +128,13 @@ def weight_read_by_the_host_thread(monkeypatch):
         (weight_read_by_the_host_thread, "masters early"),
     ],
 )
-def test_a_wrong_variant_reads_more(reads_of, monkeypatch, wrong, recipe):
+def test_additional_device_read_in_a_window_is_caught(reads_of, monkeypatch, wrong, recipe):
     wrong(monkeypatch)
     lines, most = RECIPES[recipe]
     assert reads_of(*lines).lines(WINDOW).total() >= most + 4
 
 
-def test_only_reads_of_the_device_side_are_counted():
+def test_reads_of_host_tensors_are_not_counted():
     with as_on_a_card() as reads:
         reads.window = 0
         device = torch.ones(3)

@@ -96,7 +96,7 @@ def second_model(run):
 @pytest.mark.rows("padded")
 @pytest.mark.kernels
 @pytest.mark.parametrize("lines", [(), ("data.packing=documents",)], ids=["padded", "packed"])
-def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
+def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring, tmp_path, lines):
     fit_run(preferring(*lines, "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring(*lines).resolved())
     for number, (batch,) in enumerate(batches):
@@ -111,7 +111,7 @@ def test_it_is_a_second_model_to_the_bit(preferring, tmp_path, lines):
 
 @pytest.mark.matrix
 @pytest.mark.kernels
-def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_path):
+def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring, tmp_path):
     """By their own prompts, and by those of the mismatched rows."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
@@ -127,7 +127,7 @@ def test_rated_answers_are_read_by_a_second_model_to_the_bit(preferring, tmp_pat
 
 @pytest.mark.rows("loss=kto")
 @BOTH
-def test_weights_that_stream_give_the_same_bits(preferring, tmp_path, loss):
+def test_streamed_weights_give_equal_reference_log_probabilities(preferring, tmp_path, loss):
     resident = stored_by(preferring, tmp_path, loss, *STREAMED[1:])
     streamed = stored_by(preferring, tmp_path, loss, *STREAMED)
     by_layer = stored_by(preferring, tmp_path, loss, *STREAMED, "weights.order=by_layer", *WINDOW)
@@ -142,7 +142,7 @@ def test_weights_that_stream_give_the_same_bits(preferring, tmp_path, loss):
 
 
 @pytest.mark.matrix
-def test_an_adapter_is_compared_with_its_base(preferring, tmp_path, computed):
+def test_reference_of_an_adapter_is_its_base_model(preferring, tmp_path, computed):
     """The numbers are those of the model without it, and adapters of other sizes share them."""
     plain = stored_by(preferring, tmp_path)
     fit_run(preferring("adapter=lora"), tmp_path / "a")
@@ -153,7 +153,7 @@ def test_an_adapter_is_compared_with_its_base(preferring, tmp_path, computed):
     assert computed() == 0
 
 
-def test_only_what_is_read_is_computed_and_a_second_run_computes_nothing(preferring, tmp_path, computed):
+def test_reference_is_computed_for_read_rows_only_and_cached(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     val = len(numbers(tmp_path, "val"))
     assert computed() == 4 * 2 + val
@@ -169,7 +169,7 @@ def test_only_what_is_read_is_computed_and_a_second_run_computes_nothing(preferr
     [(True, ()), (False, ()), pytest.param(True, STREAMED, marks=pytest.mark.matrix)],
     ids=["killed", "interrupted", "streamed"],
 )
-def test_a_pass_that_ended_early_goes_on(preferring, tmp_path, computed, monkeypatch, killed, lines):
+def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, computed, monkeypatch, killed, lines):
     """It computes what it lacks, in the same micro-batches: to the bit."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
@@ -196,7 +196,7 @@ def test_a_pass_that_ended_early_goes_on(preferring, tmp_path, computed, monkeyp
 
 
 @pytest.mark.matrix
-def test_two_runs_keep_what_the_other_has_stored(preferring, tmp_path):
+def test_concurrent_runs_keep_each_others_stored_reference(preferring, tmp_path):
     """The one that is behind writes last."""
     fit_run(preferring("max_steps=20"), tmp_path / "run")
     complete = numbers(tmp_path, "train")
@@ -209,7 +209,7 @@ def test_two_runs_keep_what_the_other_has_stored(preferring, tmp_path):
     assert np.array_equal(numbers(tmp_path, "train"), complete) and not np.isnan(complete).any()
 
 
-def test_a_cache_that_cannot_be_written_to_is_noticed_before_the_pass(preferring, tmp_path, monkeypatch):
+def test_unwritable_reference_cache_is_refused_before_the_pass(preferring, tmp_path, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 
@@ -221,7 +221,7 @@ def test_a_cache_that_cannot_be_written_to_is_noticed_before_the_pass(preferring
 
 
 @pytest.mark.matrix
-def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
+def test_changed_model_has_its_own_reference_cache(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     before = computed()
     fit_run(preferring("seed=1"), tmp_path / "other")
@@ -233,7 +233,7 @@ def test_a_changed_model_has_numbers_of_its_own(preferring, tmp_path, computed):
 
 
 @pytest.mark.matrix
-def test_a_damaged_file_is_written_again(preferring, tmp_path, computed):
+def test_damaged_reference_cache_is_computed_again(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     before = computed()
     for file in tmp_path.glob("cache/preference-*/*_reference_*.npy"):
@@ -248,7 +248,7 @@ class OfTwoPairs:
     unit_count = 2
 
 
-def test_a_changed_number_is_noticed_and_a_file_of_an_earlier_version_is_read(tmp_path, caplog):
+def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_path, caplog):
     wanted, numbers = object.__new__(reference.Wanted), np.array([[1.0, 2.0], [3.0, np.nan]])
     wanted.rows, wanted.file = OfTwoPairs(), tmp_path / "train_reference.npy"
     wanted.store(numbers)
@@ -266,7 +266,7 @@ def test_a_changed_number_is_noticed_and_a_file_of_an_earlier_version_is_read(tm
 
 @pytest.mark.rows("loss=dpo")
 @BOTH
-def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss):
+def test_resumed_preference_run_equals_the_unbroken_run(preferring, tmp_path, computed, loss):
     """The numbers that it still lacks, and all of them without the cache, are those of the model at its start."""
     longer = partial(preferring, "max_steps=8", CONSTANT, loss)
     unbroken = fit_run(longer(), tmp_path / "unbroken")["val_loss"]
@@ -282,14 +282,14 @@ def test_a_resumed_run_is_the_unbroken_one(preferring, tmp_path, computed, loss)
 
 
 @pytest.mark.matrix
-def test_a_resume_with_another_start_is_refused(preferring, tmp_path):
+def test_resume_with_another_initial_model_is_refused(preferring, tmp_path):
     fit_run(preferring("max_steps=2"), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(Refused, match=r"compares with the initial model of the run.*Type the model="):
         fit_run(preferring("max_steps=8", f"resume={tmp_path / 'run'}", "seed=1"), tmp_path / "on")
 
 
-def test_an_exported_model_does_not_know_its_reference(preferring, tmp_path):
+def test_evaluation_of_an_exported_model_without_its_reference_is_refused(preferring, tmp_path):
     fit_run(preferring(), tmp_path / "run")
     with pytest.raises(Refused, match="which an exported model does not name"):
         fit_run(preferring(f"evaluate={tmp_path / 'run' / 'model'}"), tmp_path / "evaluated")
@@ -297,7 +297,7 @@ def test_an_exported_model_does_not_know_its_reference(preferring, tmp_path):
     assert fit_run(simpo, tmp_path / "simpo")["validation"][0]["accuracy"] >= 0
 
 
-def test_numbers_that_are_not_finite_are_refused(preferring, tmp_path, monkeypatch):
+def test_non_finite_reference_log_probabilities_are_refused(preferring, tmp_path, monkeypatch):
     monkeypatch.setattr(
         CausalLM,
         "predict_step",
@@ -307,7 +307,7 @@ def test_numbers_that_are_not_finite_are_refused(preferring, tmp_path, monkeypat
         fit_run(preferring(), tmp_path / "run")
 
 
-def test_early_stopping_watches_the_accuracy(config, preferring, tmp_path):
+def test_early_stopping_can_watch_the_accuracy(config, preferring, tmp_path):
     run = preferring("early_stop.patience=1", "early_stop.watch=accuracy", "val_every=1", "max_steps=50", "lr=1e-9")
     summary = fit_run(run, tmp_path / "run")
     assert summary["stopped_early"] and summary["steps"] < 50
@@ -317,9 +317,7 @@ def test_early_stopping_watches_the_accuracy(config, preferring, tmp_path):
 
 
 @pytest.mark.kernels
-def test_a_run_on_rated_answers_does_not_depend_on_the_size_of_its_micro_batches(
-    preferring, tmp_path, monkeypatch, no_picture
-):
+def test_loss_on_rated_answers_does_not_depend_on_the_micro_batch_size(preferring, tmp_path, monkeypatch, no_picture):
     """Compares the second window's loss in fp32: in the first window z is 0, and a step of SGD amplifies no rounding.
     test_kto.py compares gradients, also of weights that stream. Rows are not sorted here: which of them are in a window
     would depend on the size of its micro-batches."""
@@ -346,7 +344,7 @@ def test_a_run_on_rated_answers_does_not_depend_on_the_size_of_its_micro_batches
     assert abs(second(*cut, folder="wrong") / whole - 1) > 100 * FP32_REORDERED
 
 
-def test_dropout_is_off(preferring, tmp_path):
+def test_preference_training_disables_dropout(preferring, tmp_path):
     """A reference has none: the first loss is that of equal models."""
     dropout = "model.architecture.resid_pdrop=0.5", "model.architecture.embd_pdrop=0.5"
     fit_run(preferring(*dropout, "max_steps=1"), tmp_path / "run")
@@ -356,7 +354,7 @@ def test_dropout_is_off(preferring, tmp_path):
 
 @pytest.mark.rows("resident")
 @pytest.mark.parametrize("lines", [(), STREAMED], ids=["resident", "streamed"])
-def test_two_models_are_never_in_memory(preferring, tmp_path, monkeypatch, lines):
+def test_reference_and_trained_model_are_never_in_memory_together(preferring, tmp_path, monkeypatch, lines):
     """Each module is gone when the next one is built, and none is kept by the trainer of the reference."""
     built, alive, make = [], [], build.module
 

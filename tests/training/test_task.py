@@ -74,7 +74,7 @@ def no_training(monkeypatch):
 # --- resume=auto ------------------------------------------------------------------------------------------------------
 
 
-def test_one_command_line_starts_goes_on_and_is_done(fit, whole, caplog, no_training):
+def test_resume_auto_starts_continues_and_finishes_a_run(fit, whole, caplog, no_training):
     caplog.set_level(logging.INFO)
     lines = (*LINES, "resume=auto")
     fit(*lines, "max_steps=2", "scheduler.total_steps=4")
@@ -88,7 +88,7 @@ def test_one_command_line_starts_goes_on_and_is_done(fit, whole, caplog, no_trai
     assert fit(*lines)[0]["val_loss"] == summary["val_loss"] and "the evaluation and the export are done" in caplog.text
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over_by_auto_and_refused_otherwise(fit, copy, whole, caplog):
+def test_damaged_checkpoint_is_skipped_by_resume_auto_and_refused_by_name(fit, copy, whole, caplog):
     run = copy()
     broken = run / "checkpoints" / "step-00000004.ckpt"
     zero_a_page(broken)
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_by_auto_and_refused_other
 
 
 @pytest.mark.wrong
-def test_a_digest_that_is_not_compared_is_caught(fit, copy, whole, monkeypatch):
+def test_checkpoint_check_without_digests_is_caught(fit, copy, whole, monkeypatch):
     """The deliberately wrong variant: any zip archive will do."""
     run = copy()
     zero_a_page(run / "checkpoints" / "step-00000002.ckpt")
@@ -125,12 +125,12 @@ def test_a_digest_that_is_not_compared_is_caught(fit, copy, whole, monkeypatch):
         ("n_embd=64", r"\(300, 32\) in the checkpoint"),
     ],
 )
-def test_another_model_is_refused_in_every_direction(fit, whole, other, says):
+def test_resume_with_another_model_shape_is_refused(fit, whole, other, says):
     with pytest.raises(Refused, match=f"{says}.*Type the model= and model.architecture of that run"):
         fit(f"resume={whole()}", f"model.architecture.{other}", "max_steps=6", folder="other")
 
 
-def test_other_tokens_are_refused_and_the_exported_model_takes_any_text(fit, whole, tmp_path):
+def test_resume_with_another_tokenizer_is_refused_and_evaluation_of_the_export_is_allowed(fit, whole, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(4):
@@ -143,7 +143,7 @@ def test_other_tokens_are_refused_and_the_exported_model_takes_any_text(fit, who
 
 
 @pytest.mark.parametrize("line", ["model.trust_remote_code=true", "+callbacks.x._target_=os.system"])
-def test_what_can_run_code_is_not_repeated(tmp_path, line):
+def test_overrides_that_can_run_code_are_not_repeated_by_resume(tmp_path, line):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(f"- lr=0.5\n- '{line}'\n")
     for name in ("resume", "evaluate", "export"):
@@ -157,7 +157,7 @@ def test_what_can_run_code_is_not_repeated(tmp_path, line):
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 @pytest.mark.parametrize("missing", ["evaluation", "export"])
-def test_what_is_missing_of_a_complete_run_is_done(fit, copy, whole, no_training, precision, missing):
+def test_missing_evaluation_or_export_of_a_finished_run_is_made_up(fit, copy, whole, no_training, precision, missing):
     run, unbroken = copy(precision), whole(precision)
     no_training()
     shutil.rmtree(run / "model")
@@ -174,7 +174,7 @@ def test_what_is_missing_of_a_complete_run_is_done(fit, copy, whole, no_training
         fit(*LINES, f"precision={precision}", f"resume={run}", folder="other")
 
 
-def test_evaluate_does_just_that_to_a_run_a_checkpoint_and_a_model(fit, whole, no_training, tmp_path):
+def test_evaluate_accepts_a_run_a_checkpoint_and_a_model_without_training(fit, whole, no_training, tmp_path):
     run = whole()
     no_training()
     for named in (run, run / "checkpoints" / "step-00000004.ckpt", run / "model"):
@@ -186,7 +186,7 @@ def test_evaluate_does_just_that_to_a_run_a_checkpoint_and_a_model(fit, whole, n
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
-def test_export_does_just_that_to_a_run_and_a_checkpoint(fit, whole, no_training, precision):
+def test_export_accepts_a_run_and_a_checkpoint_without_training(fit, whole, no_training, precision):
     run = whole(precision)
     no_training()
     summary, other = fit(f"export={run}", f"precision={precision}", folder="other")
@@ -198,7 +198,7 @@ def test_export_does_just_that_to_a_run_and_a_checkpoint(fit, whole, no_training
     assert summary["steps"] == 2 and summary_of(other)["val_loss"] is None
 
 
-def test_evaluate_and_export_as_typed(command, whole, tmp_path):
+def test_evaluate_and_export_work_on_the_command_line(command, whole, tmp_path):
     (whole() / ".hydra").mkdir(exist_ok=True)
     (whole() / ".hydra" / "overrides.yaml").write_text("- lr=0.5\n")
     code, said = command(f"export={whole()}")
@@ -230,7 +230,7 @@ def contents(run):
     return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
 
 
-def test_export_writes_the_model_of_a_run_into_its_folder_and_nothing_else(command, typed_run, no_training):
+def test_export_of_a_run_writes_only_its_model_folder(command, typed_run, no_training):
     run, before, trained = typed_run, contents(typed_run), weights(typed_run)
     no_training()
     shutil.rmtree(run / "model")
@@ -241,7 +241,7 @@ def test_export_writes_the_model_of_a_run_into_its_folder_and_nothing_else(comma
     assert "validation loss" not in said and "peak host memory" not in said
 
 
-def test_export_keeps_the_reason_of_a_run_that_failed_before_its_last_evaluation(command, typed_run):
+def test_export_of_a_failed_run_keeps_its_failure_reason(command, typed_run):
     (typed_run / "summary.json").unlink()
     (typed_run / "failed.txt").write_text("killed")
     code, said = command(f"export={typed_run}", base=None)
@@ -249,9 +249,7 @@ def test_export_keeps_the_reason_of_a_run_that_failed_before_its_last_evaluation
     assert (typed_run / "failed.txt").read_text() == "killed" and not (typed_run / "summary.json").exists()
 
 
-def test_export_of_an_earlier_checkpoint_or_of_a_run_under_way_leaves_the_model_of_the_run(
-    command, typed_run, monkeypatch
-):
+def test_export_of_an_earlier_checkpoint_or_live_run_keeps_the_model_of_the_run(command, typed_run, monkeypatch):
     """The folder is named before the work."""
     trained = (typed_run / "model" / "model.safetensors").read_bytes()
     earlier = typed_run / "checkpoints" / "step-00000002.ckpt"
@@ -277,7 +275,7 @@ def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
     assert fit(*lines)[0]["steps"] == 3  # the same command again has nothing to do
 
 
-def test_early_stop_refuses_a_validation_set_in_which_nothing_is_learnt(command, tmp_path):
+def test_early_stop_refuses_a_validation_set_without_labels(command, tmp_path):
     """Its loss is a mean over no token: Lightning would end training at the first evaluation, as if it were done."""
     for name, question in (("path", "short"), ("val_path", "long " * 200)):
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
@@ -291,13 +289,13 @@ def test_early_stop_refuses_a_validation_set_in_which_nothing_is_learnt(command,
     assert code == 0, said
 
 
-def test_nobody_is_told_to_take_the_precision_that_he_has(fit):
+def test_error_advice_does_not_suggest_the_current_precision(fit):
     with pytest.raises(Refused, match=r"The 20 steps before it were not finite either\. Type a smaller lr") as refused:
         fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
     assert "precision=" not in str(refused.value)
 
 
-def test_lightnings_usual_callbacks_work(fit):
+def test_common_lightning_callbacks_work(fit):
     summary, run = fit(
         "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
         "+callbacks.early.monitor=val_loss",
@@ -311,7 +309,7 @@ def test_lightnings_usual_callbacks_work(fit):
     assert rates and float(rates[0]["lr-AdamW/pg1"]) <= 1e-30
 
 
-def test_a_callback_that_cannot_work_is_a_sentence(command, tmp_path):
+def test_unsupported_lightning_callback_is_refused(command, tmp_path):
     code, said = command("+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint")
     assert code == 1 and "checkpoint.keep=best" in said and "Traceback" not in said
     assert not (tmp_path / "run").exists()
@@ -319,7 +317,7 @@ def test_a_callback_that_cannot_work_is_a_sentence(command, tmp_path):
     assert code == 1 and "logger" in said and "Traceback" not in said
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, monkeypatch):
+def test_best_checkpoint_is_kept_beside_the_newest_after_a_resume(fit, monkeypatch):
     losses = iter([9.0, 5.0, 1.0, 4.0, 3.0, 2.0])  # the first is of the check before step 1
     evaluated = CausalLM.on_validation_epoch_end
 
@@ -336,7 +334,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_after_a_resume(fit, 
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
 
 
-def test_a_run_that_keeps_its_best_is_evaluated_and_done_to_the_end(fit, copy, no_training):
+def test_run_that_keeps_its_best_checkpoint_is_evaluated_and_completed(fit, copy, no_training):
     run = copy()
     no_training()
     summary, other = fit(*LINES, "checkpoint.keep=best", f"evaluate={run}", folder="other")
@@ -345,7 +343,7 @@ def test_a_run_that_keeps_its_best_is_evaluated_and_done_to_the_end(fit, copy, n
     assert fit(*LINES, "checkpoint.keep=best", "resume=auto")[0]["val_loss"] == summary["val_loss"]
 
 
-def test_a_better_one_that_could_not_be_written_does_not_cost_the_best(fit, full, monkeypatch, tmp_path):
+def test_failed_save_of_a_better_checkpoint_keeps_the_previous_best(fit, full, monkeypatch, tmp_path):
     losses = iter([9.0, 5.0, 1.0, 0.5, 3.0])  # the first is of the check before step 1
     evaluated = CausalLM.on_validation_epoch_end
 
@@ -360,14 +358,14 @@ def test_a_better_one_that_could_not_be_written_does_not_cost_the_best(fit, full
     assert [path.name[-6:] for path in complete(tmp_path / "run" / "checkpoints")] == ["2.ckpt"]
 
 
-def test_a_checkpoint_may_be_named_from_beside_it(fit, whole, monkeypatch):
+def test_checkpoint_can_be_named_relative_to_its_folder(fit, whole, monkeypatch):
     monkeypatch.chdir(whole() / "checkpoints")
     with pytest.raises(Refused, match="4 steps are done and max_steps=4"):
         fit(*LINES, "resume=step-00000004.ckpt")
     assert fit(*LINES, "resume=step-00000004.ckpt", "max_steps=5")[0]["steps"] == 5
 
 
-def test_what_is_printed_for_copying_is_quoted_for_the_shell(fit, copy, tmp_path):
+def test_suggested_resume_is_quoted_for_the_shell(fit, copy, tmp_path):
     run = copy().rename(tmp_path / "Müller's run")
     broken = run / "checkpoints" / "step-00000004.ckpt"
     zero_a_page(broken)
@@ -377,7 +375,7 @@ def test_what_is_printed_for_copying_is_quoted_for_the_shell(fit, copy, tmp_path
     assert good in shlex.split(str(refused.value).partition("Type ")[2].rstrip("."))
 
 
-def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit):
+def test_resume_from_a_checkpoint_saved_after_an_evaluation_equals_the_unbroken_run(fit):
     lines = ("val_every=1", "save_every=100", "checkpoint.keep=best", "model.architecture.resid_pdrop=0.1", "lr=1e-2")
     _, whole = fit(*lines, "max_steps=5", folder="whole")
     _, part = fit(*lines, "max_steps=3", "scheduler.total_steps=5", folder="part")
@@ -389,7 +387,7 @@ def test_one_that_was_saved_after_an_evaluation_goes_on_as_the_unbroken_run(fit)
     assert [int(row["step"]) for row in rows if row["val_loss"]] == [4, 5]
 
 
-def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
+def test_save_every_minutes_keeps_the_requested_number_of_checkpoints(fit, monkeypatch):
     from lowmem.saving import checkpoint
 
     class Clock:
@@ -405,7 +403,7 @@ def test_saving_by_minutes_and_keeping_a_number(fit, monkeypatch):
     assert steps == [15, 18, 20]
 
 
-def test_the_last_lines_are_commands_that_work(command, tmp_path):
+def test_commands_printed_at_the_end_of_a_run_work(command, tmp_path):
     _, said = command(f"hydra.run.dir={tmp_path}/a run")
     typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
     assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
@@ -417,7 +415,7 @@ def test_the_last_lines_are_commands_that_work(command, tmp_path):
     assert said.startswith(f"resume={old}: continues in a new folder, {new}. The old folder is not changed.\n")
 
 
-def test_a_run_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+def test_interrupted_run_prints_the_command_to_resume(capsys, tmp_path, monkeypatch):
     for name in (".hydra", "model"):
         (tmp_path / "run" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -460,7 +458,7 @@ def drafts(run):
     return list(run.rglob("*.writing"))
 
 
-def test_a_save_that_fails_ends_the_run_with_the_old_checkpoint_and_the_weights_of_that_step(command, full, tmp_path):
+def test_failed_save_ends_the_run_and_keeps_old_checkpoint_and_current_weights(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {3})
     code, said = command("save_every=1")
     run = tmp_path / "run"
@@ -471,7 +469,7 @@ def test_a_save_that_fails_ends_the_run_with_the_old_checkpoint_and_the_weights_
     assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
 
 
-def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(command, full, tmp_path):
+def test_full_disk_at_the_last_checkpoint_writes_the_weights_alone(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {1})
     code, said = command()
     run = tmp_path / "run"
@@ -484,7 +482,7 @@ def test_without_room_for_the_last_checkpoint_the_weights_are_written_alone(comm
     assert code == 0 and summary_of(tmp_path / "other")["val_loss"] == pytest.approx(loss), said
 
 
-def test_without_room_for_the_weights_either_it_says_what_is_left(command, full, tmp_path):
+def test_full_disk_for_checkpoint_and_weights_reports_the_last_checkpoint(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {2})
     full(model_folder, "_write", {1})
     code, said = command("save_every=2")
@@ -494,7 +492,7 @@ def test_without_room_for_the_weights_either_it_says_what_is_left(command, full,
     assert summary_of(run)["steps"] == 4  # what else fits is written
 
 
-def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(command, full, tmp_path):
+def test_full_disk_at_export_keeps_other_files_and_export_can_be_repeated(command, full, tmp_path):
     full(export, "export", {1})
     code, said = command()
     run = tmp_path / "run"
@@ -505,7 +503,7 @@ def test_an_export_without_room_leaves_everything_else_and_can_be_done_again(com
     assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").is_file(), said
 
 
-def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
+def test_full_disk_while_writing_metrics_is_reported_in_one_line(command, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, which does not say whose it is
 
@@ -529,7 +527,7 @@ def test_a_curve_without_room_is_a_sentence(command, tmp_path, monkeypatch):
         (OSError(errno.EIO, "Input/output error", "/a/disk/file"), "/a/disk/file: Input/output error"),
     ],
 )
-def test_an_error_of_the_system_is_a_sentence_if_another_place_mends_it(command, tmp_path, monkeypatch, error, said):
+def test_system_error_is_reported_in_one_line_if_another_folder_helps(command, tmp_path, monkeypatch, error, said):
     places = {"run": tmp_path / "run", "cache": tmp_path / "cache"}
     if error.filename:
         error.filename = error.filename.format(**places)
@@ -544,7 +542,7 @@ def test_an_error_of_the_system_is_a_sentence_if_another_place_mends_it(command,
     assert (said is None) != ("Type a path that is readable and writable" in printed)
 
 
-def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, full, tmp_path, monkeypatch):
+def test_full_disk_for_the_summary_is_reported_and_resume_completes_the_run(command, fit, full, tmp_path, monkeypatch):
     write = results.write
     monkeypatch.setattr(results, "write", lambda file, summary: write(file, {**summary, "long": "x" * 3000}))
     full(results, "write", {1})
@@ -556,7 +554,7 @@ def test_a_summary_without_room_is_a_sentence_and_is_done_again(command, fit, fu
     assert summary_of(run)["val_loss"] > 0 and (run / "model").is_dir()
 
 
-def test_an_evaluation_says_on_how_much_it_is(config, text_folder):
+def test_evaluation_reports_the_number_of_its_sequences(config, text_folder):
     held = SimpleNamespace(count=8, name="", sequences=range(20))
     of = ("data=text", f"data.path={text_folder}")
     cfg = config(*of, "evaluate=x", "data.val_fraction=0.2")

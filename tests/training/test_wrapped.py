@@ -27,7 +27,7 @@ def named(text: str) -> set[str]:
     return found
 
 
-def test_every_file_that_wraps_a_module_is_on_the_list():
+def test_docstring_lists_every_file_that_wraps_a_module():
     files = {
         f"{file.parent.name}/{file.name}": file.read_text()
         for file in SOURCE.rglob("*.py")
@@ -39,5 +39,5 @@ def test_every_file_that_wraps_a_module_is_on_the_list():
 @pytest.mark.parametrize(
     "line", ["block.forward = compiled", "p.register_hook(f)", 'patch.object(self.head, "forward", f)']
 )
-def test_a_new_one_would_be_found(line):
+def test_unlisted_file_that_wraps_a_module_is_found(line):
     assert wrapping({"loss/new.py": line}) == {"loss/new.py"}

@@ -18,26 +18,26 @@ def rates(make, steps, **arguments):
     return seen
 
 
-def test_warm_up_starts_to_move_at_once_and_ends_at_lr():
+def test_warm_up_starts_above_zero_and_ends_at_lr():
     assert rates(scheduler.constant, 6, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
-def test_linear_falls_to_zero_at_total_steps():
+def test_linear_schedule_falls_to_zero_at_total_steps():
     assert rates(scheduler.linear, 7, warmup_steps=2, total_steps=6) == [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]
 
 
-def test_cosine_falls_to_zero_along_half_a_wave():
+def test_cosine_schedule_falls_to_zero_along_half_a_wave():
     expected = [1 + math.cos(math.pi * s / 8) for s in range(9)]
     assert rates(scheduler.cosine, 9, warmup_steps=0, total_steps=8) == pytest.approx(expected)
     assert rates(scheduler.cosine, 20, warmup_steps=0, total_steps=8)[-1] == 0.0
 
 
-def test_a_run_shorter_than_its_warm_up_only_warms_up():
+def test_run_shorter_than_its_warm_up_only_warms_up():
     assert rates(scheduler.cosine, 3, warmup_steps=4, total_steps=2) == [0.5, 1.0, 1.5]
 
 
 @pytest.mark.parametrize("make", [scheduler.constant, scheduler.linear, scheduler.cosine])
-def test_a_share_of_all_steps_warms_up_as_so_many_steps_do(make):
+def test_warm_up_as_a_share_equals_warm_up_in_steps(make):
     by_share = rates(make, 40, warmup_steps=7, warmup=0.25, total_steps=40)
     assert by_share == rates(make, 40, warmup_steps=10, total_steps=40)
     assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share is the one that counts
@@ -45,7 +45,7 @@ def test_a_share_of_all_steps_warms_up_as_so_many_steps_do(make):
 
 
 @pytest.mark.parametrize("lr", [2.0, torch.tensor(2.0)], ids=["a number", "a tensor"])
-def test_a_resumed_schedule_has_its_own_lr_and_length_from_its_first_step_on(lr):
+def test_resumed_schedule_uses_its_own_lr_and_length_from_the_first_step(lr):
     """torch restores lr, which would be the old one for good, or for a step; a tensor of torchao is kept."""
 
     def made(lr, total):

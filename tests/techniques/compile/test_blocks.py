@@ -66,7 +66,7 @@ def apart(one, other):
 @pytest.mark.rows("gpt2", "llama", "gemma3_text")
 @pytest.mark.kernels
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_blocks_of_any_architecture_compile_to_one_graph_with_the_gradients_of_eager_ones(model_type):
+def test_compiled_blocks_have_one_graph_and_the_gradients_of_eager_blocks(model_type):
     model = compiled(shaped(model_type))
     found = [gradients(model) for _ in range(3)]
     assert graphs() == 1
@@ -77,7 +77,7 @@ def test_blocks_of_any_architecture_compile_to_one_graph_with_the_gradients_of_e
 @pytest.mark.rows("0.3-every_k", "0.3-offload")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_compiled_blocks_that_are_computed_again_have_the_same_bits(policy, dropout):
+def test_compiled_blocks_with_checkpointing_have_the_same_bits(policy, dropout):
     kept = gradients(compiled(shaped("gpt2", dropout=dropout)))
     again = compiled(shaped("gpt2", dropout=dropout), POLICIES[policy])
     assert torch.equal(gradients(again), kept)
@@ -85,21 +85,21 @@ def test_compiled_blocks_that_are_computed_again_have_the_same_bits(policy, drop
 
 
 @pytest.mark.wrong
-def test_forgetting_the_random_state_is_caught(monkeypatch):
+def test_compiled_recomputation_without_the_random_state_is_caught(monkeypatch):
     """The deliberately wrong variant: the repetition draws other dropout masks."""
     kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
     monkeypatch.setattr(policies, "restored", lambda *_: None)
     assert not torch.equal(gradients(compiled(shaped("gpt2", dropout=0.3), policies.every_layer)), kept)
 
 
-def test_from_the_second_shape_on_nothing_is_compiled_again():
+def test_compiled_blocks_are_not_recompiled_after_the_second_shape():
     model = compiled(shaped("llama"), policies.every_layer)
     for tokens in (32, 31, 24, 17, 32):
         gradients(model, batch(tokens=tokens))
     assert graphs() == 2
 
 
-def test_evaluations_and_samples_are_not_compiled():
+def test_evaluation_and_generation_are_not_compiled():
     model = compiled(shaped("llama")).eval()
     with torch.no_grad():
         model.generate(batch().input_ids, max_new_tokens=4, do_sample=False)
@@ -107,7 +107,7 @@ def test_evaluations_and_samples_are_not_compiled():
     assert graphs() == 0
 
 
-def test_a_block_that_branches_on_its_numbers_is_refused():
+def test_block_with_data_dependent_control_flow_is_refused():
     class Branches(nn.Module):
         def forward(self, x):
             return x * 2 if x.sum() > 0 else x
@@ -121,7 +121,7 @@ def test_a_block_that_branches_on_its_numbers_is_refused():
 @pytest.mark.rows("offload-by_layer")
 @pytest.mark.parametrize("order", ["by_micro_batch", "by_layer"])
 @pytest.mark.parametrize("policy", ["every_layer", "offload", "sqrt"])
-def test_weights_stream_into_compiled_blocks(config, policy, order):
+def test_streamed_weights_in_compiled_blocks_equal_resident_ones(config, policy, order):
     if (policy, order) == ("sqrt", "by_layer"):
         pytest.skip("refused")
     arguments = lines("llama", *GRAPHS_ALONE, "max_steps=3", precision="bf16-master", policy=policy)
@@ -133,7 +133,7 @@ def test_weights_stream_into_compiled_blocks(config, policy, order):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("compiles", [GRAPHS_ALONE, BUDGET], ids=["compile", "budget"])
-def test_compiled_blocks_wait_for_weights_that_the_host_has_stepped(config, compiles):
+def test_compiled_blocks_wait_for_weights_updated_on_the_host(config, compiles):
     arguments = lines("llama", *compiles, "max_steps=3", precision="16-master", policy="none")
     right = trained(config, ["weights=resident"], "llama", arguments)
     assert trained(config, ["weights=resident"], "llama", arguments, lane=SlowLane()).same(right)
@@ -142,7 +142,7 @@ def test_compiled_blocks_wait_for_weights_that_the_host_has_stepped(config, comp
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.matrix), "qlora"])
-def test_blocks_with_an_adapter_compile(config, adapter):
+def test_blocks_with_an_adapter_compile_to_the_eager_losses(config, adapter):
     arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")
     eager = trained(config, ["weights=resident"], "llama", arguments)
     quick = trained(config, ["weights=resident"], "llama", (*arguments, *GRAPHS_ALONE))
@@ -152,7 +152,7 @@ def test_blocks_with_an_adapter_compile(config, adapter):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES)
-def test_generated_code_rounds_a_little_differently(policy):
+def test_inductor_blocks_equal_eager_blocks_within_rounding(policy):
     model = compiled(network("llama", num_hidden_layers=4), POLICIES[policy], "inductor")
     found = [gradients(model) for _ in range(3)]
     assert graphs() == 1 and all(torch.equal(later, found[0]) for later in found)
@@ -179,7 +179,7 @@ def deep():
 @pytest.mark.rows("aot_eager-every_layer")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks_need_no_more_memory_than_eager_ones(policy, backend, tmp_path):
+def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, tmp_path):
     """It is what the planner counts on. Measured: 11 to 21 % less."""
     eager = deep()
     POLICIES[policy](eager)
@@ -193,20 +193,20 @@ def test_compiled_blocks_need_no_more_memory_than_eager_ones(policy, backend, tm
 @pytest.mark.parametrize(
     "model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.matrix) for s in SHAPES[:-1]]
 )
-def test_the_partitioner_keeps_within_its_budget_and_rounds_a_little_differently(model_type):
+def test_blocks_with_a_memory_budget_equal_eager_blocks_within_rounding(model_type):
     model = shaped(model_type)
     compile_blocks(model, "aot_eager_decomp_partition", 0.2)
     assert apart(gradients(model), gradients(shaped(model_type))) < PARTITIONED
 
 
 @pytest.mark.matrix
-def test_budget_through_inductor(fit):
+def test_memory_budget_with_inductor_has_the_loss_of_eager_blocks(fit):
     plain, _ = fit("seq_len=32")
     budget, _ = fit("seq_len=32", "compile=blocks", "compile.activation_memory_budget=0.1", folder="b")
     assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
 
 
-def test_a_smaller_budget_saves_more_of_what_autograd_saves():
+def test_smaller_memory_budget_saves_fewer_bytes_for_backward():
     """The bytes that the compiled blocks keep for backward, counted where autograd stores them."""
     saved = []
     for share in (1.0, 0.5, 0.0):
@@ -229,7 +229,7 @@ def test_a_smaller_budget_saves_more_of_what_autograd_saves():
 
 
 @pytest.mark.parametrize("order", ["by_micro_batch", pytest.param("by_layer", marks=pytest.mark.matrix)])
-def test_weights_stream_into_blocks_with_a_budget(config, order):
+def test_streamed_weights_with_a_memory_budget_equal_resident_ones(config, order):
     arguments = lines("llama", *BUDGET, "max_steps=3", precision="bf16-master", policy="every_layer")
     resident = trained(config, ["weights=resident"], "llama", arguments)
     streamed = trained(config, ["weights=streamed", f"weights.order={order}"], "llama", arguments)
@@ -237,12 +237,12 @@ def test_weights_stream_into_blocks_with_a_budget(config, order):
 
 
 @pytest.mark.parametrize("share", [-0.1, 2])
-def test_a_budget_that_is_not_a_share_is_refused(share):
+def test_memory_budget_outside_0_to_1_is_refused(share):
     with pytest.raises(Refused, match=rf"compile\.activation_memory_budget={share}: give a number between 0 and 1"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", share)
 
 
-def test_a_budget_that_torch_does_not_have_is_refused(monkeypatch):
+def test_memory_budget_without_support_in_torch_is_refused(monkeypatch):
     monkeypatch.setattr("lowmem.techniques.compile.blocks.has_memory_budget", lambda: False)
     with pytest.raises(Refused, match="does not have this setting"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", 0.5)

@@ -27,7 +27,7 @@ def busy():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
-def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
+def test_fetched_boundary_is_complete_before_it_is_read(busy, monkeypatch, wrong):
     """Wrong: the device waits for no copy."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
@@ -41,7 +41,7 @@ def test_it_is_back_before_it_is_read(busy, monkeypatch, wrong):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True])
-def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, monkeypatch, wrong):
+def test_device_memory_of_a_boundary_is_not_reused_before_its_copy_is_done(busy, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     tensor = torch.ones(ELEMENTS, device="cuda")
@@ -55,7 +55,7 @@ def test_its_memory_on_the_device_is_not_used_again_before_it_has_left(busy, mon
 
 
 @pytest.mark.gpu
-def test_fetching_one_starts_the_one_before(busy):
+def test_fetching_a_boundary_prefetches_the_previous_one(busy):
     make = Chain().make
     tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
     made = [make(block, tensor) for block, tensor in enumerate(tensors)]
@@ -71,7 +71,7 @@ SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "ba
 
 @each_device
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_run_has_the_bits_of_boundaries_that_stay(fit, deterministic, monkeypatch, device, wrong):
+def test_offloaded_boundaries_give_the_bits_of_resident_boundaries(fit, deterministic, monkeypatch, device, wrong):
     """Wrong: each boundary comes back rolled by one element."""
     lines = (*RUN, *SIZES[device], f"device={device}")
     _, resident = fit(*lines, "gradient_checkpointing=every_layer", folder="resident")

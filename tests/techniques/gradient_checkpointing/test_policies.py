@@ -46,7 +46,7 @@ def gradients(model, batch):
 @pytest.mark.rows("*-0.3")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, batch):
+def test_checkpointing_gives_the_same_gradient_bits_on_any_architecture(model_type, dropout, batch):
     kept = gradients(shaped(model_type, dropout=dropout), batch)
     for name, apply in SEGMENTED.items():
         model = shaped(model_type, dropout=dropout)
@@ -58,7 +58,7 @@ def test_segments_give_the_same_bits_on_any_architecture(model_type, dropout, ba
 
 
 @pytest.mark.wrong
-def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
+def test_recomputation_without_the_random_state_is_caught(batch, monkeypatch):
     """The deliberately wrong variant: the repetition draws other dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
     again = checkpointing.Call.again
@@ -76,7 +76,7 @@ def test_forgetting_the_random_state_is_caught(batch, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("model_type", "forgetful"), [("gpt2", False), ("llama", False), ("gpt2", True)])
-def test_on_a_card_segments_give_the_same_bits(model_type, batch, deterministic, monkeypatch, forgetful):
+def test_on_a_card_checkpointing_gives_the_same_gradient_bits(model_type, batch, deterministic, monkeypatch, forgetful):
     """With dropout, whose masks the card draws; forgetful: the repetition draws other ones."""
     if forgetful:
         monkeypatch.setattr(checkpointing, "restored", lambda *_: None)
@@ -109,7 +109,7 @@ class Thin(nn.Module):
 @pytest.mark.parametrize(
     ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.segments, 0.5, 0.07)]
 )
-def test_memory_of_thin_layers_grows_with_the_depth_or_its_root(apply, exponent, within):
+def test_memory_of_thin_layers_grows_with_the_depth_or_its_square_root(apply, exponent, within):
     depths, peaks = (16, 36, 64, 144, 256, 400), []
     for n in depths:
         model = nn.Sequential(*(Thin() for _ in range(n))).train()
@@ -134,7 +134,7 @@ def block_peak(apply, layers):
 
 
 @pytest.mark.matrix
-def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
+def test_memory_of_transformer_blocks_follows_the_documented_formulas():
     depths = (4, 16, 64)
     kept, every, root, away = (
         [block_peak(apply, n) for n in depths]
@@ -149,7 +149,7 @@ def test_memory_of_transformer_blocks_by_the_formulas_of_the_readme():
     assert away[0] == away[1] == away[2] < every[0]  # the boundaries are in host memory
 
 
-def test_selective_keeps_products_and_attention_and_less_than_half_of_the_rest():
+def test_selective_checkpointing_saves_more_than_half_of_the_activations():
     kept, some, least = (
         block_peak(apply, 16) for apply in (checkpointing.none, checkpointing.selective, checkpointing.every_layer)
     )
@@ -161,7 +161,7 @@ def test_selective_keeps_products_and_attention_and_less_than_half_of_the_rest()
 
 
 @pytest.mark.parametrize("apply", SEGMENTED.values(), ids=SEGMENTED)
-def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(apply, batch):
+def test_checkpointing_trains_with_frozen_inputs_and_does_nothing_in_evaluation(apply, batch):
     model = shaped("gpt2")
     apply(model)
     model.get_input_embeddings().weight.requires_grad_(False)
@@ -178,7 +178,7 @@ def test_frozen_inputs_work_and_evaluation_keeps_nothing_and_repeats_nothing(app
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_block_that_raises_leaves_autograd_as_it_was(batch, k):
+def test_exception_inside_a_block_restores_saved_tensor_hooks(batch, k):
     """A hook that stayed on torch's stack would drop the saved tensors of the next job of a sweep."""
     model = shaped("gpt2")
     checkpointing.segments(model, k)
@@ -211,7 +211,7 @@ class Meddling(nn.Module):
         return x
 
 
-def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
+def test_model_that_changes_hidden_states_between_blocks_is_segmented_there():
     results = []
     for apply in (checkpointing.none, partial(checkpointing.segments, k=2), checkpointing.every_layer):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_a_model_that_changes_the_states_between_blocks_is_cut_there():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(k):
+def test_in_place_change_of_a_block_input_is_an_error(k):
     model = nn.Sequential(Thin(), Thin()).train()
     checkpointing.segments(model, k)
     x = torch.randn(8, 16, requires_grad=True)
@@ -235,7 +235,7 @@ def test_an_input_changed_in_place_is_an_error_not_a_wrong_gradient(k):
         loss.backward()
 
 
-def test_offloaded_boundaries_do_not_outlive_their_graph(batch):
+def test_offloaded_boundaries_are_freed_with_their_graph(batch):
     import gc
     import weakref
 
@@ -260,14 +260,14 @@ def test_offloaded_boundaries_do_not_outlive_their_graph(batch):
     assert not alive
 
 
-def test_what_cannot_be_segmented_is_refused():
+def test_model_without_blocks_and_invalid_k_are_refused():
     with pytest.raises(Refused, match="gradient_checkpointing=none"):
         checkpointing.every_layer(nn.Linear(2, 2))
     with pytest.raises(Refused, match="k=0"):
         checkpointing.segments(nn.Sequential(Thin()), 0)
 
 
-def test_the_blocks_of_a_mixture_of_experts_are_its_layers():
+def test_blocks_of_a_mixture_of_experts_are_its_layers():
     layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(Thin() for _ in range(8))}) for _ in range(3))
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
     assert checkpointing.blocks(model) == list(layers)

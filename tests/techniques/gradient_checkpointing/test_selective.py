@@ -120,7 +120,7 @@ def watch_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_result_changed_in_place_gives_the_same_bits(make, monkeypatch):
+def test_selective_recomputes_results_changed_in_place_with_the_same_bits(make, monkeypatch):
     kept = gradients(make, checkpointing.none)
     assert equal(kept, gradients(make, checkpointing.selective))
     watch_nothing(monkeypatch)
@@ -141,7 +141,7 @@ def gemma3n():
     return model
 
 
-def test_a_real_architecture_that_changes_its_products(monkeypatch):
+def test_selective_gives_the_same_bits_on_gemma3n(monkeypatch):
     ids = torch.randint(0, 500, (2, 16))
 
     def bits(apply):
@@ -174,7 +174,7 @@ class Drops(nn.Module):
         return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
 
 
-def test_what_draws_after_attention_with_dropout_draws_the_same_numbers_again(monkeypatch):
+def test_random_draws_after_attention_with_dropout_are_repeated(monkeypatch):
     monkeypatch.setattr(selective, "EXPENSIVE", (*selective.EXPENSIVE, attention._opoverload))
 
     def make(dropout):
@@ -188,7 +188,7 @@ def test_what_draws_after_attention_with_dropout_draws_the_same_numbers_again(mo
 
 
 @pytest.mark.parametrize(("change", "held"), [(untouched, True), (scaled, False)])
-def test_a_result_is_held_until_backward_unless_it_was_changed(change, held):
+def test_saved_result_is_held_until_backward_unless_changed_in_place(change, held):
     model = nn.Sequential(Block(change)).train()
     checkpointing.selective(model)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
@@ -198,7 +198,7 @@ def test_a_result_is_held_until_backward_unless_it_was_changed(change, held):
 
 
 @pytest.mark.parametrize("change", [untouched, scaled])
-def test_tensors_without_memory_take_the_same_bytes(change):
+def test_selective_takes_equal_bytes_with_fake_tensors(change):
     """The planner predicts with them."""
 
     def bytes_at_peak():
@@ -212,7 +212,7 @@ def test_tensors_without_memory_take_the_same_bytes(change):
         assert bytes_at_peak() == found
 
 
-def test_a_second_backward_pass_is_an_error_not_a_wrong_gradient():
+def test_second_backward_pass_is_an_error():
     model = nn.Sequential(Block(untouched)).train()
     checkpointing.selective(model)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
@@ -221,7 +221,7 @@ def test_a_second_backward_pass_is_an_error_not_a_wrong_gradient():
         loss.backward()
 
 
-def test_functions_that_are_compiled_inside_a_block_stay_compiled():
+def test_compiled_functions_inside_a_block_stay_compiled():
     graphs = []
 
     def backend(graph, inputs):
@@ -240,7 +240,7 @@ def test_functions_that_are_compiled_inside_a_block_stay_compiled():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_is_let_through():
+def test_flex_attention_works_in_selective_contexts():
     """It is no operator but a function of functions, which most dispatch modes do not admit."""
     x = torch.randn(1, 2, 16, 16)
     forward, again = selective.contexts()
@@ -302,7 +302,7 @@ class Flat(selective.Sent):
 
 
 @pytest.mark.parametrize("wrong", [None, First, Flat])
-def test_attention_waits_on_the_host_and_is_not_computed_again(monkeypatch, wrong):
+def test_offloaded_attention_results_are_not_recomputed(monkeypatch, wrong):
     kept = gradients(attending, checkpointing.none)
     if wrong is not None:
         monkeypatch.setattr(selective, "Sent", wrong)
@@ -315,7 +315,7 @@ def test_attention_waits_on_the_host_and_is_not_computed_again(monkeypatch, wron
     assert (counts.forward, counts.backward) == (6, 3)
 
 
-def test_it_waits_in_host_memory_beside_the_boundary():
+def test_offloaded_attention_results_are_in_host_memory_beside_the_boundary():
     """The device has the activations of one block, as with `offload`; the host has attention's results, too."""
     on_host = {}
     for name in ("offload", "offload_attention"):

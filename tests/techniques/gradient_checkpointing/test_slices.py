@@ -42,14 +42,14 @@ def off(kept, found):
 
 
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_the_gradients_are_those_of_the_whole_with_every_policy(model_type, batch):  # noqa: F811
+def test_sliced_gradients_equal_unsliced_ones_with_every_policy(model_type, batch):  # noqa: F811
     kept = gradients(shaped(model_type, layers=3), batch)
     for name, apply in EACH.items():
         assert off(kept, gradients(tiled(shaped(model_type, layers=3), apply), batch)) < FP32_REORDERED, name
 
 
 @pytest.mark.wrong
-def test_a_last_short_slice_that_is_dropped_is_caught(batch, monkeypatch):  # noqa: F811
+def test_dropped_short_last_slice_is_caught(batch, monkeypatch):  # noqa: F811
     """The deliberately wrong variant."""
     back = SlicedModule.back
 
@@ -63,14 +63,14 @@ def test_a_last_short_slice_that_is_dropped_is_caught(batch, monkeypatch):  # no
     assert off(kept, gradients(tiled(shaped("llama")), batch)) > 100 * FP32_REORDERED
 
 
-def test_slices_as_long_as_the_sequence_have_the_same_bits(batch):  # noqa: F811
+def test_one_slice_of_the_whole_sequence_has_the_same_bits(batch):  # noqa: F811
     kept = gradients(shaped("llama", dropout=0.3), batch)
     found = gradients(tiled(shaped("llama", dropout=0.3), tokens=32), batch)
     assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
 
 
 @pytest.mark.parametrize("forgetful", [False, True])
-def test_slices_draw_the_same_dropout_again(batch, monkeypatch, forgetful):  # noqa: F811
+def test_slices_repeat_their_dropout_in_recomputation(batch, monkeypatch, forgetful):  # noqa: F811
     """Other masks than the whole, but the same with every policy. forgetful: the deliberately wrong variant."""
     kept = gradients(tiled(shaped("gpt2", dropout=0.3)), batch)
     assert not torch.equal(kept[0], gradients(shaped("gpt2", dropout=0.3), batch)[0])
@@ -106,7 +106,7 @@ def error_of_bf16(tokens):
     return ((module.linear.weight.grad.double() - wide).norm() / wide.norm()).item()
 
 
-def test_gradients_of_16_bits_are_summed_in_32(monkeypatch):
+def test_weight_gradients_of_16_bit_slices_are_summed_in_fp32(monkeypatch):
     whole, slices = error_of_bf16(512), error_of_bf16(16)
     assert slices < 1.6 * whole
 
@@ -118,7 +118,7 @@ def test_gradients_of_16_bits_are_summed_in_32(monkeypatch):
     assert error_of_bf16(16) > 2 * whole
 
 
-def test_autocast_loses_no_gradient_and_a_part_may_be_called_whole_too(batch):  # noqa: F811
+def test_sliced_module_under_autocast_can_be_called_twice(batch):  # noqa: F811
     """A copy in 16 bits that autocast has kept of a weight without a gradient would cut off the second call."""
 
     def both(module):
@@ -136,7 +136,7 @@ def test_autocast_loses_no_gradient_and_a_part_may_be_called_whole_too(batch):  
     assert (found - kept).norm() < 0.01 * kept.norm()
 
 
-def test_adapters_inside_of_a_part_are_trained_and_nothing_else_is_summed(batch, monkeypatch):  # noqa: F811
+def test_adapters_inside_a_sliced_module_are_trained_and_frozen_weights_not_summed(batch, monkeypatch):  # noqa: F811
     def adapted():
         model = shaped("llama", layers=2)
         LoRA(r=2, target=["*.mlp.*"])(model)
@@ -174,7 +174,7 @@ def highest(apply, tokens):
 
 
 @pytest.mark.parametrize("name", ["every_layer", "selective", "none"])
-def test_the_interior_of_one_slice_is_all_that_exists(name):
+def test_activations_of_one_slice_exist_at_a_time(name):
     """In fp32. What backward needs of one product is what the block keeps: two of the six tensors are its inputs, and
     a block that keeps its own interior, or its products, does so in all three blocks."""
     held = {"every_layer": 6, "selective": 6 + 2 * 2, "none": 6 + 2 * 4}[name] * WIDE * 4
@@ -183,7 +183,7 @@ def test_the_interior_of_one_slice_is_all_that_exists(name):
     assert fell == pytest.approx(held * B * (T - SLICE) - sums, rel=0.15)
 
 
-def test_a_checkpointed_block_is_not_computed_once_more_for_its_slices(batch):  # noqa: F811
+def test_checkpointed_block_is_not_recomputed_again_for_its_slices(batch):  # noqa: F811
     rows = {}
     for name in ("none", "every_layer"):
         model, seen = shaped("llama", layers=2), []
@@ -227,14 +227,14 @@ def asked(model, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("other", [Shift, lambda: Borrowing(nn.Parameter(torch.eye(32)))])
-def test_a_part_that_is_another_function_in_slices_is_refused_by_name(other):
+def test_module_that_mixes_tokens_is_refused_by_name(other):
     model = shaped("llama", layers=2)
     model.model.layers[1].mlp = other()
     with pytest.raises(Refused, match=r"(Shift|Borrowing) would compute different results.* Type tile.tokens=null"):
         asked(model)
 
 
-def test_a_model_that_cannot_be_cut_is_refused():
+def test_model_without_sliceable_modules_is_refused():
     with pytest.raises(Refused, match="no module in the blocks of OPTForCausalLM"):
         asked(shaped("opt", layers=2))
     with pytest.raises(Refused, match="Linear has no list of blocks"):
@@ -243,7 +243,7 @@ def test_a_model_that_cannot_be_cut_is_refused():
         Tiles(network("mixtral", output_router_logits=True), 2)
 
 
-def test_attention_torchs_own_layers_and_experts_are_left_whole(caplog):
+def test_attention_torch_layers_and_experts_are_not_sliced(caplog):
     caplog.set_level("INFO", logger="lowmem")
     asked(network("mixtral"))
     asked(shaped("gpt2", layers=2))
@@ -258,14 +258,14 @@ def test_attention_torchs_own_layers_and_experts_are_left_whole(caplog):
 RUN = ("tile.tokens=5", "gradient_checkpointing=every_layer", "model.architecture.resid_pdrop=0.1", "save_every=2")
 
 
-def test_a_resumed_run_has_the_same_bits(fit):
+def test_resumed_run_with_slices_has_the_same_bits(fit):
     _, whole = fit(*RUN, folder="whole")
     fit(*RUN, "max_steps=2", "scheduler.total_steps=4", folder="half")
     _, other = fit(*RUN, f"resume={whole.parent / 'half'}", folder="other")
     assert same(last(whole), last(other))
 
 
-def test_what_is_evaluated_alone_is_asked_too(fit, caplog):
+def test_evaluation_of_a_run_can_use_slices(fit, caplog):
     caplog.set_level("INFO", logger="lowmem")
     _, run = fit(*RUN, folder="trained")
     whole, _ = fit(f"evaluate={run}", folder="whole")
@@ -276,7 +276,7 @@ def test_what_is_evaluated_alone_is_asked_too(fit, caplog):
 
 
 @pytest.mark.parametrize("name", ["every_layer", "sqrt"])
-def test_slices_of_streamed_weights_are_those_of_resident_ones(config, name):
+def test_slices_of_streamed_weights_have_the_bits_of_resident_ones(config, name):
     def weights(*more):
         lines = parity.overrides("precision=bf16-master", f"gradient_checkpointing={name}", "tile.tokens=5", *more)
         return parity.run(config(*lines, "max_steps=2", base=()), wide=True)[1]
@@ -286,6 +286,6 @@ def test_slices_of_streamed_weights_are_those_of_resident_ones(config, name):
 
 
 @pytest.mark.parametrize("value", ["0", "abc", "true"])
-def test_what_is_no_number_of_tokens_is_a_sentence(command, value):
+def test_invalid_tile_tokens_is_refused(command, value):
     code, said = command(f"tile.tokens={value}")
     assert code == 1 and f"tile.tokens={value}: give a whole number of tokens, at least 1, or null" in said

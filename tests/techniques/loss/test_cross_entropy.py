@@ -67,7 +67,7 @@ def oracle(model, batch):  # written out, so that `full` is checked too
 
 
 @pytest.mark.parametrize("model_type", AROUND)
-def test_chunked_is_full(model_type, batch):
+def test_full_and_chunked_loss_equal_the_oracle(model_type, batch):
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch, 0.37)
     for loss in (losses.full, chunked):
@@ -78,7 +78,7 @@ def test_chunked_is_full(model_type, batch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
-def test_a_loss_that_leaves_out_what_stands_around_the_head_is_caught(model_type, batch, monkeypatch):
+def test_chunked_loss_without_the_operations_around_the_head_is_caught(model_type, batch, monkeypatch):
     """As `chunked` did for years of models: the head's matrix on what leaves the body, and nothing else."""
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch)
@@ -96,7 +96,7 @@ def test_a_loss_that_leaves_out_what_stands_around_the_head_is_caught(model_type
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
-def test_under_autocast_chunked_is_as_close_to_fp32_as_full_is(dtype, tolerance, batch):
+def test_chunked_loss_under_autocast_is_as_close_to_fp32_as_full_loss(dtype, tolerance, batch):
     model = network()
     _, exact = value_and_gradients(model, losses.full, batch)
     with torch.autocast("cpu", dtype=dtype):
@@ -106,7 +106,7 @@ def test_under_autocast_chunked_is_as_close_to_fp32_as_full_is(dtype, tolerance,
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["chunk dropped", "mean of chunks", "ignored counted"])
-def test_a_wrong_loss_is_caught(wrong, batch):
+def test_wrong_chunked_loss_is_caught(wrong, batch):
     model = network()
     value, gradients = value_and_gradients(model, losses.full, batch)
 
@@ -124,13 +124,13 @@ def test_a_wrong_loss_is_caught(wrong, batch):
     assert worst(our_gradients, gradients) > BF16
 
 
-def test_evaluation_needs_no_gradient(batch):
+def test_chunked_loss_works_without_gradients(batch):
     model = network().eval()
     with torch.no_grad():
         assert chunked(model, batch).item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
 
 
-def test_a_frozen_head_gets_no_gradient(batch):
+def test_chunked_loss_gives_no_gradient_to_a_frozen_head(batch):
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.requires_grad_(False)
     chunked(model, batch).backward()
@@ -143,7 +143,7 @@ def largest_tensor(loss, batch):
     return max(size for _, _, size in tracker.events)
 
 
-def test_chunked_never_holds_all_logits(batch):
+def test_chunked_loss_never_holds_all_logits(batch):
     logits = 3 * 20 * VOCABULARY * 4
     assert largest_tensor(losses.full, batch) == logits
     # what is left is the gradient of the head's weight, V x H, against V x (batch x tokens)
@@ -159,7 +159,7 @@ def peak(batch, loss=chunked):
     return max(point.total for point in tracker.timeline())
 
 
-def test_the_bytes_do_not_depend_on_how_many_labels_count(batch, monkeypatch):
+def test_memory_of_the_chunked_loss_does_not_depend_on_ignored_labels(batch, monkeypatch):
     """A prediction knows no numbers, and takes all to count."""
     every = replace(batch, labels=batch.labels.clamp(min=0))
     few = replace(batch, labels=batch.labels.where(torch.arange(20) % 2 == 0, losses.IGNORED))
@@ -176,7 +176,7 @@ def test_the_bytes_do_not_depend_on_how_many_labels_count(batch, monkeypatch):
     assert peak(nearly) <= peak(every) < peak(nearly, at_once)
 
 
-def test_an_evaluation_holds_one_chunk_at_a_time(batch):
+def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
     """With a head that is frozen, as beside an adapter, its chunks are the peak of training and evaluation alike."""
 
     def largest(evaluates, rows):
@@ -193,14 +193,14 @@ def test_an_evaluation_holds_one_chunk_at_a_time(batch):
     assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with those of the chunk before, 4
 
 
-def test_of_no_label_at_all_the_loss_is_nothing(batch):
+def test_loss_without_any_label_is_zero(batch):
     batch = replace(batch, labels=torch.full_like(batch.labels, losses.IGNORED))
     for loss in (losses.full, chunked):
         value, gradients = value_and_gradients(network(), loss, batch)
         assert value == 0.0 and not any(g.any() for g in gradients)
 
 
-def test_a_model_is_called_with_what_the_micro_batch_says(batch):
+def test_model_is_called_with_the_inputs_of_the_micro_batch(batch):
     """In each of its forward passes, those of the chunks included."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
@@ -213,14 +213,14 @@ def test_a_model_is_called_with_what_the_micro_batch_says(batch):
         assert inputs == {**batch.inputs, "use_cache": False}
 
 
-def test_a_head_that_is_no_matrix_is_refused(batch):
+def test_chunked_loss_with_a_non_linear_head_is_refused(batch):
     headless = network()
     headless.set_output_embeddings(nn.Identity())
     with pytest.raises(Refused, match="loss=full"):
         chunked(headless, batch)
 
 
-def test_a_head_that_is_applied_twice_is_refused(batch):
+def test_chunked_loss_with_a_head_applied_twice_is_refused(batch):
     class Twice(type(network())):
         def forward(self, **inputs):
             super().forward(**inputs)
@@ -242,7 +242,7 @@ class AcrossTokens(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype, batch):
+def test_verify_compares_chunked_logits_with_the_logits_of_the_model(dtype, batch):
     model = network().to(dtype).eval()
     loss = losses.Chunked(ROWS)
     loss.verify(model, batch)
@@ -251,7 +251,7 @@ def test_before_the_first_step_the_logits_are_compared_with_the_models_own(dtype
         loss.verify(model, batch)
 
 
-def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
+def test_run_verifies_its_loss_before_the_first_step(fit, monkeypatch):
     fit("loss=chunked")
     monkeypatch.setattr(losses, "agrees", lambda *_: False)
     fit("loss=full")
@@ -260,7 +260,7 @@ def test_a_run_verifies_its_loss_before_its_first_step(fit, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [0, -3, "abc", None, True, 1.5])
-def test_a_chunk_has_at_least_one_token(rows):
+def test_invalid_chunk_size_is_refused(rows):
     with pytest.raises(Refused, match="whole number of tokens"):
         losses.Chunked(rows)
 
@@ -290,7 +290,7 @@ class Readout(nn.Linear):
         return super().forward(hidden) / 4
 
 
-def test_a_place_a_mask_or_a_head_of_its_own_kind_hides_nothing(batch):
+def test_verify_detects_position_dependent_logits_and_allows_masks_and_scaled_heads(batch):
     loss = losses.Chunked(ROWS)
     model = network().eval()
     model.__class__ = ByPlace

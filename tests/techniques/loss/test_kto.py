@@ -59,7 +59,7 @@ def expected(model, batch, **options):
 
 @pytest.mark.parametrize("columns", [7, 64, 10_000], ids=["narrow", "tiles", "whole"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(options, columns):
+def test_kto_loss_and_gradient_equal_the_fp64_reference(options, columns):
     model = network("llama")
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     loss, theirs = expected(model, batch, **options)
@@ -79,7 +79,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(options, columns):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
-def test_any_head_gives_the_same(model_type):
+def test_kto_loss_equals_the_reference_for_any_head(model_type):
     """Biases, tied heads and capped logits are the model's own."""
     model, kto = network(model_type), KTO(columns=64)
     batch = rows(model).micro_batch(np.arange(ANSWERS))
@@ -89,7 +89,7 @@ def test_any_head_gives_the_same(model_type):
     assert found.item() == pytest.approx(loss, rel=FP32) and apart(gradients(model, found), theirs) < 5 * FP32
 
 
-def test_z_is_at_least_zero():
+def test_kto_z_is_at_least_zero():
     """The loss is that of z = 0 where mismatched answers are less likely than by the reference."""
     model, kto = network("llama"), KTO(beta=1.0)
     drawn = rows(model)
@@ -101,7 +101,7 @@ def test_z_is_at_least_zero():
     assert (kto(model, batch) / ANSWERS).item() == pytest.approx(loss, rel=FP32)
 
 
-def test_rows_of_a_device_without_answers_count_nothing():
+def test_kto_rows_of_a_device_without_answers_count_nothing():
     model, kto = network("llama"), KTO()
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     looked_ahead(kto, model, [batch])
@@ -113,7 +113,7 @@ def test_rows_of_a_device_without_answers_count_nothing():
     assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in gradients(model, loss).values())
 
 
-def test_figures_are_means_over_their_own_answers():
+def test_kto_figures_are_means_over_answers_of_their_kind():
     model, kto = network("llama"), KTO(beta=0.3)
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     looked_ahead(kto, model, [batch])
@@ -143,7 +143,7 @@ def test_figures_are_means_over_their_own_answers():
         ({"columns": 0}, "loss.columns=0"),
     ],
 )
-def test_arguments_without_sense_are_refused(options, words):
+def test_invalid_kto_arguments_are_refused(options, words):
     with pytest.raises(Refused, match=words):
         KTO(**options)
 
@@ -203,7 +203,7 @@ CUT = [("fp32", name) for name in WEIGHTS] + [("bf16", name) for name in WEIGHTS
 
 
 @pytest.mark.parametrize(("products", "weights"), CUT)
-def test_a_window_has_the_same_gradient_in_one_micro_batch_and_in_four(config, monkeypatch, products, weights):
+def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config, monkeypatch, products, weights):
     """Products in fp32 prove that both compute one function; products in bf16 may add their rounding, and no more."""
     if products == "fp32":
         products_in_fp32(monkeypatch)
@@ -221,7 +221,7 @@ def test_a_window_has_the_same_gradient_in_one_micro_batch_and_in_four(config, m
             assert off(ANSWERS // 4)[1] > 4 * bound
 
 
-def test_a_z_of_each_micro_batch_is_outside_the_tolerance(config, monkeypatch):
+def test_kto_z_per_micro_batch_exceeds_the_tolerance(config, monkeypatch):
     techniques = "loss=kto", "accumulation=fixed"
     cfg = config(*overrides(*techniques), base=())
     assert within(deviations(cfg, *techniques), allowed(*techniques))
@@ -253,7 +253,7 @@ def trained(fit, file, *lines):
     return fit(*beside((*SHAPE, *data), lines))[0]["validation"][0]
 
 
-def test_ratings_are_learnt(fit, tmp_path):
+def test_kto_learns_ratings(fit, tmp_path):
     start = trained(fit, ratings(tmp_path), "max_steps=1", "lr=1e-12")
     assert start["accuracy"] == pytest.approx(0.5, abs=0.15) and start["kl"] == pytest.approx(0.0, abs=1e-4)
     assert start["loss"] == pytest.approx(0.5, abs=1e-4)
@@ -261,7 +261,7 @@ def test_ratings_are_learnt(fit, tmp_path):
     assert learnt["accuracy"] > 0.9 and learnt["reward_desirable"] > 0 > learnt["reward_undesirable"]
 
 
-def test_a_run_gives_the_loss_z_before_each_window_and_each_evaluation(fit, tmp_path, monkeypatch):
+def test_kto_z_is_set_before_each_window_and_each_evaluation(fit, tmp_path, monkeypatch):
     """Desirable answers alone become likelier, and so do mismatched ones: z grows above 0."""
     given, set_kl = [], KTO.set_kl
 
@@ -291,7 +291,7 @@ def evaluated(fit, tmp_path, labels, *lines):
 
 
 @pytest.mark.parametrize("rated", [True, False], ids=["desirable", "undesirable"])
-def test_the_absent_side_is_empty_and_ends_no_run(fit, tmp_path, monkeypatch, rated):
+def test_figures_of_an_absent_kind_of_answers_are_empty(fit, tmp_path, monkeypatch, rated):
     sent = []
 
     class Sent(DummyLogger):
@@ -315,7 +315,7 @@ def test_the_absent_side_is_empty_and_ends_no_run(fit, tmp_path, monkeypatch, ra
     assert "nan" not in (folder / "metrics.csv").read_text()
 
 
-def test_means_of_a_kind_are_over_its_answers_whatever_micro_batch_has_none(fit, tmp_path):
+def test_figures_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
     """One of nine answers is undesirable; four of five micro-batches have none."""
     found = []
     for size in (2, 12):
@@ -327,7 +327,7 @@ def test_means_of_a_kind_are_over_its_answers_whatever_micro_batch_has_none(fit,
 
 
 @pytest.mark.wrong
-def test_with_exchanged_ratings_the_accuracy_falls(fit, tmp_path, monkeypatch):
+def test_kto_with_exchanged_ratings_lowers_the_accuracy(fit, tmp_path, monkeypatch):
     """The deliberately wrong variant: the loss takes each answer for the other kind, the accuracy does not."""
     losses = KTO.losses
     monkeypatch.setattr(
@@ -337,7 +337,7 @@ def test_with_exchanged_ratings_the_accuracy_falls(fit, tmp_path, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_training_on_ratings_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
+def test_kto_needs_the_memory_of_fine_tuning_on_its_rows(fit, config, tmp_path):
     """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
     lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"
     file, columns = preferences(tmp_path, count=100, words=60), "loss.columns=128"

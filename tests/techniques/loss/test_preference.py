@@ -58,7 +58,7 @@ def expected(name, model, batch, **options):
 
 @pytest.mark.parametrize("columns", [7, 64, 10_000], ids=["narrow", "tiles", "whole"])
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=lambda value: str(value))
-def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(name, options, columns):
+def test_preference_loss_and_gradient_equal_the_fp64_reference(name, options, columns):
     model = network("llama")
     batch = rows(model)
     loss, theirs = expected(name, model, batch, **options)
@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_in_fp64(name, options, colu
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
-def test_any_head_gives_the_same(model_type):
+def test_dpo_loss_equals_the_reference_for_any_head(model_type):
     """Biases, tied heads and capped logits are the model's own."""
     model = network(model_type)
     batch = rows(model)
@@ -80,7 +80,7 @@ def test_any_head_gives_the_same(model_type):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_packed_pairs_are_the_same(name):
+def test_packed_pairs_give_the_loss_and_gradient_of_padded_pairs(name):
     model = network("llama")
     packed, padded = rows(model, packed=True), rows(model)
     theirs = LOSSES[name]()(model, padded)
@@ -91,7 +91,7 @@ def test_packed_pairs_are_the_same(name):
     assert ours.item() == pytest.approx(theirs[0], rel=FP32) and apart(gradients(model, ours), theirs[1]) < FP32
 
 
-def test_accumulation_is_the_mean_over_pairs():
+def test_accumulated_preference_loss_is_the_mean_over_pairs():
     model, loss = network("llama"), preference.DPO()
     batch = rows(model)
     parts = [batch.each(lambda tensor, at=at: tensor[at : at + 2]) for at in range(0, 2 * PAIRS, 2)]
@@ -101,7 +101,7 @@ def test_accumulation_is_the_mean_over_pairs():
     assert apart(gradients(model, sum(each)), whole) < FP32
 
 
-def test_rows_of_a_device_without_pairs_count_nothing():
+def test_preference_rows_of_a_device_without_pairs_count_nothing():
     model = network("llama")
     empty = rows(model).nothing
     loss = preference.ORPO()(model, empty)
@@ -109,7 +109,7 @@ def test_rows_of_a_device_without_pairs_count_nothing():
     assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in gradients(model, loss).values())
 
 
-def test_at_the_reference_the_loss_is_log_2_and_exchanging_answers_changes_the_sign():
+def test_dpo_loss_at_the_reference_is_log_2_and_exchanged_answers_flip_the_margin():
     model, loss = network("llama"), preference.DPO(beta=1.0)
     batch = rows(model)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_at_the_reference_the_loss_is_log_2_and_exchanging_answers_changes_the_s
         (lambda: preference.IPO(columns=0), "loss.columns=0"),
     ],
 )
-def test_arguments_without_sense_are_refused(make, words):
+def test_invalid_preference_loss_arguments_are_refused(make, words):
     with pytest.raises(Refused, match=words):
         make()
 
@@ -169,14 +169,14 @@ def trained(fit, file, *lines):
 
 @pytest.mark.matrix_rows("loss=ipo", "loss=orpo", "loss=simpo")
 @pytest.mark.parametrize("loss", [f"loss={name}" for name in LOSSES])
-def test_a_preference_is_learnt(fit, tmp_path, loss):
+def test_preference_loss_learns_the_preference(fit, tmp_path, loss):
     summary = trained(fit, preferences(tmp_path), loss)
     assert summary["validation"][0]["accuracy"] > 0.9 and summary["validation"][0]["margin"] > 0
     assert summary["bits_per_byte"] is None
 
 
 @pytest.mark.wrong
-def test_with_exchanged_answers_the_accuracy_falls(fit, tmp_path, monkeypatch):
+def test_dpo_with_exchanged_answers_lowers_the_accuracy(fit, tmp_path, monkeypatch):
     """The deliberately wrong variant: the loss takes the rejected answer for the chosen one, the accuracy does not."""
     losses = preference.DPO.losses
     flipped = lambda self, answers: losses(self, preference.Answers(*(each.flip(1) for each in answers[:3])))  # noqa: E731
@@ -186,7 +186,7 @@ def test_with_exchanged_answers_the_accuracy_falls(fit, tmp_path, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_training_on_pairs_needs_the_memory_of_fine_tuning_on_their_rows(fit, config, tmp_path):
+def test_dpo_needs_the_memory_of_fine_tuning_on_its_rows(fit, config, tmp_path):
     """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"
     file = preferences(tmp_path, count=100, words=60)

@@ -38,7 +38,7 @@ def tiled(model, batch):
 
 @pytest.mark.parametrize("columns", [COLUMNS, VOCABULARY, 10 * VOCABULARY])
 @pytest.mark.parametrize("model_type", KINDS)
-def test_tiled_is_full_and_chunked(model_type, columns, batch):
+def test_tiled_loss_equals_full_and_chunked_loss(model_type, columns, batch):
     model = network(model_type, **KINDS[model_type])
     ours, gradients = value_and_gradients(model, Tiled(columns), batch, 0.37)
     for loss in (losses.full, losses.Chunked(7)):
@@ -49,7 +49,7 @@ def test_tiled_is_full_and_chunked(model_type, columns, batch):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
 @pytest.mark.parametrize("held", ["fp32", "16 bits"])
-def test_in_16_bits_it_is_as_close_to_fp32_as_full_is(dtype, tolerance, held, batch):
+def test_tiled_loss_in_16_bits_is_as_close_to_fp32_as_full_loss(dtype, tolerance, held, batch):
     model = network()
     model.to(dtype).float()  # the same numbers
     _, exact = value_and_gradients(model, losses.full, batch)
@@ -90,7 +90,7 @@ WRONG = a_tile_left_out, labels_of_other_tiles_counted, ignored_positions_counte
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_loss_is_caught(wrong, batch, monkeypatch):
+def test_wrong_tiled_loss_is_caught(wrong, batch, monkeypatch):
     model = network()
     value, gradients = value_and_gradients(model, losses.full, batch)
     wrong(monkeypatch)
@@ -100,7 +100,7 @@ def test_a_wrong_loss_is_caught(wrong, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_logits_beyond_the_range_of_exponentials_keep_their_maximum(wrong, batch, monkeypatch):
+def test_tiled_loss_with_huge_logits_subtracts_the_maximum_of_all_tiles(wrong, batch, monkeypatch):
     """In another tile than their label."""
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.data *= 20000
@@ -114,7 +114,7 @@ def test_logits_beyond_the_range_of_exponentials_keep_their_maximum(wrong, batch
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_loss_scale_acts_before_16_bits_do(wrong, batch, monkeypatch):
+def test_loss_scale_is_applied_before_rounding_to_16_bits(wrong, batch, monkeypatch):
     """Unlikely tokens have a softmax below fp16's range, and a gradient of their own nonetheless."""
     scale, hidden, weight = 1024.0, torch.ones(4, 8), -torch.arange(160.0)[:, None].expand(160, 8) / 64
     exact = torch.softmax(weight.sum(1), 0)  # 1e-9 at the end
@@ -146,14 +146,14 @@ def allocated(model, loss, batch):
     return {size for _, _, size in tracker.events if size > 0}
 
 
-def test_nothing_of_the_head_is_wide(batch):
+def test_tiled_loss_keeps_the_head_in_16_bits(batch):
     sizes = allocated(network("llama", **LARGE).bfloat16(), tiled, batch)
     assert max(sizes) == 2 * TALL * WIDTH  # gradients of head and embedding
     assert max(allocated(network("llama", **LARGE).bfloat16(), losses.Chunked(7), batch)) == 4 * TALL * WIDTH
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_the_peak_is_one_tile_of_logits_beside_the_heads_gradient(held):
+def test_peak_of_the_tiled_loss_is_one_tile_of_logits_beside_the_head_gradient(held):
     tokens, dtype = 300, torch.bfloat16
     hidden = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.randn(TALL, WIDTH, dtype=held, requires_grad=True)
@@ -167,7 +167,7 @@ def test_the_peak_is_one_tile_of_logits_beside_the_heads_gradient(held):
     assert known <= peak < known + 5 * 8 * tokens  # sums, labels and columns
 
 
-def test_the_bytes_do_not_depend_on_how_many_labels_count(batch):
+def test_memory_of_the_tiled_loss_does_not_depend_on_ignored_labels(batch):
     """A prediction knows no numbers, and takes all to count."""
 
     def peak(labels):
@@ -181,7 +181,7 @@ def test_the_bytes_do_not_depend_on_how_many_labels_count(batch):
     assert peak(nearly) <= peak(every)
 
 
-def test_an_evaluation_holds_the_logits_of_one_tile(batch):
+def test_tiled_evaluation_holds_the_logits_of_one_tile(batch):
     model = network("llama", **LARGE)
     ledger = Ledger()
     ledger.own("weights", lambda: list(model.parameters()))
@@ -196,7 +196,7 @@ def test_an_evaluation_holds_the_logits_of_one_tile(batch):
 # --- edges ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_head_gets_no_gradient_and_a_head_alone_gets_one(batch):
+def test_tiled_loss_respects_frozen_head_and_trains_a_head_alone(batch):
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.requires_grad_(False)
     tiled(model, batch).backward()
@@ -208,14 +208,14 @@ def test_a_frozen_head_gets_no_gradient_and_a_head_alone_gets_one(batch):
     assert model.lm_head.weight.grad.any() and model.model.embed_tokens.weight.grad is None
 
 
-def test_of_no_label_at_all_the_loss_is_nothing(batch):
+def test_tiled_loss_without_any_label_is_zero(batch):
     batch = replace(batch, labels=torch.full_like(batch.labels, losses.IGNORED))
     value, gradients = value_and_gradients(network(), tiled, batch)
     assert value == 0.0 and not any(g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("columns", [0, -3, "abc", None, True, 1.5])
-def test_a_tile_has_at_least_one_token(columns):
+def test_invalid_tile_size_is_refused(columns):
     with pytest.raises(Refused, match=r"whole number of vocabulary entries.* loss\.columns=4096"):
         Tiled(columns)
 
@@ -230,7 +230,7 @@ class OverTheVocabulary(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize(("changed", "instead"), [(OverTheVocabulary, "chunked"), (AcrossTokens, "full")])
-def test_logits_that_are_no_function_of_their_tile_are_refused(changed, instead, batch):
+def test_tiled_loss_for_logits_that_depend_on_other_tiles_is_refused(changed, instead, batch):
     model = network().eval()
     Tiled(COLUMNS).verify(model, batch)
     model.__class__ = changed
@@ -238,7 +238,7 @@ def test_logits_that_are_no_function_of_their_tile_are_refused(changed, instead,
         Tiled(COLUMNS).verify(model, batch)
 
 
-def test_the_head_is_not_read_to_see_what_stands_around_it(batch, monkeypatch):
+def test_probing_the_operations_around_the_head_does_not_call_the_head(batch, monkeypatch):
     model = network("llama", tie_word_embeddings=False)
     monkeypatch.setattr(model.lm_head, "forward", None)
     assert enter(model, batch.inputs).finish is None

@@ -335,7 +335,7 @@ def course(tmp_path_factory):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
-def test_twenty_steps_are_those_of_trl(name, course):
+def test_twenty_preference_steps_equal_trl(name, course):
     case = CASES[name]
     found = ours(case.records, *case.ours)
     assert len(found.losses) == len(course(name).losses) == len(course(name).rewards) == STEPS
@@ -344,7 +344,7 @@ def test_twenty_steps_are_those_of_trl(name, course):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_another_beta_is_far_from_trl(name, course):
+def test_preference_run_with_another_beta_differs_from_trl(name, course):
     case = CASES[name]
     wrong = ours(case.records, *case.ours, "loss.beta=0.3")
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
@@ -352,20 +352,20 @@ def test_another_beta_is_far_from_trl(name, course):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
-def test_exchanged_answers_are_far_from_trl(name, course):
+def test_preference_run_with_exchanged_answers_differs_from_trl(name, course):
     exchanged = [Pair(prompt, rejected, chosen) for prompt, chosen, rejected in pairs()]
     wrong = ours(exchanged, *CASES[name].ours)
     assert min(wrong.apart(course(name))) > 1000 * TOLERANCE
 
 
 @pytest.mark.wrong
-def test_exchanged_ratings_are_far_from_trl(course):
+def test_kto_run_with_exchanged_ratings_differs_from_trl(course):
     wrong = ours([rated._replace(label=not rated.label) for rated in ratings()], *CASES["kto"].ours)
     assert min(wrong.apart(course("kto"))) > 1000 * TOLERANCE
 
 
 @pytest.mark.wrong
-def test_kto_without_z_is_far_from_trl(course, monkeypatch):
+def test_kto_run_without_z_differs_from_trl(course, monkeypatch):
     monkeypatch.setattr(KTO, "set_kl", lambda self, mismatched: None)
     wrong = ours(ratings(), *CASES["kto"].ours)
     assert min(wrong.apart(course("kto"))) > 100 * TOLERANCE

@@ -85,7 +85,7 @@ SHAPES = [(8, 32), (50, 40), (3, 300), (1000,), (5,), (40, 2, 5), (3, 30, 20), (
     ],
     ids=["plain", "clipped", "no decay", "momentum"],
 )
-def test_a_step_in_pieces_is_the_step(shape, reading, dtype, rule):
+def test_adafactor_step_in_pieces_equals_the_step_of_transformers(shape, reading, dtype, rule):
     given = gradients(shape, dtype)
     (right, expected), (found, state) = theirs(shape, given, reading, **rule), ours(shape, given, reading, **rule)
     assert error(found, right) < REORDERED
@@ -102,7 +102,7 @@ def first_piece_alone(read, pieces, elements, rms=adafactor._rms):
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (1000,), (3, 30, 20)], ids=str)
-def test_the_rms_of_a_piece_is_not_that_of_the_update(shape, monkeypatch):
+def test_adafactor_with_the_rms_of_one_piece_is_caught(shape, monkeypatch):
     """The deliberately wrong variant."""
     given = gradients(shape, torch.float32)
     right, _ = theirs(shape, given)
@@ -111,7 +111,7 @@ def test_the_rms_of_a_piece_is_not_that_of_the_update(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (1000,), (3, 30, 20)], ids=str)
-def test_in_16_bits_it_is_their_step_rounded(shape):
+def test_adafactor_on_16_bit_weights_is_the_rounded_step_of_transformers(shape):
     given = gradients(shape, torch.bfloat16)
     right, found = (run(shape, given, held=torch.bfloat16)[0] for run in (theirs, ours))
     # where a sum in another order turns a rounding, one spacing: 1e-7 of a step is 1e-6 of a spacing
@@ -119,7 +119,7 @@ def test_in_16_bits_it_is_their_step_rounded(shape):
     assert (right != start(shape).bfloat16()).float().mean() > 0.5
 
 
-def test_a_checkpoint_goes_both_ways():
+def test_adafactor_state_is_exchangeable_with_transformers():
     shape, given = (50, 40), gradients((50, 40), torch.float32)
     right, _ = theirs(shape, given)
     p = nn.Parameter(start(shape))
@@ -135,7 +135,7 @@ def test_a_checkpoint_goes_both_ways():
     assert error(p.detach(), right) < REORDERED
 
 
-def test_their_own_step_is_untouched():
+def test_plain_adafactor_step_equals_transformers():
     shape, given = (50, 40), gradients((50, 40), torch.float32)
     p = nn.Parameter(start(shape))
     optimizer = Adafactor([p], **RULE)
@@ -146,7 +146,7 @@ def test_their_own_step_is_untouched():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_come_in_order(shape):
+def test_adafactor_pieces_are_written_in_order(shape):
     p = nn.Parameter(torch.zeros(1).expand(shape))
     optimizer, narrow, seen = Adafactor([p], **RULE), start(shape).bfloat16(), []
 
@@ -185,7 +185,7 @@ def bound(shape):
 
 
 @pytest.mark.parametrize("elements", [1 << 14, 1 << 16])
-def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch):
+def test_adafactor_scratch_is_two_pieces_for_any_size(elements, monkeypatch):
     monkeypatch.setattr(adafactor, "CHUNK", elements)
     shape = (2048, 256)
     assert 4 * elements < scratch(shape) <= bound(shape)
@@ -197,7 +197,7 @@ def test_it_takes_two_pieces_of_scratch_whatever_the_size(elements, monkeypatch)
 
 @pytest.mark.matrix
 @in_a_new_process
-def test_the_process_grows_by_no_more(monkeypatch):
+def test_adafactor_step_does_not_grow_resident_memory(monkeypatch):
     """The tracker does not see this: pieces of 4 MiB, allocated anew with small tensors kept between them, left holes
     in the heap that added up to a full parameter in fp32."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 20)
@@ -212,7 +212,7 @@ def test_the_process_grows_by_no_more(monkeypatch):
     assert process.peak_rss_bytes() - before < p.numel()  # a quarter of it in fp32
 
 
-def test_it_steps_on_shapes(monkeypatch):
+def test_adafactor_step_runs_on_fake_tensors(monkeypatch):
     """A plan runs it without memory, in so many operators that a trace of an 8B model may have them."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 22)
     shape = (20 * 1024, 4096)

@@ -63,7 +63,7 @@ def trained(make, kind, n=1 << 16, steps=20):
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_error_after_20_steps_is_no_worse_than_bitsandbytes(kind, way):
+def test_host_adamw8bit_error_is_no_larger_than_that_of_bitsandbytes(kind, way):
     exact = trained(lambda p: torch.optim.AdamW(p, **RULE), kind)
     ours = trained(lambda p: HostAdamW8bit(p, **RULE), kind)
     theirs = trained(lambda p: bitsandbytes.optim.AdamW8bit(p, **RULE), kind)
@@ -91,12 +91,12 @@ LONGEST = 2.4
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_no_element_explodes_because_its_second_moment_was_rounded_to_zero(way):
+def test_no_weight_explodes_from_a_second_moment_rounded_to_zero(way):
     assert longest_step() < LONGEST
 
 
 @pytest.mark.wrong
-def test_codes_of_zero_are_caught(monkeypatch):
+def test_second_moment_code_of_zero_is_caught(monkeypatch):
     """The deliberately wrong variant: a second moment may be 0."""
     monkeypatch.setattr(adamw8bit, "library", lambda source: None)
     monkeypatch.setattr(adamw8bit, "LEAST", 0)
@@ -128,14 +128,14 @@ SIZES = (4096, 4097, 5000, BLOCK * 77 + 255)  # whole blocks, and tails
 
 @needs_compiler
 @pytest.mark.parametrize("n", SIZES)
-def test_the_same_bits_for_one_and_two_threads(n):
+def test_host_adamw8bit_has_the_same_bits_for_one_and_two_threads(n):
     assert same(stepped(n, threads=1), stepped(n, threads=2))
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("n", [100, *SIZES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_fused_pass_has_the_bits_of_its_parts(n, dtype, way):
+def test_fused_adamw8bit_pass_has_the_bits_of_its_parts(n, dtype, way):
     """Reading 16 bits, unscaling, limiting, clipping and rounding, and the same done before and after a plain step."""
     reading = Reading(2.0**-10, 2e-3, 0.37)
     fused = stepped(n, dtype, dtype, reading, scale=1024)
@@ -171,7 +171,7 @@ AS_MASTERS = {torch.bfloat16: half_up, torch.float16: Tensor.half}
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("dtype", AS_MASTERS)
-def test_weights_are_rounded_as_masters_are(dtype, way):
+def test_adamw8bit_rounds_weights_as_masters_are_rounded(dtype, way):
     wide = every_magnitude(dtype)
     p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
@@ -185,7 +185,7 @@ def test_weights_are_rounded_as_masters_are(dtype, way):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_read_as_torch_reads_them(dtype):
+def test_adamw8bit_reads_16_bit_gradients_exactly(dtype):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     sixteen, wide = (nn.Parameter(torch.zeros(every.numel())) for _ in range(2))
@@ -197,7 +197,7 @@ def test_16_bit_gradients_are_read_as_torch_reads_them(dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("n", SIZES)
-def test_torch_operators_compute_the_same_without_a_compiler(n, monkeypatch, caplog):
+def test_adamw8bit_without_a_compiler_uses_equivalent_torch_operators(n, monkeypatch, caplog):
     native = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
     compiled.library.cache_clear()
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
@@ -212,13 +212,13 @@ def test_torch_operators_compute_the_same_without_a_compiler(n, monkeypatch, cap
 
 
 @linux
-def test_ctrl_c_in_a_terminal_does_not_reach_a_compiler(tmp_path):
+def test_compiler_runs_in_its_own_session(tmp_path):
     """A terminal sends it to all processes of a session that stand in the foreground."""
     compiled._compile(["sh", "-c", f"cut -d' ' -f6 /proc/self/stat > {tmp_path}/session"])
     assert int((tmp_path / "session").read_text()) not in (0, os.getsid(0))
 
 
-def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
+def test_failing_compiler_is_named_in_the_log(monkeypatch, caplog, tmp_path):
     source = tmp_path / "broken.cpp"
     source.write_text("this is not C++")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -230,7 +230,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeypatch, tmp_path):
+def test_native_library_is_cached_by_source_compiler_and_flags(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
     first = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
@@ -250,7 +250,7 @@ def test_it_is_compiled_once_and_cached_by_source_compiler_and_processor(monkeyp
 
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: content + b"0"])
-def test_a_compiled_library_that_was_cut_or_changed_is_compiled_again(monkeypatch, tmp_path, damage):
+def test_damaged_native_library_is_compiled_again(monkeypatch, tmp_path, damage):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
     built = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
@@ -259,7 +259,7 @@ def test_a_compiled_library_that_was_cut_or_changed_is_compiled_again(monkeypatc
     assert compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS).read_bytes() == right
 
 
-def test_what_the_native_step_cannot_read_is_refused():
+def test_adamw8bit_refuses_weights_that_are_not_contiguous_fp32():
     for p in (nn.Parameter(torch.zeros(8192).bfloat16()), nn.Parameter(torch.zeros(128, 64).T)):
         p.grad = torch.zeros_like(p)
         if compiled.library(adamw8bit.SOURCE) is not None:
@@ -287,7 +287,7 @@ def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda res
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("n", [100, *SIZES])
 @pytest.mark.parametrize("dtype", compiled.DTYPES)
-def test_halves_are_stepped_with_the_bits_of_whole_weights(n, dtype, way):
+def test_adamw8bit_on_split_weights_has_the_bits_of_fp32_weights(n, dtype, way):
     reading = Reading(2.0**-10, 2e-3, 0.37)
     for bits in (8, 32):
         whole = stepped(n, dtype, torch.bfloat16, reading, scale=1024, bits=bits)
@@ -300,7 +300,7 @@ def test_halves_are_stepped_with_the_bits_of_whole_weights(n, dtype, way):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_a_lower_half_that_is_lost_between_two_steps_is_seen(way):
+def test_lower_half_lost_between_steps_is_caught(way):
     """The deliberately wrong variant: as if the 16-bit weights were stepped themselves."""
     whole = stepped(5000, torch.bfloat16, torch.bfloat16)
     assert not same(in_halves(5000, torch.bfloat16, between=Tensor.zero_), whole)
@@ -318,14 +318,14 @@ def unmoved(wide):
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_a_step_of_no_length_leaves_every_bit_of_both_halves(way):
+def test_adamw8bit_step_of_zero_length_leaves_split_weights_unchanged(way):
     wide = every_magnitude(torch.bfloat16)
     assert unmoved(wide[wide.isfinite()])
 
 
 @pytest.mark.wrong
 @needs_compiler
-def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_path):
+def test_split_weights_rounded_to_nearest_even_are_caught(monkeypatch, tmp_path):
     """The deliberately wrong variant, compiled."""
     for name in ("adamw8bit.cpp", "half.hpp"):
         text = adamw8bit.SOURCE.with_name(name).read_text()
@@ -338,7 +338,7 @@ def test_halves_rounded_to_nearest_even_in_the_pass_are_seen(monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse is still finite; it is not
-def test_a_block_of_next_to_nothing_counts_as_nothing(way, tiny):
+def test_adamw8bit_treats_a_block_of_tiny_gradients_as_zero(way, tiny):
     """Its codes would come from infinity, and of the zeros among them from what is no number."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)

@@ -117,14 +117,14 @@ def deviating(make, optim, dtype, decay):
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_the_pass_has_the_bits_of_its_step_written_out(make, optim, dtype, decay):
+def test_cpu_pass_has_the_bits_of_its_written_out_step(make, optim, dtype, decay):
     assert deviating(make, optim, dtype, decay) == set()
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_torch_operators_make_the_step_of_the_pass_without_a_compiler(make, without_compiler, optim, dtype):
+def test_cpu_step_without_a_compiler_equals_the_compiled_pass(make, without_compiler, optim, dtype):
     def stepped():
         torch.manual_seed(0)
         p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype))
@@ -144,7 +144,7 @@ def test_torch_operators_make_the_step_of_the_pass_without_a_compiler(make, with
 
 @pytest.mark.wrong
 @needs_compiler
-def test_the_codes_of_bitsandbytes_own_operators_are_caught(make, as_bitsandbytes_does):
+def test_codes_of_bitsandbytes_cpu_operators_are_caught(make, as_bitsandbytes_does):
     as_bitsandbytes_does()
     assert {"weights", "state1", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0)
 
@@ -163,7 +163,7 @@ def off(make, kind, *overrides, steps=20):
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_error_is_no_larger_than_that_of_bitsandbytes_operators(make, as_bitsandbytes_does, kind):
+def test_cpu_pass_error_is_no_larger_than_that_of_bitsandbytes(make, as_bitsandbytes_does, kind):
     ours = off(make, kind)
     as_bitsandbytes_does()
     assert ours <= max(off(make, kind), 1e-6)  # 1e-6: a constant gradient is exact in both, but for fp32
@@ -171,7 +171,7 @@ def test_its_error_is_no_larger_than_that_of_bitsandbytes_operators(make, as_bit
 
 @needs_compiler
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_one_goes_on_with_the_others_state(make, as_bitsandbytes_does, optim):
+def test_cpu_pass_and_bitsandbytes_continue_each_others_state(make, as_bitsandbytes_does, optim):
     """As a card would: the same tensors under the same names; the next step is nearly what it would have been."""
 
     def stepped(p, ours, seed):
@@ -193,7 +193,7 @@ def test_one_goes_on_with_the_others_state(make, as_bitsandbytes_does, optim):
     }
 
 
-def test_the_zero_of_an_older_runs_scale_of_second_moments_is_replaced_on_resume(make):
+def test_zero_in_a_stored_second_moment_map_is_replaced_on_resume(make):
     p, ours = make("adam8bit", torch.randn(64, 256))
     p.grad = torch.randn(64, 256)
     ours.step()
@@ -206,7 +206,7 @@ def test_the_zero_of_an_older_runs_scale_of_second_moments_is_replaced_on_resume
 
 
 @needs_compiler
-def test_the_same_bits_for_one_and_two_threads(make):
+def test_cpu_pass_has_the_same_bits_for_one_and_two_threads(make):
     found = []
     for threads in (1, 2):
         before = torch.get_num_threads()
@@ -222,7 +222,7 @@ def test_the_same_bits_for_one_and_two_threads(make):
 
 
 @needs_compiler
-def test_it_takes_no_memory_beside_the_state(config, as_bitsandbytes_does):
+def test_cpu_pass_needs_no_memory_beside_the_state(config, as_bitsandbytes_does):
     """Nothing is widened in memory: what a plan counts beside the state, bytes per element."""
     freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps at hand, as after many tests
     with_adam8bit = optimizer(config("optim=adam8bit"))
@@ -232,7 +232,7 @@ def test_it_takes_no_memory_beside_the_state(config, as_bitsandbytes_does):
     assert ours < 1 < unseen(with_adam8bit)
 
 
-def test_the_summary_says_which_one_ran(fit, without_compiler):
+def test_summary_names_the_8_bit_implementation_used(fit, without_compiler):
     name = "bitsandbytes.optim.adam.Adam8bit"
     ways = [f"{name} (one C++ pass)", f"{name} (torch operators)"]
     if compiled.library(SOURCE, EXACTLY) is not None:

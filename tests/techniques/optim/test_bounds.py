@@ -193,19 +193,19 @@ def without_compiler(monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optim", EACH)
-def test_no_weight_of_a_rare_row_moves_further_than_the_optimizers_rule_allows(moved, optim, precision):
+def test_no_weight_of_a_rare_row_moves_further_than_the_optimizer_rule_allows(moved, optim, precision):
     part, never = moved(optim, precision)
     assert part <= 1 and not never.any()
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])
-def test_no_weight_of_a_matrix_moves_further_than_the_optimizers_rule_allows(moved, optim):
+def test_no_weight_of_a_matrix_moves_further_than_the_optimizer_rule_allows(moved, optim):
     part, never = moved(optim, module=matrix)
     assert part <= 1 and not never.any()
 
 
 @pytest.mark.parametrize("optim", [*BITSANDBYTES, "adamw8bit"])
-def test_no_weight_moves_further_without_a_compiler(moved, without_compiler, optim):
+def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compiler(moved, without_compiler, optim):
     without_compiler()
     part, never = moved(optim)
     assert part <= 1 and not never.any()
@@ -213,7 +213,7 @@ def test_no_weight_moves_further_without_a_compiler(moved, without_compiler, opt
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "paged_adamw8bit"])
-def test_a_second_moment_rounded_to_zero_breaks_the_bound(moved, without_compiler, monkeypatch, optim):
+def test_second_moment_rounded_to_zero_breaks_the_update_bound(moved, without_compiler, monkeypatch, optim):
     """The deliberately wrong variant: bitsandbytes' own scale, whose nearest code of a tiny second moment is zero. Its
     kernels for cards make the same step as the operators here."""
     without_compiler()
@@ -222,7 +222,7 @@ def test_a_second_moment_rounded_to_zero_breaks_the_bound(moved, without_compile
 
 
 @pytest.mark.wrong
-def test_a_second_moment_in_float8_breaks_the_bound(moved, monkeypatch):
+def test_second_moment_in_float8_breaks_the_update_bound(moved, monkeypatch):
     """The deliberately wrong variant: torchao's AdamWFp8, which was `optim=adamw_fp8`. float8 has nothing but zero
     below 2e-6 of the largest number of a block, and the first moment reaches as far down as the second."""
     import torchao.optim
@@ -233,7 +233,7 @@ def test_a_second_moment_in_float8_breaks_the_bound(moved, monkeypatch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "lion8bit"])
-def test_bitsandbytes_own_operators_on_a_cpu_move_weights_that_never_had_a_gradient(moved, monkeypatch, optim):
+def test_bitsandbytes_cpu_operators_move_weights_without_a_gradient(moved, monkeypatch, optim):
     """The deliberately wrong variant: their code of a zero is not that of zero."""
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
     assert moved(optim)[1].any()

@@ -39,7 +39,7 @@ def rms(change):
 
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
-def test_the_first_step_has_the_size_of_adamws(config, optim):
+def test_first_step_of_every_optimizer_has_the_size_of_adamws(config, optim):
     """`lr` is a step's RMS: no rule of an optimizer's own rescales it."""
     shape = (128, 256) if optim in COMPILED else (256, 1024)
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
@@ -48,7 +48,7 @@ def test_the_first_step_has_the_size_of_adamws(config, optim):
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_settings_that_are_typed_for_a_resume_win_over_the_saved_ones(config, optim):
+def test_typed_optimizer_settings_win_over_restored_ones(config, optim):
     """torch and bitsandbytes restore the settings of the groups. `lr` is restored: a schedule moves it."""
     model = network()
     saved = optimizer(config(f"optim={optim}", "lr=1e-3", "optim.weight_decay=0.1"))(model)
@@ -63,14 +63,14 @@ def test_settings_that_are_typed_for_a_resume_win_over_the_saved_ones(config, op
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
-def test_muons_first_step_of_a_matrix_stays_a_little_below(config, shape):
+def test_first_muon_step_of_a_matrix_is_slightly_below_lr(config, shape):
     """The band that the README states."""
     change, _ = stepped(config, "muon", shape, "optim.weight_decay=0")
     assert 0.85e-3 < rms(change) < 0.97e-3
 
 
 @pytest.mark.parametrize("directions", [16, 64, 256])
-def test_muon_moves_in_the_directions_of_the_gradient_alone(config, directions):
+def test_muon_step_size_follows_the_rank_of_the_gradient(config, directions):
     model = nn.Linear(256, 256, bias=False)
     before = model.weight.detach().clone()
     model.weight.grad = torch.randn(256, directions) @ torch.randn(directions, 256)
@@ -78,7 +78,7 @@ def test_muon_moves_in_the_directions_of_the_gradient_alone(config, directions):
     assert rms(model.weight.detach() - before) == pytest.approx(0.9e-3 * (directions / 256) ** 0.5, rel=0.2)
 
 
-def test_muons_first_step_of_all_matrices_of_the_default_model(config):
+def test_first_muon_step_of_the_default_model_has_the_documented_size(config):
     """Real gradients have strong and weak directions."""
     model = network(n_embd=192, n_layer=4, n_head=4, n_positions=128, vocab_size=4096)
     groups = {group["role"]: group["params"] for group in parameter_groups(model)}
@@ -92,7 +92,7 @@ def test_muons_first_step_of_all_matrices_of_the_default_model(config):
 
 
 @pytest.mark.wrong
-def test_torchs_own_rule_for_muon_is_caught(config, monkeypatch):
+def test_muon_with_the_rms_rule_of_torch_is_caught(config, monkeypatch):
     """The deliberately wrong variant: RMS 0.2, which matches AdamW's later steps but not what `lr` says."""
     from lowmem.techniques.optim import muon
 
@@ -128,7 +128,7 @@ def test_muon_on_fused_experts_equals_muon_on_each_expert(config):
     assert ours.state[fused.experts].keys() == {"momentum_buffer"}
 
 
-def test_muon_steps_convolutions_and_biases_of_experts_with_adamw(config):
+def test_muon_updates_convolutions_and_expert_biases_with_adamw(config):
     model = FusedExperts()
     ours = optimizer(config("optim=muon"))(model)
     for p in model.parameters():
@@ -153,7 +153,7 @@ STATE_BYTES = {
 
 
 @pytest.mark.parametrize("optim", EACH)
-def test_bytes_of_state_per_parameter(config, optim):
+def test_optimizer_state_has_the_documented_bytes_per_parameter(config, optim):
     """Counted on the tensors that hold them: 2 x 1 byte and two fp32 scales per 256 elements, for instance."""
     change, made = stepped(config, optim)
     # by storage: bitsandbytes' tables of 256 values are shared by all parameters
@@ -170,7 +170,7 @@ def test_bytes_of_state_per_parameter(config, optim):
 
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o not in ("adam8bit",)])
-def test_decay_is_decoupled(config, optim):
+def test_weight_decay_is_decoupled(config, optim):
     """Without a gradient a matrix shrinks by lr x decay and nothing else: no moment has seen the decay."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
@@ -182,7 +182,7 @@ def test_decay_is_decoupled(config, optim):
 
 
 @pytest.mark.wrong
-def test_an_l2_decay_is_caught(config):
+def test_l2_weight_decay_is_caught(config):
     """The deliberately wrong variant: Adam with L2 moves a whole step of lr."""
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
@@ -193,7 +193,7 @@ def test_an_l2_decay_is_caught(config):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_adam8bit_does_not_decay_as_shipped_and_its_decay_is_decoupled_too(config, decay):
+def test_adam8bit_has_no_default_decay_and_its_typed_decay_is_decoupled(config, decay):
     """bitsandbytes 0.50 applies Adam8bit's decay to the weight, not to the gradient."""
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
@@ -208,7 +208,7 @@ OF_BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit"
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("optim", OF_BITSANDBYTES)
-def test_kernels_that_decay_after_the_update_change_no_bit(config, monkeypatch, without_compiler, optim, precision):
+def test_decay_after_the_update_gives_the_bits_of_decay_before(config, monkeypatch, without_compiler, optim, precision):
     """The precisions step all weights at once, masters one at a time, and widened weights one at a time."""
 
     def trained():
@@ -234,7 +234,7 @@ def test_kernels_that_decay_after_the_update_change_no_bit(config, monkeypatch, 
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_every_parameter_is_in_one_group_by_its_role_and_vectors_never_decay(model_type):
+def test_every_parameter_is_in_one_group_by_role_and_vectors_do_not_decay(model_type):
     model = network(model_type, tie_word_embeddings=model_type == "gpt2")
     groups = {group["role"]: group for group in parameter_groups(model)}
     assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
@@ -247,7 +247,7 @@ def test_every_parameter_is_in_one_group_by_its_role_and_vectors_never_decay(mod
 
 @pytest.mark.parametrize("optim", ["adam8bit", "adamw8bit", "paged_adamw8bit", "lion8bit"])
 @pytest.mark.parametrize("bits", [8, 32])
-def test_embeddings_keep_32_bit_state_on_demand(config, optim, bits):
+def test_embeddings_keep_32_bit_state_on_request(config, optim, bits):
     model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100, bias=False))
     made = optimizer(config(f"optim={optim}", f"optim.embedding_bits={bits}"))(model)
     for p in model.parameters():
@@ -266,7 +266,7 @@ UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in COMPILED])
 @pytest.mark.parametrize("guarded", [True, False])
-def test_state_of_16_bit_weights_comes_back_in_32_bits(config, optim, guarded, monkeypatch):
+def test_fp32_state_of_16_bit_weights_is_restored_in_fp32(config, optim, guarded, monkeypatch):
     """Unguarded, torch casts it to the weights' dtype; bitsandbytes' own loading does not."""
     from lowmem.techniques.optim import build
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
@@ -319,7 +319,7 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 
 @pytest.mark.parametrize("optim", PAGED)
 @pytest.mark.parametrize("guarded", [True, False])
-def test_paged_state_comes_back_paged(config, managed, monkeypatch, tmp_path, optim, guarded):
+def test_paged_state_is_restored_as_paged_memory(config, managed, monkeypatch, tmp_path, optim, guarded):
     """Unguarded, bitsandbytes moves what the checkpoint holds to the device, as ordinary tensors."""
     from lowmem.techniques.optim import build
 
@@ -344,7 +344,7 @@ def test_paged_state_comes_back_paged(config, managed, monkeypatch, tmp_path, op
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_what_was_paged_on_a_card_goes_on_without_one(config, managed, monkeypatch, tmp_path, guarded):
+def test_state_paged_on_a_card_is_restored_without_a_card(config, managed, monkeypatch, tmp_path, guarded):
     """A checkpoint remembers that its tensors were paged; unguarded, the first step asks CUDA to bring them."""
     from bitsandbytes import functional
 

@@ -85,7 +85,7 @@ def weights(model):
 
 @each_device
 @pytest.mark.parametrize("lost", [False, True])
-def test_paged_state_leaves_a_full_card_and_comes_back_with_the_same_bits(config, monkeypatch, device, lost):
+def test_paged_state_is_evicted_from_a_full_card_and_restored_bit_exactly(config, monkeypatch, device, lost):
     """Lost: the second half begins without state. On a CPU nothing is paged, and no memory runs out."""
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")

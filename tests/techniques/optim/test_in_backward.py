@@ -15,14 +15,14 @@ BACKWARD = ("optim.in_backward=true", "clip=null")
 @pytest.mark.rows("32-adamw", "bf16-true-adafactor", "bf16-true-adam8bit")
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor", "sgd", "muon"])
 @pytest.mark.parametrize("precision", ["32", "bf16-true"])
-def test_the_same_bits_as_a_step_after_backward(config, optim, precision):
+def test_step_in_backward_has_the_bits_of_a_step_after_backward(config, optim, precision):
     techniques = (f"optim={optim}", f"precision={precision}")
     _, after = parity.run(config(*parity.overrides(*techniques), "clip=null", base=()))
     _, within = parity.run(config(*parity.overrides(*techniques), *BACKWARD, base=()))
     assert all(torch.equal(after[name], within[name]) for name in after)
 
 
-def test_clip_value_acts_on_each_gradient(config):
+def test_clip_value_acts_on_each_gradient_in_backward(config):
     techniques = ("optim=sgd", "clip_value=0.001", "clip=null")
     _, after = parity.run(config(*parity.overrides(), *techniques, base=()))
     _, free = parity.run(config(*parity.overrides(), "optim=sgd", "clip=null", base=()))
@@ -54,14 +54,14 @@ def gradient_bytes(config, monkeypatch, *overrides):
     return most, sum(sizes), max(sizes)
 
 
-def test_gradients_never_stand_in_memory_together(config, monkeypatch):
+def test_step_in_backward_never_holds_two_gradients(config, monkeypatch):
     together, every, largest = gradient_bytes(config, monkeypatch)
     assert together == every
     alone, every, largest = gradient_bytes(config, monkeypatch, "optim.in_backward=true")
     assert alone <= largest < every / 3
 
 
-def test_the_peak_of_a_run_falls_by_the_gradients(fit):
+def test_step_in_backward_lowers_the_peak_by_the_gradients(fit):
     # a micro-batch of one short sequence: weights, gradients and state are nearly everything
     small = ("batch_size=1", "seq_len=2", "optim=sgd", "clip=null", "model.architecture.n_embd=128")
     together, _ = fit(*small)
@@ -71,7 +71,7 @@ def test_the_peak_of_a_run_falls_by_the_gradients(fit):
     assert 0.75 * weights < saved <= weights
 
 
-def test_off_registers_nothing_and_afterwards_nothing_is_left(config):
+def test_step_in_backward_registers_no_hook_if_disabled_and_removes_hooks_after(config):
     p = torch.nn.Parameter(torch.zeros(2))
     callback = StepInBackward(enabled=False, clip_value=None)
     callback.on_train_start(None, None)

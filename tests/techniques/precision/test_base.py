@@ -34,20 +34,20 @@ def unknown(texts):
     return {name for text in texts for name in asked(text) if name not in vars(BasePrecision)}
 
 
-def test_whatever_is_asked_of_a_precision_stands_on_the_base():
+def test_every_hook_used_on_a_precision_is_defined_on_its_base():
     texts = [file.read_text() for file in SOURCE.rglob("*.py") if file.parent.name != "precision"]
     assert len(set().union(*map(asked, texts))) > 8
     assert unknown(texts) == set()
     assert unknown(["trainer.precision_plugin.rewound()", "plugin.dtype"]) == {"rewound", "dtype"}
 
 
-def test_every_hook_says_when_it_is_called():
+def test_every_precision_hook_has_a_docstring():
     hooks = {name: hook for name, hook in vars(BasePrecision).items() if inspect.isfunction(hook)}
     assert {name for name, hook in hooks.items() if not hook.__doc__} == {"__init__"}
 
 
 @pytest.mark.parametrize("precision", EVERY)
-def test_a_dtype_is_an_attribute_and_no_base(precision):
+def test_each_precision_class_has_one_dtype(precision):
     """Nothing in fp16 is a kind of something in bf16, nor the other way round."""
     dtypes = {vars(base)["dtype"] for base in precision.__mro__ if "dtype" in vars(base)}
     assert len(dtypes) <= 1

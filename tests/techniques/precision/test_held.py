@@ -64,7 +64,7 @@ class Widened(Callback):
 
 
 @pytest.mark.parametrize(("precision", "lost"), [(Kahan, False), (BFloat16Weights, True), (Subtracting, True)])
-def test_updates_below_the_spacing_of_the_weights_are_not_lost(config, precision, lost):
+def test_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, precision, lost):
     """Steps of at most 1e-5 on weights of 0.02, whose neighbours in bf16 are 1e-4 apart, beside an oracle that does not
     round its weights."""
     cfg = config(*parity.overrides("precision=bf16-true"), "lr=1e-5", *chosen(precision)[1:], base=())
@@ -76,7 +76,7 @@ def test_updates_below_the_spacing_of_the_weights_are_not_lost(config, precision
 
 
 @pytest.mark.parametrize("precision", [Kahan, Unseen])
-def test_what_is_held_is_on_the_ledger(fit, precision):
+def test_extra_state_of_a_precision_is_counted_in_memory(fit, precision):
     def held(precision):
         summary, run = fit(*chosen(precision), folder=precision.__name__)
         rows = csv.DictReader((run / "memory.csv").open())
@@ -89,7 +89,7 @@ def test_what_is_held_is_on_the_ledger(fit, precision):
 
 @pytest.mark.rows("Kahan-auto")
 @pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy):
+def test_extra_state_of_a_precision_is_restored_on_resume(fit, precision, strategy):
     lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", folder="part")
@@ -98,6 +98,6 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(fit, precision, strategy
     assert same(last(whole), last(again)) == (precision is Kahan)
 
 
-def test_of_a_divided_model_it_would_not_be_saved(fit):
+def test_extra_state_of_a_precision_with_fsdp_is_refused(fit):
     with pytest.raises(Refused, match=r"precision: Kahan stores extra state .* Type strategy=ddp\."):
         fit(*chosen(Kahan), "strategy=fsdp", "max_steps=1")

@@ -43,7 +43,7 @@ def stepped_at_random(seed, steps):
     return [p.data for p in two]
 
 
-def test_each_parameter_step_and_seed_has_random_numbers_of_its_own():
+def test_stochastic_rounding_draws_own_numbers_per_parameter_step_and_seed():
     found = [weight for steps in (1, 2) for seed in (0, 1) for weight in stepped_at_random(seed, steps)]
     assert all(0.2 < (weight > 1).float().mean() < 0.3 for weight in found)
     assert not any(torch.equal(one, other) for i, one in enumerate(found) for other in found[:i])
@@ -59,7 +59,7 @@ def test_each_parameter_step_and_seed_has_random_numbers_of_its_own():
         ("bf16-sr", ["adapter=lora"], True),
     ],
 )
-def test_a_checkpoint_is_as_large_as_what_is_trained(fit, monkeypatch, precision, chosen, right):
+def test_checkpoint_of_streamed_weights_has_the_size_of_the_trained_weights(fit, monkeypatch, precision, chosen, right):
     """Wrong: weights are written as parts of their block's memory, of which the rest is frozen."""
     if not right:
         monkeypatch.setattr(host_weight, "by_itself", lambda tensor: tensor)
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_as_large_as_what_is_trained(fit, monkeypatch, precision
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("precision", ["bf16-master", "bf16-sr"])
-def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, weights):
+def test_second_fit_of_a_module_starts_from_the_16_bit_weights_of_the_first(config, precision, weights):
     """The same module is fitted twice in one process, with a new trainer."""
     optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
     cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
@@ -85,7 +85,7 @@ def test_a_second_fit_goes_on_from_the_16_bits_of_the_first(config, precision, w
         assert not any(torch.equal(p, old) for p, old in zip(module.model.parameters(), before, strict=True))
 
 
-def test_a_weight_that_is_not_contiguous_is_stepped():
+def test_host_optimizer_updates_a_non_contiguous_weight():
     layer = nn.Linear(128, 64, bias=False)
     layer.weight.data = torch.randn(128, 64).t()
     masters = made(layer)
@@ -102,7 +102,7 @@ def test_a_weight_that_is_not_contiguous_is_stepped():
     assert own.narrow.is_contiguous()
 
 
-def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
+def test_full_precision_of_a_frozen_streamed_weight_is_available_during_the_run(config):
     module = built(configured(config, *lines("llama", *STREAMED)), "llama")
     frozen = module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     expected = frozen.detach().bfloat16()
@@ -113,7 +113,7 @@ def test_a_frozen_weight_that_streams_is_whole_while_the_run_goes_on(config):
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_rows_of_an_embedding_are_summed_like_its_dense_gradients(micro_batches, early):
+def test_row_gradients_of_an_embedding_sum_like_dense_gradients(micro_batches, early):
     torch.manual_seed(0)
     by_rows, dense = (HostWeight("w", nn.Parameter(torch.zeros(11, 8)), torch.bfloat16) for _ in range(2))
     for _ in range(3):  # windows
@@ -129,7 +129,7 @@ def test_rows_of_an_embedding_are_summed_like_its_dense_gradients(micro_batches,
             master.used(early)
 
 
-def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
+def test_external_gradient_of_a_master_is_released_after_its_step():
     """An embedding's gradient is (V, H): if it stayed, it would be a third tensor of that size while the next one is
     added."""
     master = HostWeight("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
@@ -146,7 +146,7 @@ def test_a_gradient_that_somebody_else_made_is_not_kept_beside_the_next():
     assert master.gradient().tolist() == [1.0] * 4
 
 
-def test_a_buffer_that_the_host_drops_while_memory_is_counted_is_no_tensor_less():
+def test_host_buffer_freed_during_memory_counting_is_tolerated():
     class Dropping(HostWeight):
         """Whose gradient is gone when it is read a second time."""
 
@@ -173,7 +173,7 @@ def test_a_buffer_that_the_host_drops_while_memory_is_counted_is_no_tensor_less(
         ({}, 0),
     ],
 )
-def test_a_run_goes_on_with_the_random_numbers_of_its_checkpoint(checkpoint, expected):
+def test_stochastic_rounding_continues_from_the_step_of_its_checkpoint(checkpoint, expected):
     callback, precision = MasterWeights(), BFloat16Stochastic()
     callback.on_load_checkpoint(SimpleNamespace(precision_plugin=precision), None, checkpoint)
     callback.precision = precision
@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_the_random_numbers_of_its_checkpoint(checkpoint, exp
     assert host_weight.steps == expected
 
 
-def test_a_trainer_that_runs_twice_makes_masters_once_per_run():
+def test_setup_makes_masters_once_per_run():
     """Made twice, weights that stream would be copied from what stands in for them: NaN."""
     calls = []
     callback, precision = MasterWeights(), BFloat16Master()
@@ -193,7 +193,7 @@ def test_a_trainer_that_runs_twice_makes_masters_once_per_run():
     assert calls == [module]
 
 
-def test_an_error_before_its_setup_ends_without_another():
+def test_teardown_after_an_error_before_setup_raises_nothing():
     """The setup of a callback that stands before it may fail: no link was made yet."""
     callback = MasterWeights()
     callback.on_exception(None, None, RuntimeError())

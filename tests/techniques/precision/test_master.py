@@ -35,7 +35,7 @@ QUICK = [("none", "cosine"), ("fixed", "linear"), ("by_epoch", "constant")]
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
+def test_masters_have_the_bits_of_the_naive_loop(config, precision, clip, optim):
     for accumulation, scheduler in QUICK[:: 1 if optim == "adamw" else 2]:
         cfg = configured(config, precision, optim, clip, accumulation, scheduler)
         assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
@@ -46,7 +46,7 @@ def test_the_bits_of_the_naive_loop(config, precision, clip, optim):
     ("precision", "clip", "optim", "accumulation", "scheduler"),
     pairwise(PRECISIONS, CLIPS, OPTIMIZERS, ACCUMULATIONS, SCHEDULERS),
 )
-def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(
+def test_masters_have_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(
     config, precision, clip, optim, accumulation, scheduler
 ):
     cfg = configured(config, precision, optim, clip, accumulation, scheduler)
@@ -58,7 +58,7 @@ def test_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(
     ("precision", "clip", "optim", "checkpointing", "loss"),
     pairwise(PRECISIONS, ("norm", "off"), OPTIMIZERS, CHECKPOINTINGS, LOSSES),
 )
-def test_the_bits_of_the_naive_loop_with_every_checkpointing_and_loss(
+def test_masters_have_the_bits_of_the_naive_loop_with_every_checkpointing_and_loss(
     config, precision, clip, optim, checkpointing, loss
 ):
     more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
@@ -67,7 +67,7 @@ def test_the_bits_of_the_naive_loop_with_every_checkpointing_and_loss(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_checkpointed_chunked_run_has_the_bits_of_the_naive_loop(config, precision):
+def test_checkpointed_chunked_masters_have_the_bits_of_the_naive_loop(config, precision):
     """The small sibling of the one above."""
     more = ("gradient_checkpointing=every_layer", "loss=chunked")
     cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
@@ -75,20 +75,20 @@ def test_a_checkpointed_chunked_run_has_the_bits_of_the_naive_loop(config, preci
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_cpu_without_units_for_its_products_changes_no_bit_beside_the_naive_loop(config, without_units, precision):
+def test_masters_on_a_cpu_without_16_bit_units_have_the_bits_of_the_naive_loop(config, without_units, precision):
     cfg = configured(config, precision, "adamw8bit", "norm", "fixed", "linear")
     assert equal(ours(cfg), naive(cfg))
 
 
 @pytest.mark.rows("norm")
 @pytest.mark.parametrize("clip", ["norm", "off"])
-def test_an_overflow_skips_the_step_and_halves_the_scale_as_the_naive_scaler_does(config, clip):
+def test_overflow_with_masters_skips_steps_as_the_naive_scaler_does(config, clip):
     cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))
     found = ours(cfg)
     assert found[2] > 3 and equal(found, naive(cfg))
 
 
-def test_stepping_early_changes_no_bit(config):
+def test_early_steps_have_the_bits_of_late_steps(config):
     """Also where a window of four micro-batches has summed three of them before the last steps."""
     for accumulation in ("none", "fixed"):
         early, late = (
@@ -102,7 +102,7 @@ def test_stepping_early_changes_no_bit(config):
         assert equal(early, late)
 
 
-def test_tied_weights_stay_tied(config):
+def test_tied_weights_with_masters_stay_tied(config):
     def both(tied):
         cfg = configured(
             config, "bf16-master", "adamw", "norm", "fixed", "linear", f"model.architecture.tie_word_embeddings={tied}"
@@ -128,7 +128,7 @@ def tied():
     return start, layer.weight.item()
 
 
-def test_a_master_between_two_bf16_is_rounded_up_at_the_start_and_after_a_step(monkeypatch):
+def test_master_at_a_bf16_tie_is_rounded_up_at_start_and_after_a_step(monkeypatch):
     assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
     monkeypatch.setattr(fp32_halves, "narrow", lambda wide, out: out.copy_(wide))
     assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
@@ -186,7 +186,7 @@ def summed_in_16_bits(monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
 )
-def test_a_wrong_variant_has_other_bits(config, wrong, monkeypatch):
+def test_wrong_variant_of_masters_has_other_bits(config, wrong, monkeypatch):
     cfg = configured(config, "16-master", "adamw", "norm", "fixed", "linear")
     assert equal(ours(cfg), naive(cfg))
     wrong(monkeypatch)

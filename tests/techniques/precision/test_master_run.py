@@ -36,7 +36,7 @@ def state_tensors(checkpoint):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optim", ["adamw", "adamw8bit"])
-def test_the_device_holds_two_bytes_per_parameter_and_never_all_gradients(fit, precision, optim):
+def test_device_holds_2_bytes_per_parameter_and_never_all_gradients(fit, precision, optim):
     summary, run = fit(f"precision={precision}", f"optim={optim}", "max_steps=3", *WIDE)
     rows = [row for row in csv.DictReader((run / "memory.csv").open()) if row["live_peak_bytes"]]
     parameters = summary["parameters"]
@@ -50,7 +50,7 @@ def test_the_device_holds_two_bytes_per_parameter_and_never_all_gradients(fit, p
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_gradients_never_stand_together(fit, monkeypatch, wrong):
+def test_masters_never_hold_all_gradients_on_the_device(fit, monkeypatch, wrong):
     """Wrong: they are held until the window ends, as without hooks."""
     fetch, live, most, held = HostOptimizer._fetch, [0], [0], []
 
@@ -69,7 +69,7 @@ def test_gradients_never_stand_together(fit, monkeypatch, wrong):
     assert (most[0] == largest) != wrong and (most[0] >= 2 * summary["parameters"]) == wrong
 
 
-def test_a_limit_of_the_card_counts_the_device_alone(fit):
+def test_memory_limit_with_masters_counts_the_device_only(fit):
     limit = f"memory.limit={int(1.05 * fit('precision=bf16-master', *WIDE)[0]['peak_bytes']['device'])}"
     assert fit("precision=bf16-master", limit, *WIDE, folder="within")[0]["steps"] == 4
     with pytest.raises(Refused, match="Out of memory"):
@@ -79,7 +79,7 @@ def test_a_limit_of_the_card_counts_the_device_alone(fit):
 @pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("technique", ["precision=bf16-master", "optim=paged_adamw32bit"])
-def test_restored_state_is_not_moved_to_the_device(fit, monkeypatch, technique, ours):
+def test_restored_optimizer_state_is_not_moved_to_the_device(fit, monkeypatch, technique, ours):
     """Lightning's own restoring is the wrong variant: it moves all of it."""
     _, run = fit(technique, "max_steps=2")
     moved, started = [], []
@@ -97,7 +97,7 @@ def test_restored_state_is_not_moved_to_the_device(fit, monkeypatch, technique, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "lies_on"), [("bf16-master", "cpu"), ("32", "cuda"), ("bf16-true", "cuda")])
-def test_on_a_card_restored_state_lies_where_the_optimizer_steps(fit, monkeypatch, precision, lies_on):
+def test_on_a_card_restored_state_is_on_the_device_of_its_optimizer(fit, monkeypatch, precision, lies_on):
     lines = (f"precision={precision}", "optim=adamw", "device=cuda")
     _, run = fit(*lines, "max_steps=2")
     found, start = set(), CausalLM.on_train_start
@@ -115,7 +115,7 @@ def test_on_a_card_restored_state_lies_where_the_optimizer_steps(fit, monkeypatc
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw8bit"])
-def test_a_checkpoint_holds_masters_and_state_once_and_no_16_bit_weight(fit, optim):
+def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, optim):
     summary, run = fit("precision=bf16-master", f"optim={optim}", *WIDE)
     checkpoint = saved(run)
     weights = checkpoint["state_dict"]
@@ -128,7 +128,7 @@ def test_a_checkpoint_holds_masters_and_state_once_and_no_16_bit_weight(fit, opt
 
 
 @pytest.mark.parametrize(("before", "after"), [("bf16-master", "32"), ("32", "16-master"), ("16-master", "bf16-true")])
-def test_a_checkpoint_goes_on_in_another_precision_from_the_same_weights(fit, monkeypatch, before, after):
+def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeypatch, before, after):
     _, run = fit(f"precision={before}")
     restored, start = {}, CausalLM.on_train_start
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_on_in_another_precision_from_the_same_weights(fit, mo
 
 
 @pytest.mark.parametrize("dtype", ["null", "bfloat16"])
-def test_the_export_is_made_of_the_masters(fit, dtype):
+def test_export_writes_the_masters(fit, dtype):
     _, run = fit("precision=bf16-master", f"export_dtype={dtype}")
     wanted = torch.float32 if dtype == "null" else torch.bfloat16
     weights = load_file(run / "model" / "model.safetensors")
@@ -153,7 +153,7 @@ def test_the_export_is_made_of_the_masters(fit, dtype):
     assert AutoModelForCausalLM.from_pretrained(run / "model").dtype == wanted
 
 
-def test_an_evaluation_uses_the_16_bit_weights(fit, monkeypatch):
+def test_evaluation_with_masters_uses_the_16_bit_weights(fit, monkeypatch):
     dtypes = set()
     step = CausalLM.validation_step
 
@@ -168,7 +168,7 @@ def test_an_evaluation_uses_the_16_bit_weights(fit, monkeypatch):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_loss_stays_beside_that_of_fp32(fit, precision):
+def test_loss_with_masters_is_close_to_the_fp32_loss(fit, precision):
     """In 60 steps it falls from 5.7 to below 3.5; the roundings of a forward pass in bf16 are 0.4 % of each product."""
     lines = ("max_steps=60", "lr=3e-3", "val_every=1000")
     ours, theirs = (fit(f"precision={p}", *lines, folder=p)[0]["val_loss"] for p in (precision, "32"))
@@ -207,7 +207,7 @@ def broken(monkeypatch):
 @pytest.mark.parametrize(
     "lines", [["precision=bf16-master", "on_nonfinite=skip"], ["precision=16-master", "clip=null"]]
 )
-def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(fit, broken, lines):
+def test_non_finite_gradient_with_masters_skips_the_step_and_is_counted(fit, broken, lines):
     broken("wpe.weight", (1, 2))
     summary, run = fit(*lines)
     assert summary["steps"] == 4 and summary["skipped_steps"] == 2
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(fit, broken
     assert int([row for row in rows if row["skipped_steps"]][-1]["skipped_steps"]) == 2
 
 
-def test_with_early_steps_a_gradient_that_is_not_finite_stops_the_run_and_nothing_is_saved(fit, broken, tmp_path):
+def test_non_finite_gradient_with_early_steps_ends_the_run_unsaved(fit, broken, tmp_path):
     broken("ln_f.weight", (2,))
     with pytest.raises(Refused, match=r"gradient of model\.transformer\.ln_f\.weight is not finite.*resume="):
         fit("precision=bf16-master", "clip=null", "save_every=2")
@@ -225,7 +225,7 @@ def test_with_early_steps_a_gradient_that_is_not_finite_stops_the_run_and_nothin
     assert summary["steps"] == 4
 
 
-def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch):
+def test_non_finite_loss_with_early_steps_is_refused_before_backward(fit, monkeypatch):
     stepped = []
     right = CausalLM.manual_backward
     monkeypatch.setattr(CausalLM, "manual_backward", lambda self, loss: right(self, loss * float("nan")))
@@ -238,7 +238,7 @@ def test_with_early_steps_the_loss_is_looked_at_before_backward(fit, monkeypatch
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
-def test_too_little_host_memory_is_refused_with_the_numbers_and_fit_off_starts_it(fit, monkeypatch):
+def test_insufficient_host_memory_is_refused_unless_plan_is_off(fit, monkeypatch):
     from lowmem.system import process
 
     monkeypatch.setattr(process, "available_bytes", lambda: 100_000 - process.rss_bytes())
@@ -249,13 +249,13 @@ def test_too_little_host_memory_is_refused_with_the_numbers_and_fit_off_starts_i
     assert fit("precision=bf16-master", "plan=off")[0]["steps"] == 4
 
 
-def test_free_memory_is_a_number_of_this_machine():
+def test_available_host_memory_is_plausible():
     from lowmem.system import process
 
     assert 2**20 < process.available_bytes() < 2**50
 
 
-def test_masters_of_a_yaml_without_early_step_are_checked_as_they_train(config, fit):
+def test_masters_of_a_yaml_without_early_step_default_to_early_steps(config, fit):
     """A user's own yaml may have no `early_step`. Early steps are then on, and cannot be taken back."""
     run = config("precision=bf16-master", "clip=null", "on_nonfinite=skip")
     node = run.precision.plain()

@@ -64,7 +64,7 @@ class Norms(Callback):
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("32", torch.float32), ("16", torch.float16), ("bf16", torch.bfloat16)]
 )
-def test_the_forward_pass_computes_in_the_dtype_and_the_weights_stay_fp32(trained, monkeypatch, precision, dtype):
+def test_forward_computes_in_the_precision_dtype_with_fp32_weights(trained, monkeypatch, precision, dtype):
     seen = set()
 
     def spying(network, batch):
@@ -79,7 +79,7 @@ def test_the_forward_pass_computes_in_the_dtype_and_the_weights_stay_fp32(traine
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_fused_adamw_sees_and_clips_true_gradients_under_fp16(trained, batches):
+def test_fused_adamw_clips_unscaled_gradients_under_fp16(trained, batches):
     """Lightning hands a fused optimizer gradients that are still scaled, and refuses to clip them."""
     runs = {}
     for name, overrides in {
@@ -132,7 +132,7 @@ class Gradients(Callback):
         *[(precision, False, False) for precision in ("16-master", "bf16-master")],
     ],
 )
-def test_callbacks_see_the_true_gradient_norm_in_every_precision(trained, precision, scaled, stored):
+def test_callbacks_see_the_unscaled_gradient_norm_in_every_precision(trained, precision, scaled, stored):
     """Wrong would be 65,536 times the norm; the 16-bit products of this model move it by about a hundredth."""
     seen, wide = Gradients(), Gradients()
     trained("precision=32", "clip=null", callbacks=[wide], steps=1)
@@ -152,7 +152,7 @@ class Clipped(Callback):
         raise AssertionError("not called in manual optimization")
 
 
-def test_both_clips_apply_value_first_then_norm(trained, monkeypatch):
+def test_clip_value_is_applied_before_the_norm_clip(trained, monkeypatch):
     before, after = Clipped(), {}
     step = torch.optim.AdamW.step
 
@@ -185,7 +185,7 @@ class Overflow(Callback):
         self.factors.append((outputs["stepped"], trainer.global_step, module.lr_schedulers().last_epoch, lr))
 
 
-def test_a_skipped_step_counts_nowhere(trained):
+def test_skipped_step_does_not_count_as_step_or_schedule_step(trained):
     """max_steps=10 with three overflows is ten updates of thirteen windows, and ten steps of the schedule."""
     overflow = Overflow({0, 4, 5})
     module, trainer = trained("precision=16", "max_steps=10", "scheduler=linear", callbacks=[overflow], steps=10)
@@ -200,7 +200,7 @@ def test_a_skipped_step_counts_nowhere(trained):
         assert (lr == lr_before) == (not did)
 
 
-def test_a_skipped_step_leaves_weights_and_state_alone(trained):
+def test_skipped_step_leaves_weights_and_state_unchanged(trained):
     clean, _ = trained("precision=16", steps=1)
     weights = {n: p.detach().clone() for n, p in clean.named_parameters()}
 
@@ -216,12 +216,12 @@ def test_a_skipped_step_leaves_weights_and_state_alone(trained):
         trained("precision=16", callbacks=[Overflow({1}), Compare()])
 
 
-def test_an_overflow_at_every_step_ends_in_a_sentence(trained):
+def test_overflow_at_every_step_ends_the_run(trained):
     with pytest.raises(Refused, match=r"In step 1 the gradient of .* is not finite"):
         trained("precision=16", callbacks=[Overflow(range(1000))], steps=1000)
 
 
-def test_the_loss_scale_survives_a_checkpoint():
+def test_loss_scale_is_restored_from_a_checkpoint():
     one, other = Float16Autocast(init_scale=512.0, growth_interval=3), Float16Autocast(growth_interval=3)
     for _ in range(2):
         one.loss_scale.update(True)

@@ -30,7 +30,7 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torc
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama-3.2-1b", "qwen3-0.6b"])
-def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_type):
+def test_weights_have_16_bits_and_rope_frequencies_32_bits(config, precision, model_type):
 
     small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
     architecture = [f"model.architecture.{line}" for line in small]
@@ -42,7 +42,7 @@ def test_weights_have_16_bits_and_rope_frequencies_32(config, precision, model_t
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, monkeypatch):
+def test_gradients_have_16_bits_and_optimizer_state_32_bits(config, precision, monkeypatch):
     seen = set()
     step_one = NarrowOptimizer.step_one
 
@@ -57,7 +57,7 @@ def test_gradients_have_16_bits_and_the_optimizers_state_32(config, precision, m
 
 
 @pytest.mark.parametrize("precision", ["32", *DTYPES])
-def test_weights_and_gradients_have_half_of_the_bytes(config, precision, monkeypatch):
+def test_weights_and_gradients_take_half_of_the_fp32_bytes(config, precision, monkeypatch):
     """Counted on the live objects, after backward."""
     held = []
     usable = CausalLM._usable
@@ -86,7 +86,7 @@ def step_narrow(precision, optimizer, scale=1.0, lr=1e-5):
     optimizer.param_groups = narrow.param_groups
 
 
-def test_a_zero_gradient_is_no_nan_in_fp16():
+def test_zero_gradient_in_fp16_gives_no_nan():
     """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
     for plain in (True, False):
         p, optimizer = one_weight(1.0, torch.float16)
@@ -98,7 +98,7 @@ def test_a_zero_gradient_is_no_nan_in_fp16():
         assert bool(p.isnan().any()) == plain
 
 
-def test_gradients_too_small_for_fp16_still_step():
+def test_gradients_below_fp16_range_still_update_with_a_loss_scale():
     """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
     for unscaled_first in (False, True):
         p, optimizer = one_weight(0.01, torch.float16)
@@ -111,7 +111,7 @@ def test_gradients_too_small_for_fp16_still_step():
 
 
 @pytest.mark.parametrize(("precision", "moves"), [(BFloat16Stochastic, True), (BFloat16Weights, False)])
-def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(precision, moves):
+def test_updates_below_bf16_spacing_count_only_with_stochastic_rounding(precision, moves):
     """20 steps of 1e-5 on weights of 0.01, which are 6e-5 apart: 2e-4 in all."""
     torch.manual_seed(0)
     p, optimizer = one_weight(0.01, torch.bfloat16)
@@ -124,7 +124,7 @@ def test_updates_below_the_spacing_of_bf16_count_only_with_stochastic_rounding(p
     assert (moved == pytest.approx(2e-4, abs=1e-5)) if moves else moved == 0.0
 
 
-def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
+def test_stochastic_rounding_is_unbiased_and_exact_for_representable_numbers():
     torch.manual_seed(0)
     low, high = torch.tensor([1.0, -1.0]), torch.tensor([1.0078125, -1.0078125])  # neighbours in bf16
     for share in (0.0, 0.25, 0.9):
@@ -141,7 +141,7 @@ def test_stochastic_rounding_is_right_in_the_mean_and_exact_where_it_can_be():
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_stochastic_rounding_keeps_what_is_not_finite(on_host):
+def test_stochastic_rounding_keeps_inf_and_nan(on_host):
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # one that carries into its sign
     wide = torch.tensor([float("inf"), -float("inf"), nan, 0.0])
     assert wide.view(torch.int32)[2] == 0x7FFFFFFF
@@ -151,7 +151,7 @@ def test_stochastic_rounding_keeps_what_is_not_finite(on_host):
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_stochastic_rounding_keeps_finite_what_is_finite(on_host, monkeypatch):
+def test_stochastic_rounding_keeps_finite_numbers_finite(on_host, monkeypatch):
     largest, above = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
     wide = torch.tensor([above, -above] * 500)
     narrow = torch.empty(1000, dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ def at_once(wide):
 @pytest.mark.parametrize("shape", [(), (5,), (1000,), (50, 40), (3, 300), (7, 3, 20), (0, 3)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, on_host, monkeypatch):
+def test_stochastic_rounding_in_pieces_draws_the_numbers_of_the_whole(shape, transposed, on_host, monkeypatch):
     monkeypatch.setattr(stochastic, "CHUNK", 128)
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
@@ -189,7 +189,7 @@ def test_random_numbers_in_pieces_are_those_of_the_whole(shape, transposed, on_h
     assert wide.numel() < 100 or not torch.equal(narrow, right)
 
 
-def test_rounding_at_random_takes_scratch_of_a_piece(monkeypatch):
+def test_stochastic_rounding_needs_scratch_of_one_piece(monkeypatch):
     """15 bytes per element of it, as plan/test_by_hand.py counts them: noise, their sum, what isfinite is made of."""
     wide, narrow = torch.randn(256, 128), torch.empty(256, 128, dtype=torch.bfloat16)
     ledger = Ledger()
@@ -203,14 +203,14 @@ def test_rounding_at_random_takes_scratch_of_a_piece(monkeypatch):
     assert all(15 * some == most for some, most in taken.items())
 
 
-def test_the_norm_of_scaled_fp16_gradients_does_not_overflow():
+def test_norm_of_scaled_fp16_gradients_does_not_overflow():
     gradient = torch.full((1000,), 60000.0, dtype=torch.float16)
     assert gradient.norm().isinf()
     assert norm([gradient, gradient]).item() == pytest.approx(60000.0 * 2000**0.5, rel=1e-3)
     assert norm([gradient]).isfinite() and not norm([gradient * 2]).isfinite()
 
 
-def test_the_loss_scale_halves_down_to_its_smallest_value_and_says_when_it_no_longer_does():
+def test_loss_scale_halves_to_its_minimum_and_reports_that_it_stops():
     scale, halved = LossScale(1.0, 10), []
     for _ in range(12):
         scale.update(False)
@@ -220,14 +220,14 @@ def test_the_loss_scale_halves_down_to_its_smallest_value_and_says_when_it_no_lo
     assert not scale.halved
 
 
-def test_tf32_where_there_is_none_says_so_and_runs_in_fp32(caplog):
+def test_tf32_on_a_device_without_tf32_is_reported_and_runs_in_fp32(caplog):
     before = torch.get_float32_matmul_precision()
     with caplog.at_level(logging.INFO, logger="lowmem"):
         fp32_weights.TensorFloat32("cpu").convert_module(torch.nn.Identity())
     assert "run in fp32" in caplog.text and torch.get_float32_matmul_precision() == before
 
 
-def test_tf32_is_switched_on_by_a_run_alone_and_back_after_it(monkeypatch):
+def test_tf32_is_enabled_during_a_run_and_disabled_after_it(monkeypatch):
     """A run may be refused between the making of its precision and its first step."""
     monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
     before = torch.get_float32_matmul_precision()
@@ -240,7 +240,7 @@ def test_tf32_is_switched_on_by_a_run_alone_and_back_after_it(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_card_tf32_rounds_the_factors_of_products_and_is_switched_back():
+def test_on_a_card_tf32_rounds_matmul_inputs_and_is_disabled_after():
     a, b = (torch.randn(512, 512, device="cuda") for _ in range(2))
     exact = a.double() @ b.double()
 

@@ -52,25 +52,25 @@ def sample():
     return torch.cat([torch.randint(-(1 << 31), 1 << 31, (1 << 21,), dtype=torch.int32).view(torch.float32), special()])
 
 
-def test_a_sample_and_all_that_is_special_come_back_to_the_bit():
+def test_sampled_and_special_fp32_numbers_survive_the_split_bit_exactly():
     assert exact(sample())
 
 
 @pytest.mark.matrix
-def test_all_2_to_the_32_come_back_to_the_bit():
+def test_all_fp32_numbers_survive_the_split_bit_exactly():
     for start in range(-(1 << 31), 1 << 31, AT_ONCE):
         assert exact(floats(start, AT_ONCE)), hex(start)
 
 
 @pytest.mark.parametrize("wrong", [to_nearest_even, with_the_lower_half_cut])
-def test_what_is_rounded_otherwise_does_not_come_back(wrong, monkeypatch):
+def test_split_with_other_rounding_does_not_restore_fp32(wrong, monkeypatch):
     wrong(monkeypatch)
     wide = sample()
     again = fp32_halves.joined(*fp32_halves.halves(wide))
     assert not exact(wide) and not torch.equal(again.view(torch.int32), wide.view(torch.int32))
 
 
-def test_it_is_the_nearest_bf16_and_a_tie_goes_away_from_zero():
+def test_upper_half_is_the_nearest_bf16_with_ties_away_from_zero():
     ties = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 - 2**-23, 3.4e38, -0.0, torch.inf])
     upper, _ = fp32_halves.halves(ties)
     expected = [1 + 2**-7, -1 - 2**-7, 1 + 2**-6, 1.0, torch.inf, -0.0, torch.inf]
@@ -80,7 +80,7 @@ def test_it_is_the_nearest_bf16_and_a_tie_goes_away_from_zero():
     assert (away <= (wide.bfloat16().float() - wide).abs()).all()
 
 
-def test_it_goes_into_what_is_there_of_any_shape_and_order():
+def test_split_and_join_write_in_place_for_any_shape_and_layout():
     wide = torch.randn(3, 5, 7, requires_grad=True)
     for one in (wide, wide.transpose(0, 2), wide[:, 1:3], wide[0, 0, 0], wide[:0]):
         upper, rest = fp32_halves.halves(one)
@@ -91,13 +91,13 @@ def test_it_goes_into_what_is_there_of_any_shape_and_order():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_become_bf16_half_up_and_fp16_to_nearest_even(dtype):
+def test_masters_round_to_bf16_half_up_and_to_fp16_half_to_even(dtype):
     ties = torch.tensor([1 + 2**-8, 1 + 2**-11])
     fp32_halves.narrow(ties, out := torch.empty(2, dtype=dtype))
     assert out.tolist() == {torch.bfloat16: [1 + 2**-7, 1.0], torch.float16: [1 + 2**-8, 1.0]}[dtype]
 
 
-def test_a_trace_sees_few_operators_however_many_numbers_there_are():
+def test_split_takes_few_operators_for_any_size():
     with ShapeMode() as shapes:
         wide = torch.empty(1 << 20, 1 << 16)  # 256 GiB
         upper, rest = fp32_halves.halves(wide)
@@ -106,7 +106,7 @@ def test_a_trace_sees_few_operators_however_many_numbers_there_are():
         assert shapes.operators < 30
 
 
-def test_what_is_not_fp32_is_no_weight_to_be_split():
+def test_split_of_a_non_fp32_tensor_is_an_error():
     """Read as bits, a bf16 weight would be half as many numbers."""
     with pytest.raises(TypeError, match="bfloat16"):
         fp32_halves.halves(torch.ones(2, 2, dtype=torch.bfloat16))

@@ -64,7 +64,7 @@ def agreement(found, exact):
 @pytest.mark.parametrize("no_gradients", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_the_exact_one_rounded_once(without_units, name, dtype, no_gradients):
+def test_widened_product_is_the_exact_product_rounded_once(without_units, name, dtype, no_gradients):
     product, shapes = PRODUCTS[name]
     with no_gradients():
         operands = draws(dtype, *shapes)
@@ -76,7 +76,7 @@ def test_a_product_is_the_exact_one_rounded_once(without_units, name, dtype, no_
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
-def test_torchs_own_products_are_within_the_same_tolerance(name, dtype):
+def test_native_16_bit_products_are_within_the_same_tolerance(name, dtype):
     """But for attention: they round its probabilities too, and two thirds of its elements agree."""
     product, shapes = PRODUCTS[name]
     operands = draws(dtype, *shapes)
@@ -85,7 +85,7 @@ def test_torchs_own_products_are_within_the_same_tolerance(name, dtype):
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", ["addmm", "baddbmm"])
-def test_rounding_twice_is_outside_the_tolerance(name, dtype):
+def test_product_rounded_twice_exceeds_the_tolerance(name, dtype):
     """The deliberately wrong variant: the product is rounded, and its sum with the bias again."""
     product, shapes = PRODUCTS[name]
     bias, x, w = draws(dtype, *shapes)
@@ -107,7 +107,7 @@ def gradient(model, batch, dtype):
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_a_gradient_is_as_near_to_that_of_fp32_as_torchs_own(monkeypatch, model_type, dropout, dtype):
+def test_widened_gradient_is_as_close_to_fp32_as_the_native_one(monkeypatch, model_type, dropout, dtype):
     model = shaped(model_type, layers=2, dropout=dropout).train()
     batch = MicroBatch(torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32)))
     exact, native = gradient(model, batch, None), gradient(model, batch, dtype)
@@ -181,7 +181,7 @@ def multiplied(fit, below, *overrides):
 
 @pytest.mark.rows("gpt2", "llama")
 @pytest.mark.parametrize("name", RUNS)
-def test_no_pass_of_a_run_multiplies_16_bits(fit, without_units, below, name):
+def test_no_pass_of_a_widened_run_multiplies_16_bit_numbers(fit, without_units, below, name):
     """Forward, backward, what is computed again, evaluation and the sample."""
     overrides, expected = RUNS[name]
     seen = multiplied(fit, below, *overrides)
@@ -190,7 +190,7 @@ def test_no_pass_of_a_run_multiplies_16_bits(fit, without_units, below, name):
 
 
 @pytest.mark.wrong
-def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatch):
+def test_widening_only_the_forward_pass_is_caught(fit, without_units, below, monkeypatch):
     """The deliberately wrong variant."""
     backward = CausalLM.manual_backward
 
@@ -207,7 +207,7 @@ def test_widened_in_forward_only_is_caught(fit, without_units, below, monkeypatc
 
 
 @pytest.mark.matrix
-def test_compiled_blocks_stay_compiled_and_are_widened_too(fit, without_units, below):
+def test_compiled_blocks_stay_compiled_when_widened(fit, without_units, below):
     from torch._dynamo.utils import counters
 
     fit("precision=16", folder="eager")
@@ -220,7 +220,7 @@ def test_compiled_blocks_stay_compiled_and_are_widened_too(fit, without_units, b
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_what_is_held_is_what_a_cpu_with_units_holds(fit, monkeypatch, precision):
+def test_widened_run_holds_the_memory_of_a_native_16_bit_run(fit, monkeypatch, precision):
     """The wide copies are nobody's memory, and what is saved for backward has 16 bits."""
     held = []
     for units in (True, False):
@@ -241,7 +241,7 @@ def replaced(below):
     return bool(below)
 
 
-def test_it_ends_with_the_run_also_with_one_that_fails(fit, without_units, below, monkeypatch):
+def test_widening_ends_with_the_run_also_after_an_error(fit, without_units, below, monkeypatch):
     during = []
     step = CausalLM.training_step
 
@@ -259,14 +259,14 @@ def test_it_ends_with_the_run_also_with_one_that_fails(fit, without_units, below
     assert during[3:] == [False] * 4
 
 
-def test_it_is_said_once(command, without_units, tmp_path):
+def test_missing_16_bit_units_are_reported_once(command, without_units, tmp_path):
     said = command("precision=16", "plan=check")[1]
     assert said.count("This CPU has no fp16 matrix products") == 1
     assert "no fp16 matrix products" not in command("precision=bf16", f"hydra.run.dir={tmp_path}/second")[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SHORT])
-def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch, below, dtype):
+def test_native_kernels_are_kept_on_cpus_with_units_and_on_cards(monkeypatch, below, dtype):
     monkeypatch.setattr(widening, "has_units", lambda dtype: False)
     with widened(dtype, "cuda"):
         assert not replaced(below)
@@ -276,14 +276,14 @@ def test_where_there_are_units_and_on_a_card_torchs_own_kernels_stay(monkeypatch
 
 
 @pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
-def test_every_precision_knows_its_device_and_what_it_multiplies(precision):
+def test_every_precision_has_its_dtype_and_device(precision):
     cfg = run_of([f"precision={precision}", "device=meta"])
     plugin: FullPrecision = instantiate(cfg.precision)
     assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
     assert plugin.dtype == torch.float32 or plugin.device == "meta"
 
 
-def test_torch_is_asked_by_names_that_it_has(monkeypatch):
+def test_cpu_units_are_queried_by_names_that_torch_has(monkeypatch):
     """They are private: where they are gone nothing is widened, and fp16 on a CPU takes 40 times as long again."""
     if platform.machine() == "x86_64":
         assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))

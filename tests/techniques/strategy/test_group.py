@@ -29,7 +29,7 @@ def of(config):
     return said
 
 
-def test_the_same_data_are_the_same(of):
+def test_equal_data_have_equal_digests(of):
     assert of() == of()
 
 
@@ -40,7 +40,7 @@ def test_the_same_data_are_the_same(of):
         ("val_sequences=1", "the validat"),
     ],
 )
-def test_other_data_of_another_rank_are_refused(config, of, typed, what):
+def test_ranks_with_different_data_are_refused(config, of, typed, what):
     data = build.data(config())
     with pytest.raises(Refused, match=f"Rank 1 and rank 0 differ in .*{what}.*: they read different data. Give all"):
         training._compare(data, Two(of(typed)))

@@ -29,19 +29,19 @@ def rounds(number: int, limit: int) -> str:
 
 
 @pytest.mark.process
-def test_a_hundred_rounds_end_and_leave_no_threads():
+def test_a_hundred_process_groups_end_without_leftover_threads():
     first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
     assert last == first
 
 
 @pytest.mark.process
-def test_two_thousand_rounds_end():
+def test_two_thousand_process_groups_end():
     assert "2000 rounds" in rounds(2000, limit=600)
 
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_two_thousand_rounds_in_the_wrong_order_stand_still():
+def test_process_group_destroyed_in_the_wrong_order_hangs():
     """Shows that the loop above can fail: after 20 to 300 rounds, one that destroys its group first stands still."""
     done = run_rounds(2000, 600, "--wrong")
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
@@ -54,7 +54,7 @@ def test_ten_runs_of_two_ranks_end(processes, tmp_path):
 
 
 @pytest.mark.parametrize("releases", [True, False])
-def test_a_strategy_that_outlives_its_group_keeps_none_of_its_threads(releases, monkeypatch):
+def test_strategy_that_outlives_its_group_keeps_no_threads(releases, monkeypatch):
     """As in a run, where it is part of Lightning's cycles. A thread that waits for the GIL when Python ends aborts the
     process."""
     if not releases:  # the deliberately wrong variant
@@ -92,18 +92,18 @@ def at_the_end(monkeypatch):
     return leave
 
 
-def test_the_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypatch):
+def test_ddp_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypatch):
     monkeypatch.setattr(process_group, "_still_referenced", kept := [])
     assert not at_the_end(releases=True) and not kept
 
 
 @pytest.mark.wrong
-def test_a_reducer_that_is_not_released_is_found(at_the_end):
+def test_unreleased_ddp_reducer_is_found(at_the_end):
     """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
     assert at_the_end(releases=False)
 
 
-def test_where_a_failure_still_refers_to_it_the_group_stays(at_the_end, monkeypatch):
+def test_process_group_referenced_by_a_traceback_is_kept(at_the_end, monkeypatch):
     """As in a traceback, whose frames hold DDP."""
     held = []
     monkeypatch.setattr(leaving.Trained, "forward", lambda self, x: held.append(self.wrapper()) or self.model(x).sum())

@@ -98,7 +98,7 @@ def expected(ranks, whole):
 @pytest.mark.parametrize(
     "case", [one if one in SHORT else pytest.param(one, marks=pytest.mark.matrix) for one in CASES]
 )
-def test_each_rank_has_its_parts_of_what_one_process_builds(config, monkeypatch, case):
+def test_each_rank_has_the_shards_of_a_model_built_by_one_process(config, monkeypatch, case):
     typed = CASES[case]
     cfg = config(*typed)
     data = build.data(cfg)
@@ -129,7 +129,7 @@ def published(config, folder, *shape):
     return ("model=hf", f"model.name={folder}", "device=cpu", "seq_len=16", f"model.added_tokens=[{','.join(NEW)}]")
 
 
-def test_published_weights_with_more_tokens_are_read_by_one_rank(config, monkeypatch, tmp_path):
+def test_pretrained_weights_with_added_tokens_are_read_by_rank_0_only(config, monkeypatch, tmp_path):
     cfg = config(*published(config, tmp_path / "published"), "plan=off")
     data, tape = build.data(cfg), Tape()
     whole = build.module(cfg, data)
@@ -154,7 +154,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_published_weights_of_fewer_bits_are_widened_as_they_are_sent(config, monkeypatch, tmp_path, case, strategy):
+def test_pretrained_16_bit_weights_are_widened_while_sent(config, monkeypatch, tmp_path, case, strategy):
     """They are the same bits, with the same digest of a frozen base, as in one process that reads them in fp32."""
     typed = [line for line in published(config, tmp_path / "published") if "added_tokens" not in line]
     cfg = config(*typed, *PUBLISHED[case], "plan=off")
@@ -177,7 +177,7 @@ def test_published_weights_of_fewer_bits_are_widened_as_they_are_sent(config, mo
     assert read[0] == (torch.float32 if case == "adapter" else torch.bfloat16)
 
 
-def test_what_a_model_computes_itself_is_not_rounded(config, monkeypatch, tmp_path):
+def test_computed_buffers_are_not_rounded_when_weights_are_read_in_16_bits(config, monkeypatch, tmp_path):
     """Gemma multiplies embeddings by the root of their width, a buffer: read in 16 bits it would be another factor."""
     network("gemma3_text", hidden_size=80).to(torch.bfloat16).save_pretrained(tmp_path)
     build.data(config(*LLAMA)).tokens.tokenizer.save_pretrained(tmp_path)
@@ -196,7 +196,7 @@ WIDE += ("model.architecture.num_hidden_layers=8",)
 
 @linux
 @pytest.mark.parametrize("narrower", [True, False])
-def test_rank_0_has_its_shards_and_one_tensor_beside_the_files_pages(config, monkeypatch, tmp_path, narrower):
+def test_rank_0_holds_its_shards_and_one_tensor_beside_mapped_pages(config, monkeypatch, tmp_path, narrower):
     """The wrong variant reads the model in the run's dtype first, as one process does."""
     folder = tmp_path / "published"
     typed = [line for line in published(config, folder, *WIDE) if "added_tokens" not in line]
@@ -217,7 +217,7 @@ def test_rank_0_has_its_shards_and_one_tensor_beside_the_files_pages(config, mon
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.matrix)])
-def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, case):
+def test_each_tensor_parallel_rank_has_its_shards_of_the_layers(config, monkeypatch, case):
     """They are what the engine makes if every rank has the values."""
     even = "model.architecture.vocab_size=302"  # embedding and head are divided, too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))
@@ -234,7 +234,7 @@ def test_each_rank_of_a_group_has_its_parts_of_the_layers(config, monkeypatch, c
             assert any(isinstance(p, DTensor) for p in made.parameters())
 
 
-def test_it_is_seen_which_rank_has_which_part(config, monkeypatch):
+def test_shards_of_another_rank_are_caught(config, monkeypatch):
     cfg = config(*GPT2)
     data = build.data(cfg)
     whole = build.module(cfg, data)
@@ -246,7 +246,7 @@ def test_it_is_seen_which_rank_has_which_part(config, monkeypatch):
             same(parts_of(ranks, made.model), expected(ranks, whole.model))
 
 
-def test_a_model_that_is_another_one_without_its_weights_is_refused(config, monkeypatch):
+def test_meta_model_with_other_parameters_than_rank_0_is_refused(config, monkeypatch):
     cfg = config(*LLAMA)
     data = build.data(cfg)
     with one_of(1) as ranks:
@@ -271,7 +271,7 @@ def alone(group_of_one):
     return ranks
 
 
-def test_what_an_evaluation_gathers_it_puts_away(config, alone):
+def test_weights_gathered_for_an_evaluation_are_resharded(config, alone):
     """torch keeps what is outside of the blocks for a backward pass, which there is only in training."""
     cfg = config(*GPT2)
     made = build.module(cfg, build.data(cfg), None, alone).model
@@ -289,7 +289,7 @@ def test_what_an_evaluation_gathers_it_puts_away(config, alone):
     assert gathered() == set()
 
 
-def test_ranks_that_hold_parts_write_a_sample_together(config, alone, monkeypatch, tmp_path):
+def test_sharded_ranks_generate_a_sample_together(config, alone, monkeypatch, tmp_path):
     """Who is at an end takes part in the others' passes, or they would wait for it."""
     cfg = config(*GPT2)
     data = build.data(cfg)

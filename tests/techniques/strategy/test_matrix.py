@@ -62,7 +62,7 @@ def every():
 
 
 @pytest.mark.parametrize(("strategy", "name"), list(every()))
-def test_they_train_what_one_does_on_the_joint_batch(ranks, folder, strategy, name):
+def test_strategy_trains_as_one_process_on_the_joint_batch(ranks, folder, strategy, name):
     case, bands = features(folder)[name]
     case = typed(case, strategy)
     if why_not(case):
@@ -97,7 +97,7 @@ WRONG = (
     ("strategy", "name", "mistake"),
     [pytest.param(*one, marks=() if number in (0, 5) else pytest.mark.matrix) for number, one in enumerate(WRONG)],
 )
-def test_a_mistake_shows(ranks, folder, strategy, name, mistake):
+def test_planted_distributed_mistake_is_caught(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
     # a row for each rank: those of two rows have nearly as many tokens, and bf16's products differ between processors
     case = replace(typed(case, strategy), together=2)
@@ -114,7 +114,7 @@ RATED = ("loss=kto", "loss.columns=64", "loss.beta=0.5", "data=preference", "dat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel"])
-def test_pairs_are_divided_over_devices_and_their_loss_is_that_of_one(ranks, strategy):
+def test_pairs_divided_over_devices_have_the_loss_of_one_device(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *PAIRED)), strategy)
     right = alone(case)
     found = apart(ranks(case), right)
@@ -126,7 +126,7 @@ def test_pairs_are_divided_over_devices_and_their_loss_is_that_of_one(ranks, str
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "tensor_parallel"))]
 )
-def test_rated_answers_of_all_devices_have_one_z(ranks, strategy):
+def test_rated_answers_of_all_devices_share_one_z(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *RATED)), strategy)
     right = alone(case)
     found = apart(ranks(case), right)
@@ -137,7 +137,7 @@ def test_rated_answers_of_all_devices_have_one_z(ranks, strategy):
 
 
 @pytest.mark.wrong
-def test_a_rank_that_skips_alone_shows(ranks, folder):
+def test_step_skipped_by_one_rank_only_is_caught(ranks, folder):
     case, _ = features(folder)[OF_PARTS]
     case = replace(typed(case, "fsdp"), wrong="local norm")
     case = replace(case, lines=(*case.lines, "strategy.timeout=5"))
@@ -146,7 +146,7 @@ def test_a_rank_that_skips_alone_shows(ranks, folder):
 
 
 @pytest.mark.matrix
-def test_a_rank_that_does_not_come_is_not_waited_for(ranks, folder, monkeypatch):
+def test_absent_rank_fails_the_run_at_the_timeout(ranks, folder, monkeypatch):
     case, _ = features(folder)["clip"]
     monkeypatch.setattr(pair, "LIMIT", 4)
     with pytest.raises(Failed, match=r"Rank \d (is gone|hangs)|did not answer|[Tt]imed out|timeout"):
@@ -156,7 +156,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for(ranks, folder, monkeypatch)
 # --- what travels, and what each holds ------------------------------------------------------------------------------
 
 
-def test_under_ddp_gradients_are_sent_once_per_window(ranks, folder):
+def test_ddp_reduces_gradients_once_per_window(ranks, folder):
     """However many micro-batches it has. The other number that is added is the window's loss."""
     seen = {}
     for batches, together in ((1, 8), (4, 2)):
@@ -168,7 +168,7 @@ def test_under_ddp_gradients_are_sent_once_per_window(ranks, folder):
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("fsdp", 1 / 2), pytest.param("ddp", 1, marks=pytest.mark.matrix)])
-def test_each_holds_its_share(ranks, folder, strategy, share):
+def test_each_rank_holds_its_share_of_weights_and_state(ranks, folder, strategy, share):
     case = features(folder)["clip and clip_value"][0]
     whole = alone(typed(case, strategy))["bytes"]
     for rank in ranks(typed(case, strategy)):
@@ -179,7 +179,7 @@ def test_each_holds_its_share(ranks, folder, strategy, share):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_resumed_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy):
+def test_resumed_multi_rank_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy):
     """With dropout, which each rank goes on drawing where it stopped."""
 
     def ended(name, *lines, **how):
@@ -195,7 +195,7 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy)
 
 
 @pytest.mark.matrix
-def test_a_loss_that_reads_the_head_itself_is_evaluated_too(ranks, small, tmp_path):
+def test_chunked_loss_is_evaluated_with_sharded_weights(ranks, small, tmp_path):
     lines = (*small, "loss=chunked", "loss.rows=7", "val_every=2", "logger=none", "sample_tokens=3")
     one = pair.fitted(Fitted(lines, str(tmp_path / "one")))["val_loss"]
     of_two = (*lines, "strategy=fsdp", "devices=2", "batch_size=2", "strategy.timeout=40")

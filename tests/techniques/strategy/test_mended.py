@@ -35,7 +35,7 @@ def frozen(module):
 
 
 @pytest.mark.parametrize("weight", [spare, frozen])
-def test_a_weight_that_no_forward_pass_uses_is_refused_under_ddp(fit, monkeypatch, weight):
+def test_weight_without_a_gradient_is_refused_under_ddp(fit, monkeypatch, weight):
     ready = DataParallel.before_training
 
     def with_one_more(self, module):
@@ -50,7 +50,7 @@ def test_a_weight_that_no_forward_pass_uses_is_refused_under_ddp(fit, monkeypatc
         fit("strategy=ddp", "max_steps=2")
 
 
-def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_step(fit, monkeypatch):
+def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fit, monkeypatch):
     """Its gradient, and those that are sent with it, would stay each rank's own."""
     ready, steps = DataParallel.before_training, []
 
@@ -70,7 +70,7 @@ def test_a_weight_that_the_last_micro_batch_does_not_use_is_refused_before_its_s
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_what_is_stepped_under_ddp_moves_with_the_weights(fit, monkeypatch, follows):
+def test_optimizer_parameters_follow_the_weights_that_ddp_moves(fit, monkeypatch, follows):
     """As to a card, by a `data` of its own for each: the optimizer's state must be made there, also where restoring a
     checkpoint has asked for what is stepped before. Wrong: it stays where the weights were."""
     move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
@@ -93,7 +93,7 @@ def test_what_is_stepped_under_ddp_moves_with_the_weights(fit, monkeypatch, foll
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monkeypatch, mode):
+def test_sharded_checkpoint_is_evaluated_in_a_mixed_backend_group(fit, monkeypatch, mode):
     """As on cards, where Lightning would do it in inference mode. Up to torch 2.14 it fails there: fully_shard's
     tensors have no version."""
     _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_evaluated_where_the_group_is_not_gloos_alone(fit, monke
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_weights_and_optimizer_state_stay_on_the_device_when_a_run_ends(fit, monkeypatch, strategy, ours):
+def test_weights_and_optimizer_state_stay_on_the_device_after_a_run(fit, monkeypatch, strategy, ours):
     """Lightning's own strategy copies both to the host, of all ranks to one."""
     moved, move = [], strategies._optimizers_to_device
     monkeypatch.setattr(CausalLM, "cpu", lambda module: moved.append("weights"))
@@ -121,9 +121,7 @@ def test_weights_and_optimizer_state_stay_on_the_device_when_a_run_ends(fit, mon
 
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
-def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is_a_card(
-    strategy, monkeypatch, group_of_one
-):
+def test_cpu_ranks_on_a_machine_with_a_card_have_the_typed_timeout(strategy, monkeypatch, group_of_one):
     """torch gives them a group of its own, with a limit of its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     *_, group = strategy(timeout=7).mesh.get_all_groups()
@@ -131,7 +129,7 @@ def test_ranks_that_compute_on_the_processor_have_their_own_limit_where_there_is
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
 
 
-def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):
+def test_rank_without_loggers_runs_callbacks_that_need_a_logger(fit, monkeypatch):
     """LearningRateMonitor raises on every rank where the trainer has no logger."""
     loggers = training._loggers
     monkeypatch.setattr(training, "_loggers", lambda cfg, asked, _: loggers(cfg, asked, SimpleNamespace(rank=1)))
@@ -143,7 +141,7 @@ def test_a_rank_without_loggers_bears_callbacks_that_want_one(fit, monkeypatch):
     assert summary["steps"] == 2 and not [*run.rglob("version_0")]
 
 
-def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
+def test_ranks_use_the_validation_loss_of_rank_0(fit, monkeypatch):
     def broadcast(self, said):
         return [0.25] if isinstance(said, list) and said and isinstance(said[0], float) else said
 
@@ -152,7 +150,7 @@ def test_ranks_decide_by_the_validation_loss_of_the_first(fit, monkeypatch):
 
 
 @pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
-def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked):
+def test_faulty_step_is_skipped_by_all_ranks_that_share_a_loss(data_size, asked):
     """If each reads rows of its own, the loss is their sum already, and no rank is asked."""
     met = []
     module = SimpleNamespace(
@@ -165,7 +163,7 @@ def test_a_step_is_left_out_by_all_ranks_that_compute_one_loss(data_size, asked)
     assert met == ["fault"] * asked
 
 
-def test_no_rank_draws_in_a_window_what_another_draws_in_another():
+def test_ranks_and_windows_draw_different_random_numbers():
     def drawn(rank, window):
         torch.manual_seed(0)
         ranks = Several.__new__(Several)  # in no group
@@ -177,7 +175,7 @@ def test_no_rank_draws_in_a_window_what_another_draws_in_another():
     assert drawn(1, 2) == drawn(1, 2)
 
 
-def test_a_run_that_has_ended_frees_the_card_although_a_traceback_refers_to_its_model(config, tmp_path):
+def test_finished_run_frees_card_memory_although_its_model_is_referenced(config, tmp_path):
     with training.training_session(config("max_steps=1", "batch_size=4").resolved(), tmp_path, keeps=False) as run:
         (optimizer,) = run.trainer.optimizers
         weights = [*run.module.parameters()]

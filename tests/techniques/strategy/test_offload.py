@@ -60,17 +60,17 @@ def seen(fit, monkeypatch):
 RIGHT = {"parameters": {"cpu"}, "state": {"cpu"}, "buffers": {"meta"}, "batch": {"meta"}, "sums": "meta", "told": 1.0}
 
 
-def test_the_parts_stay_on_the_host_and_everything_else_is_where_it_computes(seen):
+def test_fsdp_offload_keeps_shards_on_the_host_and_buffers_on_the_device(seen):
     assert seen() == RIGHT
 
 
-def test_lightning_would_move_the_parts(seen, monkeypatch):
+def test_lightning_model_to_device_would_move_the_shards(seen, monkeypatch):
     monkeypatch.setattr(AmongSeveral, "model_to_device", SingleDeviceStrategy.model_to_device)
     with pytest.raises(RuntimeError, match="float32 and meta"):  # what the optimizer says to parts that are there
         seen()
 
 
-def test_the_norm_of_gradients_on_the_host_is_added_where_the_ranks_compute(monkeypatch):
+def test_gradient_norm_of_offloaded_shards_is_reduced_on_the_device(monkeypatch):
     """Over the link of the cards: one number is moved, and no gradient."""
     monkeypatch.setattr(Several, "place", DEVICE)
     added = []

@@ -54,7 +54,7 @@ def largest_error(ranks, one):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_and_weights_are_those_of_one_process(pair, name):
+def test_pipeline_gradients_and_weights_equal_one_process(pair, name):
     """Three AdamW steps with a clipped norm, the second of a window of one row alone."""
     one = alone(CASES[name])
     assert largest_error(pair[name], one) < SAME
@@ -65,11 +65,11 @@ def test_gradients_and_weights_are_those_of_one_process(pair, name):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("name", ["scaled", "apart"])
-def test_wrong_gradients_are_far_off(pair, name):
+def test_wrong_pipeline_gradients_are_caught(pair, name):
     assert largest_error(pair[name], alone(CASES[name])) > 1e-3
 
 
-def test_a_tied_weight_is_the_same_on_both_stages(pair):
+def test_tied_weight_is_equal_on_both_stages(pair):
     for name in ("1f1b", "bf16-sr"):
         first, last = (rank["weights"][TIED] for rank in pair[name])
         assert torch.equal(first, last)
@@ -77,13 +77,13 @@ def test_a_tied_weight_is_the_same_on_both_stages(pair):
     assert not torch.equal(first, last)
 
 
-def test_a_step_that_overflows_is_skipped_on_all_stages(pair):
+def test_overflowing_step_is_skipped_on_all_stages(pair):
     first, last = pair["16"]
     assert first["stepped"] == last["stepped"] == alone(CASES["16"])["stepped"]
     assert False in first["stepped"] and first["stepped"][-1]
 
 
-def test_each_stage_holds_weights_and_state_of_its_own_blocks(pair):
+def test_each_stage_holds_weights_and_state_of_its_blocks(pair):
     one = alone(CASES["1f1b"])
     for key, times in (("weight_bytes", 1), ("state_bytes", 2)):  # AdamW has two moments
         parts = [rank[key] for rank in pair["1f1b"]]
@@ -91,7 +91,7 @@ def test_each_stage_holds_weights_and_state_of_its_own_blocks(pair):
         assert max(parts) / min(parts) < 1.03
 
 
-def test_what_stages_write_is_what_one_model_writes(pair):
+def test_pipeline_generates_the_tokens_of_one_process(pair):
     """With caches of keys and values, of which each stage has its own blocks'."""
     for name in EXACT[1:]:
         written = alone(CASES[name])["written"]
@@ -121,7 +121,7 @@ def in_flight(order):
     return max(sum(held[: end + 1]) for end in range(len(held)))
 
 
-def test_stages_wait_while_the_pipeline_fills_and_drains(pair):
+def test_pipeline_bubble_and_micro_batches_in_flight_follow_the_schedule(pair):
     for name in ("1f1b", "gpipe"):
         orders = [rank["order"] for rank in pair[name]]
         assert bubble(orders) == pytest.approx((2 - 1) / (4 + 2 - 1))
@@ -143,7 +143,7 @@ def test_stages_wait_while_the_pipeline_fills_and_drains(pair):
         ("llama", {}, ["freeze=[model.embed_tokens*]"], None),
     ],
 )
-def test_what_stages_cannot_train_is_refused_while_the_model_is_whole(name, changes, lines, says):
+def test_model_that_stages_cannot_train_is_refused_before_the_split(name, changes, lines, says):
     architectures._prepare()
     module, _ = architectures.build_module(architectures.configured(architectures.shrunk(name) | changes, *lines))
     ranks = object.__new__(Pipeline)
@@ -172,7 +172,7 @@ SLOW = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 3])
-def test_everything_else_of_the_catalogue_is_that_of_one_process(processes, tmp_path, size):
+def test_pipeline_of_every_catalogued_case_equals_one_process(processes, tmp_path, size):
     """fp32: to what the order of additions changes; fp16 and bf16 untied: the same bits."""
     seen = together(processes, tmp_path, SLOW, size)
     off = {name: largest_error(ranks, alone(SLOW[name])) for name, ranks in seen.items()}

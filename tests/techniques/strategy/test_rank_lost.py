@@ -50,13 +50,13 @@ TORCH = "/site/torch/distributed/distributed_c10d.py"
         (("barrier",), "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms", "barrier: another rank did not"),
     ],
 )
-def test_the_innermost_public_function_is_named(names, said, sentence):
+def test_lost_rank_error_names_the_innermost_public_collective(names, said, sentence):
     lost = lost_ranks.rank_lost(raised(TORCH, names, RuntimeError(said)), 60)
     assert isinstance(lost, RankLost) and str(lost).startswith(sentence)
     assert ("strategy.timeout=<seconds>" in str(lost)) == ("has exited" not in str(lost))
 
 
-def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
+def test_lost_rank_error_names_the_calling_function_or_backward():
     error = raised("/site/torch/autograd/graph.py", ("_engine_run_backward",), RuntimeError(CLOSED))
     assert str(lost_ranks.rank_lost(error, 60)) == "backward's all_reduce of gradients: another rank has exited."
     error = raised(f"{lost_ranks.OURS}/strategy/several.py", ("all_sum",), RuntimeError(CLOSED))
@@ -65,7 +65,7 @@ def test_who_asked_for_it_is_named_and_backward_where_no_function_is():
     )
 
 
-def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_package():
+def test_torch_inside_a_folder_called_lowmem_is_not_taken_for_the_package():
     torch = "/home/lowmem/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     error = raised(torch, ("all_reduce", "_wait"), RuntimeError(CLOSED))
     assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank has exited."
@@ -74,7 +74,7 @@ def test_torch_in_the_environment_of_a_clone_called_lowmem_is_not_taken_for_the_
 @pytest.mark.parametrize(
     ("said", "sentence"), [(NOBODY, "Not all ranks joined the process group within 60"), (TAKEN, "port")]
 )
-def test_ranks_that_do_not_meet(said, sentence):
+def test_rendezvous_failure_is_explained(said, sentence):
     error = raised(
         "/site/torch/distributed/rendezvous.py", ("init_process_group", "rendezvous"), dist.DistStoreError(said)
     )
@@ -84,11 +84,11 @@ def test_ranks_that_do_not_meet(said, sentence):
 @pytest.mark.parametrize(
     "error", [ValueError(CLOSED), RuntimeError("CUDA out of memory"), TimeoutError("Timed out"), OSError("Broken pipe")]
 )
-def test_what_is_not_of_other_ranks_is_left_as_it_is(error):
+def test_errors_not_caused_by_other_ranks_are_left_unchanged(error):
     assert lost_ranks.rank_lost(raised("/site/mine.py", ("step",), error), 60) is None
 
 
-def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
+def test_lost_rank_is_recognized_behind_a_later_error():
     try:
         try:
             raise raised(TORCH, ("all_reduce",), RuntimeError(SILENT))
@@ -98,13 +98,13 @@ def test_what_was_made_of_an_error_on_its_way_is_known_by_what_it_was_first():
         assert str(lost_ranks.rank_lost(error, 60)).startswith("all_reduce: another rank did not answer")
 
 
-def test_what_a_watchdog_leaves_names_the_collective():
+def test_watchdog_message_names_the_collective():
     said = lost_ranks.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
     assert said.startswith("allreduce: another rank did not answer in time")
     assert lost_ranks.watchdog_message("step 3\nSegmentation fault") is None
 
 
-def test_real_errors_of_a_store_nobody_comes_to(monkeypatch):
+def test_real_rendezvous_timeout_is_explained(monkeypatch):
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(RuntimeError) as error:

@@ -47,7 +47,7 @@ def in_a_row(stages, micro_batch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
-def test_in_a_row_stages_are_the_model_to_the_bit(name):
+def test_stages_in_sequence_equal_the_model_bit_exactly(name):
     model, micro_batch = a_model(name)
     whole = model(**micro_batch.inputs, use_cache=False).logits
     for count in (2, 3) if name in FAMILIES else (2,):
@@ -57,7 +57,7 @@ def test_in_a_row_stages_are_the_model_to_the_bit(name):
 
 @pytest.mark.wrong
 @torch.no_grad()
-def test_a_stage_without_the_input_of_the_one_before_differs():
+def test_stage_without_its_input_differs():
     model, micro_batch = a_model("llama")
     first, last = stages_of(model, 2)
     with last.entered(torch.zeros(micro_batch.input_ids.numel(), last.width), micro_batch.input_ids):
@@ -66,7 +66,7 @@ def test_a_stage_without_the_input_of_the_one_before_differs():
 
 
 @torch.no_grad()
-def test_blocks_that_read_something_else_than_hidden_states_are_another_model_in_a_row():
+def test_stages_of_blocks_with_additional_inputs_are_caught():
     model, micro_batch = a_model("gemma4")  # its blocks read embeddings of their own: `Pipeline.shard` refuses it
     whole = model(**micro_batch.inputs, use_cache=False).logits
     assert not same(model, divided(model, 2), micro_batch)
@@ -74,7 +74,7 @@ def test_blocks_that_read_something_else_than_hidden_states_are_another_model_in
     assert not torch.allclose(in_a_row(stages_of(model, 2), micro_batch), whole)
 
 
-def test_each_weight_is_on_one_stage_and_a_tied_one_on_two():
+def test_each_weight_is_on_one_stage_and_a_tied_weight_on_two():
     model, _ = a_model("gpt2")
     division = divided(model, 2)
     names = {p: name for name, p in model.named_parameters()}
@@ -84,7 +84,7 @@ def test_each_weight_is_on_one_stage_and_a_tied_one_on_two():
     assert sum(map(division.bytes, range(2))) == bytes_of
 
 
-def test_a_stage_has_memory_for_its_own_weights_alone_and_the_names_of_all():
+def test_stage_has_memory_for_its_own_weights_and_names_of_all():
     model, _ = a_model("gpt2")
     names = [name for name, _ in model.named_parameters()]
     for number, stage in enumerate(stages_of(model, 2)):
@@ -107,7 +107,7 @@ def test_a_stage_has_memory_for_its_own_weights_alone_and_the_names_of_all():
         ([1, 1], 100, 0, 2, [0, 1, 2]),
     ],
 )
-def test_the_largest_stage_is_as_small_as_can_be(sizes, before, after, stages, cuts):
+def test_largest_stage_is_as_small_as_possible(sizes, before, after, stages, cuts):
     assert balanced(sizes, before, after, stages) == cuts
 
 
@@ -116,7 +116,7 @@ def test_more_stages_than_blocks_are_refused():
         divided(a_model("llama")[0], 5)
 
 
-def test_a_model_that_is_more_than_its_blocks_is_refused():
+def test_model_whose_blocks_are_not_a_plain_sequence_is_refused():
     with pytest.raises(Refused, match="has no base model separate from its head"):
         divided(a_model("llama4_text")[0], 2)
 
@@ -156,14 +156,14 @@ def gradients(last, micro_batch):
 
 
 @pytest.mark.parametrize("technique", SEGMENTS)
-def test_blocks_are_computed_again_from_what_had_entered(technique):
+def test_checkpointing_across_stages_recomputes_from_the_entering_states(technique):
     """Segments reach over a cut, and another micro-batch has passed before the first goes back."""
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
     assert all(map(torch.equal, gradients(*checkpointed(technique)), kept))
 
 
-def test_from_what_entered_last_other_gradients_would_come(monkeypatch):
+def test_recomputation_from_the_last_entering_states_is_caught(monkeypatch):
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
 

@@ -83,7 +83,7 @@ def figures(processes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_two_ranks_are_one_process(figures, case):
+def test_two_tensor_parallel_ranks_equal_one_process(figures, case):
     found, bound = figures[case], SINGLE if "dtype" in CASES[case] or "tiled" in case else EXACT
     assert found["loss"] < (bound if bound == EXACT else 1e-4)  # a sum of 48 tokens
     assert found["gradients"] < bound and found["norm"] < 1e-6
@@ -92,41 +92,41 @@ def test_two_ranks_are_one_process(figures, case):
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_was_divided_is_put_together_to_the_bit(figures, case):
+def test_sharded_weights_are_reassembled_bit_exactly(figures, case):
     assert figures[case]["conversion"] == 0.0 and figures[case]["parts"]
 
 
 @pytest.mark.matrix
-def test_a_tied_embedding_stays_tied(figures):
+def test_tied_embedding_stays_tied_under_tensor_parallelism(figures):
     assert figures["qwen3"]["tied"] and not figures["llama"]["tied"]
 
 
 @pytest.mark.parametrize(
     "case", ["llama", pytest.param("qwen3", marks=pytest.mark.matrix), pytest.param("phi3", marks=pytest.mark.matrix)]
 )
-def test_each_rank_has_half(figures, case):
+def test_each_tensor_parallel_rank_holds_half_of_the_weights(figures, case):
     assert 0.5 < figures[case]["share"] < 0.52  # norms are whole
 
 
 @pytest.mark.matrix
-def test_a_vocabulary_that_does_not_divide_leaves_embedding_and_head_whole(figures):
+def test_indivisible_vocabulary_keeps_embedding_and_head_whole(figures):
     assert figures["odd vocabulary"]["share"] > 0.55
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.matrix)])
-def test_each_block_adds_twice_forward_and_twice_backward(figures, case):
+def test_each_block_reduces_twice_in_forward_and_twice_in_backward(figures, case):
     """Layers that read the same tensor add their gradients before the ranks do. Beside blocks: the embedding's rows,
     and of the head its logits and the gradient of what enters it."""
     assert figures[case]["collectives"] == 2 * (2 + 2) + 3
 
 
 @pytest.mark.wrong
-def test_a_norm_in_which_a_part_counts_twice_is_seen(figures):
+def test_gradient_norm_that_counts_a_shard_twice_is_caught(figures):
     assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times what the right one may be off
 
 
 @pytest.mark.wrong
-def test_other_wrong_variants_are_seen(figures):
+def test_wrong_tensor_parallel_variants_are_caught(figures):
     assert figures["wrong heads"]["loss"] > 1e-3
     assert figures["wrong sum"]["gradients"] > 1e-6
     assert figures["wrong tiles"]["loss"] > 1e-3
@@ -141,7 +141,7 @@ def group(size):
     return SimpleNamespace(size=size)
 
 
-def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
+def test_indivisible_heads_and_widths_are_refused_with_a_valid_number():
     with pytest.raises(Refused, match=r"k_proj has 2 heads.*devices=2, or .*tensor_parallel_size=2\."):
         divide(built("llama"), group(4))
     with pytest.raises(Refused, match=r"q_proj has 4 heads, not a multiple of 3\. Type devices=2\.$"):
@@ -157,7 +157,7 @@ def test_heads_and_widths_that_do_not_divide_are_refused_with_the_number():
         divide(fused, group(3))
 
 
-def test_devices_are_not_to_blame_where_a_group_is_smaller():
+def test_indivisible_heads_in_a_smaller_group_do_not_blame_devices():
     with (
         as_rank(0, 8),
         pytest.raises(Refused, match=r"k_proj has 2 heads.* Type another strategy=.*parallel_size=2\.$"),
@@ -165,12 +165,12 @@ def test_devices_are_not_to_blame_where_a_group_is_smaller():
         divide(built("llama"), group(4))
 
 
-def test_one_group_takes_no_size():
+def test_tensor_parallel_of_one_group_takes_no_size():
     with pytest.raises(TypeError, match="tensor_parallel_size"):
         TensorParallel(tensor_parallel_size=2)
 
 
-def test_what_cannot_be_divided_is_refused_by_name():
+def test_model_that_cannot_be_sharded_is_refused_by_name():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     for kind, shape, why in (
         ("qwen3_moe", experts, "experts"),
@@ -181,14 +181,14 @@ def test_what_cannot_be_divided_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA needs"), (QLoRA, "and only linear layers can be sharded")])
-def test_adapters_that_read_whole_matrices_are_refused(adapter, why):
+def test_adapters_that_need_whole_matrices_are_refused(adapter, why):
     network = built("llama", dtype=torch.float32, hidden_size=64, intermediate_size=64)
     adapter(r=4)(network)
     with pytest.raises(Refused, match=why):
         divide(network, group(2))
 
 
-def test_a_mesh_that_does_not_multiply_out_is_refused():
+def test_invalid_device_mesh_is_refused():
     assert TensorParallel.data_ranks(4) == 1
     assert FullyShardTensorParallel.data_ranks(8, tensor_parallel_size=2) == 4
     for devices, size in ((6, 4), (2, 4), (4, 0)):
@@ -197,7 +197,7 @@ def test_a_mesh_that_does_not_multiply_out_is_refused():
 
 
 @pytest.mark.matrix
-def test_a_mesh_of_two_dimensions_is_one_process_too(processes, tmp_path):
+def test_two_dimensional_mesh_equals_one_process(processes, tmp_path):
     """Two groups of two, with other rows each."""
     kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
     kinds |= {

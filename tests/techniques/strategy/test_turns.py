@@ -64,14 +64,14 @@ def waited(rank):
         return time.monotonic() - began
 
 
-def test_a_rank_that_works_for_longer_than_the_limit_is_waited_for(ranks):
+def test_working_rank_0_is_awaited_beyond_the_timeout(ranks):
     thread, raised = other(turn_of(ranks[0], 3 * TIMEOUT))
     assert waited(ranks[1]) > 2 * TIMEOUT
     thread.join()
     assert not raised
 
 
-def test_one_that_is_not_heard_of_is_lost(ranks):
+def test_rank_0_without_a_heartbeat_is_lost(ranks):
     """A process that is stopped has no thread that beats, either."""
     ranks[0].turns._say("rank 0", "7")
     other(turn_of(ranks[0], 10, beats=False))
@@ -79,14 +79,14 @@ def test_one_that_is_not_heard_of_is_lost(ranks):
         waited(ranks[1])
 
 
-def test_one_whose_store_gives_no_answer_is_lost(ranks):
+def test_rank_0_with_an_unresponsive_store_is_lost(ranks):
     ranks[1].turns.store = SimpleNamespace(check=lambda _: time.sleep(10))
     with pytest.raises(RankLost, match="has sent no heartbeat"):
         waited(ranks[1])
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in its turn", "between turns"])
-def test_one_that_fails_says_so_at_once(ranks, within):
+def test_failure_of_rank_0_is_reported_at_once(ranks, within):
     def fails():
         with ExitStack() as stack:
             stack.enter_context(ranks[0].turns.heartbeat())
@@ -104,7 +104,7 @@ def test_one_that_fails_says_so_at_once(ranks, within):
     assert str(raised[0]) == "no such data"
 
 
-def test_a_signal_comes_in_while_one_waits(ranks):
+def test_signal_interrupts_a_waiting_rank(ranks):
     def told(*_):
         raise KeyboardInterrupt
 
@@ -118,7 +118,7 @@ def test_a_signal_comes_in_while_one_waits(ranks):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_before_they_agree_the_others_wait_for_rank_0_by_the_store(ranks):
+def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
     """The collective by which they agree has a time limit: nobody waits in it while rank 0 works."""
     left = []
     for rank in ranks:
@@ -138,7 +138,7 @@ def test_before_they_agree_the_others_wait_for_rank_0_by_the_store(ranks):
 
 
 @pytest.mark.parametrize(("device", "size", "left"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
-def test_after_a_failure_nobody_waits_in_nccl_for_the_others(monkeypatch, device, size, left):
+def test_failed_rank_leaves_nccl_without_waiting_for_other_ranks(monkeypatch, device, size, left):
     """Else what it has failed of would be said after the others' time limit."""
     seen = []
     monkeypatch.setattr(process_group, "_join", lambda _: None)

@@ -82,7 +82,7 @@ def test_streamed_equals_resident(config, resident, model, policy, loss, slots, 
 
 
 @pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.matrix) for r in range(1, 5)])
-def test_streamed_equals_resident_where_some_blocks_stay(config, resident, blocks):
+def test_streamed_equals_resident_with_some_resident_blocks(config, resident, blocks):
     arguments, six = lines("llama", "loss=chunked", "max_steps=2"), (("num_hidden_layers", 6),)
     some = trained(config, streamed(2, f"weights.resident_blocks={blocks}"), "llama", arguments, changed=six)
     assert len(some.module.weights.blocks) == 6 - blocks
@@ -115,7 +115,7 @@ LONG = (
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", MASTERS)
-def test_a_long_run_with_evaluations_samples_and_resumes_either_way_has_those_bits(fit, tmp_path, precision):
+def test_streamed_equals_resident_in_a_long_run_with_resumes_between_both(fit, tmp_path, precision):
     lines = [*LONG, f"precision={precision}"]
     if precision == "16-master":
         lines.append("precision.init_scale=1e9")
@@ -162,7 +162,7 @@ RUNS = {
     "lines",
     [pytest.param(r, marks=[] if n == "frozen" else pytest.mark.matrix, id=n) for n, r in RUNS.items()],
 )
-def test_a_run_has_the_evaluations_and_samples_and_leaves_the_model_of_one_whose_weights_stay(fit, lines):
+def test_streamed_run_has_the_evaluations_samples_and_export_of_a_resident_run(fit, lines):
     lines = ["precision=bf16-master", *RUN, *lines]
     one, stay = fit(*lines, folder="stay")
     other, stream = fit(*lines, "weights=streamed", folder="stream")
@@ -180,7 +180,7 @@ LATE = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
 
 @pytest.mark.rows("llama-selective-4-off")
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), LATE)
-def test_copies_that_are_late_by_a_random_time_change_nothing(config, resident, model, policy, slots, clip):
+def test_streamed_equals_resident_with_randomly_late_copies(config, resident, model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     late = trained(config, streamed(slots), model, arguments, lane=LateLane(seed=slots))
     assert late.same(resident(config, model, arguments))
@@ -192,7 +192,7 @@ WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of s
 @pytest.mark.parametrize(
     ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.matrix) for w in WAITS[1:])]
 )
-def test_the_device_waits_for_no_weight_that_travels_for_less_than_a_block_computes(config, policy, slots):
+def test_device_never_waits_for_weights_that_copy_faster_than_a_block_computes(config, policy, slots):
     """But for those of the first block after a step, before which nothing computes."""
     steps = 2
     arguments = lines("llama", "loss=chunked", f"max_steps={steps}", policy=policy)
@@ -242,14 +242,14 @@ def begun():
 IDS = torch.arange(8).view(1, 8)
 
 
-def test_what_no_gradient_reaches_travels_once(begun):
+def test_blocks_without_gradients_are_copied_once(begun):
     for frozen in (0, 2):
         model, weights = begun(frozen=frozen)
         model(IDS, use_cache=False).logits.sum().backward()
         assert weights.fetched == 4 + 3 - frozen  # up to the last; and down from it, which stays
 
 
-def test_after_a_pass_without_gradients_comes_the_first_block_again(begun):
+def test_passes_without_gradients_prefetch_the_first_block_again(begun):
     lane = ClockLane(0.9)
     model, weights = begun(lane)
     for block in weights.blocks:
@@ -260,7 +260,7 @@ def test_after_a_pass_without_gradients_comes_the_first_block_again(begun):
     assert lane.waits == 1 and weights.fetched == 3 * 4 + 1
 
 
-def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, monkeypatch):
+def test_block_may_return_hidden_states_in_a_dict_tuple_or_list(begun, monkeypatch):
     _, weights = begun()
     reached = []
     monkeypatch.setattr(weights, "_reached", reached.append)
@@ -273,7 +273,7 @@ def test_a_block_may_return_its_hidden_states_in_anything_that_has_them(begun, m
         weights._leaves(3, object())
 
 
-def test_no_slot_is_taken_from_a_block_that_backward_reads(begun, monkeypatch):
+def test_slot_read_by_backward_is_not_reused(begun, monkeypatch):
     _, weights = begun()
     weights._bind(0)
     weights.host_blocks[0].steps += 1
@@ -341,7 +341,7 @@ WRONG = {
 @pytest.mark.wrong
 @pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.matrix), 3])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_variant_is_not_finite_or_has_other_bits(config, resident, monkeypatch, wrong, slots):
+def test_wrong_variant_of_streaming_is_not_finite_or_has_other_bits(config, resident, monkeypatch, wrong, slots):
     if wrong is without_checkpointing and slots == 2:
         pytest.skip("with two slots the blocks of either parity find their own weights")
     arguments = lines("llama", "loss=chunked", "max_steps=2", policy=WRONG[wrong])
@@ -353,7 +353,7 @@ def test_a_wrong_variant_is_not_finite_or_has_other_bits(config, resident, monke
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
+def test_host_does_not_update_a_weight_while_it_is_copied(waits):
     """A backward pass has used what it steps, so that only whoever brings a weight early and does not use it sees it.
     The wrong variant: the copy is not told of."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
@@ -375,7 +375,7 @@ def test_the_host_steps_no_weight_that_is_still_being_copied(waits):
 # --- which weights stream ---------------------------------------------------------------------------------------------
 
 
-def test_outside_its_turn_a_weight_is_not_a_number_and_after_the_run_it_is_itself():
+def test_streamed_weight_is_nan_when_not_loaded_and_restored_after_the_run():
     model = network("llama", num_hidden_layers=4)
     right = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = Streamed(model)
@@ -390,7 +390,7 @@ def test_outside_its_turn_a_weight_is_not_a_number_and_after_the_run_it_is_itsel
     assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
 
 
-def test_what_blocks_share_stays_and_a_block_may_be_called_twice():
+def test_shared_modules_stay_resident_and_a_block_may_be_called_twice():
     """A model whose blocks two and four share their MLP, and that goes through all of them two times."""
     batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
 
@@ -415,7 +415,7 @@ def test_what_blocks_share_stays_and_a_block_may_be_called_twice():
     assert all(map(torch.equal, gradients(streams=True), gradients(streams=False)))
 
 
-def test_what_cannot_stream_is_refused():
+def test_model_that_cannot_stream_is_refused():
     with pytest.raises(Refused, match="weights=resident"):
         Streamed(network("llama", num_hidden_layers=1))
     always_the_same = network("llama", num_hidden_layers=3)

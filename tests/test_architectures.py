@@ -39,14 +39,14 @@ pytestmark = pytest.mark.usefixtures("as_for_families")
 
 @pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
-def test_every_technique_is_right_or_refused(name):
+def test_every_technique_on_an_architecture_is_right_or_refused(name):
     for cell, said in family(name).items():
         refusal = REFUSED.get((name, cell))
         assert said.startswith(refusal) if refusal else said == "right", (cell, said)
 
 
 @pytest.mark.wrong
-def test_a_merge_of_another_adapter_is_found_out(monkeypatch):
+def test_merge_without_the_lora_scaling_is_caught(monkeypatch):
     merge = architectures.merge
 
     def unscaled(network, dtype):
@@ -59,24 +59,24 @@ def test_a_merge_of_another_adapter_is_found_out(monkeypatch):
     assert architectures.adapted(shrunk("llama")).startswith("wrong: merged")
 
 
-def test_the_factors_and_caps_of_the_walk_are_not_neutral():
+def test_shrunk_architectures_keep_non_neutral_logit_scales_and_caps():
     assert shrunk("gemma2")["final_logit_softcapping"] < 1 and shrunk("cohere")["logit_scale"] != 1
     assert shrunk("granite")["logits_scaling"] != 1 and shrunk("recurrent_gemma")["logits_soft_cap"] < 1
 
 
-def test_a_block_that_adds_to_a_cache_is_refused():
+def test_architecture_whose_blocks_write_a_cache_is_refused_with_checkpointing():
     module, ids = build_module(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
     with pytest.raises(Refused, match="cache"):
         module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
 
 
-def test_the_blocks_are_those_of_the_text_decoder():
+def test_blocks_of_a_multimodal_model_are_those_of_its_text_decoder():
     module, _ = build_module(configured(shrunk("got_ocr2")))
     blocks = blocks_of(module.model)
     assert {id(b) for b in blocks} <= {id(m) for m in module.model.get_decoder().modules()}
 
 
-def test_a_precision_that_a_models_code_does_not_fit_is_a_sentence(config, tmp_path):
+def test_precision_that_does_not_fit_the_code_of_a_model_is_refused(config, tmp_path):
     """xLSTM multiplies its 16-bit weights with fp32 tensors that it makes itself."""
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16-master", "clip=null")
     cfg = cfg.replacing("model.architecture", shrunk("xlstm"))
@@ -84,7 +84,7 @@ def test_a_precision_that_a_models_code_does_not_fit_is_a_sentence(config, tmp_p
         fit(cfg, tmp_path)
 
 
-def test_no_sdpa_is_no_error(config, tmp_path, caplog):
+def test_model_without_sdpa_uses_eager_attention_unless_another_is_typed(config, tmp_path, caplog):
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
     cfg = cfg.replacing("model.architecture", shrunk("bloom"))
     with caplog.at_level(logging.INFO, "lowmem"):
@@ -95,13 +95,13 @@ def test_no_sdpa_is_no_error(config, tmp_path, caplog):
         fit(cfg, tmp_path)
 
 
-def test_attention_is_named_only_where_it_is_the_reason(command):
+def test_refused_architecture_is_not_blamed_on_attention(command):
     lines = ["model=hf", "model.name=x", "model.pretrained=false", "model.architecture={model_type: t5}", "lr=1e-3"]
     code, said = command(*lines)
     assert code == 1 and "t5 is an encoder-decoder" in said and "attention" not in said
 
 
-def test_the_table_counts_and_tells_what_is_not_right():
+def test_table_of_architectures_counts_results_and_lists_failures():
     found = {"a": dict.fromkeys(CELLS, "right"), "b": {"starts as typed": "not built: why"}}
     said = table(found)
     assert (

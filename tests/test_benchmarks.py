@@ -36,7 +36,7 @@ print(json.dumps({"seconds": turns.seconds, "tokens_per_second": 1.0}))
 """
 
 
-def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
+def test_benchmark_loops_alternate_and_never_overlap(tmp_path):
     diary = tmp_path / "diary"
     found = turns.take_turns({name: ["-c", COUNTING, name, str(n), str(diary)] for name, n in (("a", 3), ("b", 2))})
     steps = [line.split() for line in diary.read_text().splitlines()]
@@ -45,7 +45,7 @@ def test_loops_take_turns_and_none_steps_while_another_does(tmp_path):
     assert [len(found[name]["seconds"]) for name in "ab"] == [2, 1]  # the last one's end is nobody's start
 
 
-def test_time_spent_waiting_for_a_turn_is_nobodys(monkeypatch):
+def test_waiting_for_another_loop_is_not_timed(monkeypatch):
     clock = [0.0]
 
     def wait(*_) -> bytes:
@@ -63,7 +63,7 @@ def test_time_spent_waiting_for_a_turn_is_nobodys(monkeypatch):
     assert loop.seconds == [1.0, 1.0]
 
 
-def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
+def test_failing_benchmark_loop_is_reported_and_other_loops_finish(tmp_path):
     broken = "import sys; sys.exit('no such model')"
     rows = {"broken": ["-c", broken], "whole": ["-c", COUNTING, "whole", "2", str(tmp_path / "diary")]}
     with pytest.raises(SystemExit, match="no such model"):
@@ -71,7 +71,7 @@ def test_a_loop_that_fails_says_why_and_the_others_do_not_wait_for_it(tmp_path):
     assert (tmp_path / "diary").read_text().count("whole ends") == 2
 
 
-def test_a_loop_alone_waits_for_nobody(monkeypatch):
+def test_single_benchmark_loop_does_not_wait(monkeypatch):
     monkeypatch.delenv(turns.PIPES, raising=False)
     alone = turns.Turns()
     alone.next()
@@ -79,7 +79,7 @@ def test_a_loop_alone_waits_for_nobody(monkeypatch):
     assert len(alone.seconds) == 1
 
 
-def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
+def test_speed_ratio_is_the_median_of_pairs_after_the_warm_up():
     ours = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [9.0, 4.0, 1.0]}]
     theirs = [{"seconds": [1.0, 1.0, 4.0]}, {"seconds": [1.0, 2.0, 3.0]}]
     assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # of 1, 2, 0.5 and 3
@@ -87,14 +87,14 @@ def test_the_ratio_is_the_median_of_pairs_after_the_warm_up():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_loop_has_the_same_losses_to_the_last_bit(recipe):
+def test_every_benchmark_loop_has_the_same_losses_bit_exactly(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
     losses = {loop: one["losses"] for loop, one in turns.take_turns(rows).items()}
     assert losses["plain"][-1] < losses["plain"][0] - 0.5  # there is training in them
     assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
 
 
-def test_another_order_of_additions_has_other_bits():
+def test_reordered_norm_in_a_benchmark_loop_has_other_bits():
     """The wrong variant: a plain loop that clips by the same norm, summed from the last parameter to the first."""
     wrong = """
 import json, torch
@@ -108,7 +108,7 @@ print(json.dumps(loops.LOOPS["plain"]("adafactor", "tiny")))
     assert found["wrong"]["losses"] != found["plain"]["losses"]
 
 
-def test_every_published_figure_says_where_it_stands_and_in_what():
+def test_every_published_figure_has_a_url_commit_unit_and_card():
     assert len(published.ALL) >= 10
     for one in published.ALL:
         assert one.url.startswith("https://github.com/") and re.fullmatch("[0-9a-f]{40}", one.commit), one.name
@@ -117,7 +117,7 @@ def test_every_published_figure_says_where_it_stands_and_in_what():
     assert len({one.name for one in published.ALL}) == len({one.figure for one in published.ALL}) == len(published.ALL)
 
 
-def test_what_was_published_is_what_was_compared_and_within_what_is_asked():
+def test_recorded_comparison_with_published_peaks_is_current_and_accurate():
     found = json.loads((RESULTS / "published.json").read_text())["figures"]
     assert {name: tuple(of["overrides"]) for name, of in found.items()} == {o.name: o.overrides for o in published.ALL}
     assert {name: of["published_bytes"] for name, of in found.items()} == {
@@ -130,7 +130,7 @@ def test_what_was_published_is_what_was_compared_and_within_what_is_asked():
 @pytest.mark.parametrize(
     "wrong", [(), ("gradient_checkpointing=every_layer",), ("seq_len=900",)], ids=("right", "checkpointed", "shorter")
 )
-def test_a_published_peak_is_predicted_and_a_wrong_setting_is_found_out(wrong):
+def test_published_peak_is_predicted_and_a_wrong_setting_is_caught(wrong):
     """The smallest of them: a GPT-2 of 163M parameters, its head not tied, on an A100."""
     (one,) = (one for one in published.ALL if "7. flash" in one.name)
     asked = dataclasses.replace(one, overrides=(*one.overrides, *wrong))
@@ -143,7 +143,7 @@ COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llam
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
+def test_planned_model_has_the_published_parameter_count(name):
     (one,) = (one for one in published.ALL if name in one.name)
     cfg = run_of(one.overrides)
     with torch.device("meta"):
@@ -151,7 +151,7 @@ def test_a_model_that_is_planned_has_the_parameters_of_theirs(name):
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]
 
 
-def test_copied_bytes_of_weights_that_stream_are_counted(tmp_path):
+def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
     """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
     row = subprocess.run(

@@ -39,21 +39,21 @@ def here(tmp_path):
         ("left_out", "left out", "it needs a card of 9 TiB"),
     ],
 )
-def test_a_case_keeps_the_rows_that_it_had_and_why_it_ended(name, status, why):
+def test_benchmark_case_keeps_its_rows_and_the_reason_of_its_end(name, status, why):
     record = case.run(MADE_UP[name], "cpu", 60)
     assert record["status"] == status and len(record["rows"]) == 1
     assert "why" not in record if why is None else record["why"].splitlines()[-1] == why
 
 
 @pytest.mark.process
-def test_a_case_is_ended_at_its_limit_together_with_its_processes():
+def test_benchmark_case_is_ended_at_its_limit_with_its_child_processes():
     record = case.run(Case("endless", 5, "card_cases:endless"), "cpu", 8)
     assert record["status"] == "ended" and record["why"].endswith("ended after 8 s") and record["seconds"] < 40
     child = record["rows"][0]["found"]["child"]
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_environment_of_a_case_has_nothing_of_the_users_that_changes_figures(monkeypatch, tmp_path):
+def test_environment_of_a_benchmark_case_drops_user_settings_that_change_figures(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     found = case._environment(str(tmp_path))
@@ -93,7 +93,7 @@ def machine(name="a card"):
     return {"card": name, "card_bytes": 1 << 34, "processor": "a CPU", "cores": 2, "versions": versions}
 
 
-def test_cases_that_fit_in_the_minutes_run_in_order_and_the_next_call_runs_the_rest(run, monkeypatch, capsys):
+def test_benchmark_cases_run_within_the_minutes_and_the_next_call_continues(run, monkeypatch, capsys):
     clock = iter([0.0, 0.0, 31.0, 35.0])
     monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
     assert run("--minutes", "1") == (0, ["a"])
@@ -104,7 +104,7 @@ def test_cases_that_fit_in_the_minutes_run_in_order_and_the_next_call_runs_the_r
     assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
 
 
-def test_results_are_written_after_each_case(run, monkeypatch):
+def test_benchmark_results_are_written_after_each_case(run, monkeypatch):
     def stopped(one, device, limit):
         if one.name == "b":
             raise KeyboardInterrupt
@@ -116,7 +116,7 @@ def test_results_are_written_after_each_case(run, monkeypatch):
     assert json.loads(run.file.read_text())["cases"].keys() == {"a"}
 
 
-def test_a_case_gets_twice_its_seconds_but_never_more_than_what_is_left(run, monkeypatch):
+def test_benchmark_case_limit_is_twice_its_estimate_and_at_most_the_time_left(run, monkeypatch):
     monkeypatch.setitem(command.PATIENCE, "cpu", 4)
     run("--minutes", "9", "--only", "a")
     assert run.began == [("a", 120)]
@@ -124,21 +124,21 @@ def test_a_case_gets_twice_its_seconds_but_never_more_than_what_is_left(run, mon
     assert run.began == [("b", 60)]
 
 
-def test_a_case_that_the_minutes_ended_is_run_again_by_the_next_call_and_one_that_its_limit_ended_is_not(run):
+def test_benchmark_case_ended_by_the_minutes_runs_again_and_one_ended_by_its_limit_does_not(run):
     run.results["a"] = {"status": "ended", "rows": [], "seconds": 60.0}
     assert run("--minutes", "1", "--only", "a") == (1, ["a"])
     assert run("--minutes", "30")[1] == ["a", "b", "c"]
     assert run("--minutes", "30")[1] == []
 
 
-def test_only_runs_a_case_again_and_the_others_keep_their_results(run):
+def test_only_repeats_the_named_benchmark_cases_and_keeps_other_results(run):
     run()
     assert run("--only", "b,c") == (0, ["b", "c"])
     assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
     assert run("--only", "nothing")[0] == 2
 
 
-def test_seconds_are_those_that_the_case_took_on_this_card(run, capsys):
+def test_listed_seconds_are_those_measured_on_this_card(run, capsys):
     run("--only", "a")
     capsys.readouterr()
     run("--list")
@@ -148,14 +148,14 @@ def test_seconds_are_those_that_the_case_took_on_this_card(run, capsys):
 @pytest.mark.parametrize(
     "record", [{"status": "failed", "why": "x\nboom"}, {"status": "done", "rows": [{"run": "r", "right": False}]}]
 )
-def test_a_failed_or_wrong_case_is_an_exit_code_and_a_line_of_the_page(run, record):
+def test_failed_or_wrong_benchmark_case_sets_the_exit_code_and_is_on_the_page(run, record):
     run.results["b"] = {"rows": [], "seconds": 1.0} | record
     assert run() == (1, ["a", "b", "c"])
     text = run.file.with_suffix(".md").read_text()
     assert "- **b** failed: boom" in text or "- **r**, lowmem: NOT RIGHT" in text
 
 
-def test_results_of_another_machine_are_set_aside(run, monkeypatch):
+def test_results_of_another_machine_are_moved_to_another_file(run, monkeypatch):
     run()
     monkeypatch.setattr(case, "described", lambda device: machine("another card"))
     assert run("--only", "a") == (0, ["a"])
@@ -164,13 +164,13 @@ def test_results_of_another_machine_are_set_aside(run, monkeypatch):
     assert json.loads(run.file.read_text())["cases"].keys() == {"a"}
 
 
-def test_cases_of_another_machine_are_measured_here_too(run, monkeypatch):
+def test_benchmark_cases_done_on_another_machine_run_again(run, monkeypatch):
     run()
     monkeypatch.setattr(case, "described", lambda device: machine("another card"))
     assert run() == (0, ["a", "b", "c"])
 
 
-def test_two_calls_do_not_measure_at_once(run, capsys):
+def test_concurrent_benchmark_call_is_refused(run, capsys):
     with case.alone() as first:
         assert first and run() == (2, [])
     assert "Another python -m benchmarks.card runs here" in capsys.readouterr().err
@@ -178,36 +178,36 @@ def test_two_calls_do_not_measure_at_once(run, capsys):
 
 
 @pytest.mark.parametrize("minutes", ["0", "-3", "nan"])
-def test_minutes_in_which_nothing_fits_are_refused(run, capsys, minutes):
+def test_benchmark_minutes_that_are_not_positive_are_refused(run, capsys, minutes):
     assert run("--minutes", minutes) == (2, []) and "Type a larger number" in capsys.readouterr().err
 
 
-def test_without_a_card_it_is_a_sentence_and_exit_code_2(run, monkeypatch, capsys):
+def test_benchmark_without_a_card_is_refused_with_exit_code_2(run, monkeypatch, capsys):
     monkeypatch.setattr(case, "described", lambda device: None)
     assert run() == (2, []) and "--device cpu for a rehearsal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['{"cases": {"a', "[]", '{"stages": {}}', None])
-def test_a_file_that_holds_no_results_is_a_sentence_and_stays(run, capsys, text):
+def test_invalid_benchmark_results_file_is_refused_and_kept(run, capsys, text):
     run.file.mkdir() if text is None else run.file.write_text(text)
     for typed in ([], ["--list"], ["--table"]):
         assert run(*typed) == (2, []) and "no file of results of this command" in capsys.readouterr().err
     assert text is None or run.file.read_text() == text
 
 
-def test_a_file_that_cannot_be_written_is_a_sentence_before_the_first_case(run, capsys, tmp_path):
+def test_unwritable_benchmark_results_file_is_refused_before_the_first_case(run, capsys, tmp_path):
     (tmp_path / "text").write_text("")
     assert (
         run("--to", str(tmp_path / "text" / "card.json")) == (2, []) and "cannot be written" in capsys.readouterr().err
     )
 
 
-def test_what_is_not_installed_is_named(run, monkeypatch, capsys):
+def test_missing_package_for_the_benchmark_is_named(run, monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else name)
     assert run() == (2, []) and "Not installed: hydra. Type pip install -e . first." in capsys.readouterr().err
 
 
-def test_every_case_names_a_function_and_every_run_has_a_prediction():
+def test_every_benchmark_case_has_a_function_and_a_stored_prediction():
     for one in cases.CASES:
         module, function = one.run.split(":")
         assert callable(getattr(import_module(module), function))
@@ -217,7 +217,7 @@ def test_every_case_names_a_function_and_every_run_has_a_prediction():
     assert predicted == recipes.RUNS, f"type python -m benchmarks.card --predict {known['card']}"
 
 
-def test_cases_with_deterministic_runs_have_a_deterministic_cublas_from_their_first_product_on():
+def test_cases_with_deterministic_runs_set_the_cublas_workspace():
     """torch reads the variable once per process, maybe in a run that has no deterministic=true."""
     source = {
         one.name: inspect.getsource(getattr(import_module(m), f))
@@ -242,7 +242,7 @@ class Clock(Here):
 waited = []
 
 
-def test_a_block_waits_for_the_device_at_its_two_ends_and_nowhere_else(tmp_path):
+def test_timed_block_synchronizes_only_at_its_ends(tmp_path):
     waited.clear()
     watch = Blocks(Clock("cpu", tmp_path), steps=20)
     for _ in range(watch.all_steps):
@@ -254,7 +254,7 @@ def test_a_block_waits_for_the_device_at_its_two_ends_and_nowhere_else(tmp_path)
     assert watch.as_dict()["steps"] == 20 and watch.losses() == [3.0] * 23
 
 
-def test_warm_up_steps_are_not_in_the_time(here):
+def test_warm_up_steps_are_not_timed(here):
     watch = Blocks(here, steps=2, warm_up=1)
     for seconds in (0.3, 0.01, 0.01):
         watch.begin()
@@ -263,14 +263,14 @@ def test_warm_up_steps_are_not_in_the_time(here):
     assert 0.02 <= watch.as_dict()["seconds"] < 0.3
 
 
-def test_the_meter_counts_live_tensors_in_no_timed_step(here, monkeypatch):
+def test_meter_tracks_no_timed_step(here, monkeypatch):
     steps = []
     monkeypatch.setattr(ours.MemoryMeter, "_track", lambda meter: steps.append(meter._step))
     ours.train("GPT-2 124M, bf16", here, Blocks(here, 4, warm_up=1))
     assert steps == [1] and ours.MemoryMeter.first == 3
 
 
-def test_a_loop_that_ends_early_is_not_a_measurement(here):
+def test_benchmark_loop_that_ends_early_is_an_error(here):
     watch = Blocks(here, steps=5)
     watch.begin()
     watch.end()
@@ -278,7 +278,7 @@ def test_a_loop_that_ends_early_is_not_a_measurement(here):
         watch.as_dict()
 
 
-def test_loops_run_forwards_and_then_backwards_and_one_that_fails_costs_no_other(here):
+def test_benchmark_loops_run_forwards_and_backwards_and_a_failure_does_not_stop_other_loops(here):
     order = []
 
     def loop(name):
@@ -294,7 +294,7 @@ def test_loops_run_forwards_and_then_backwards_and_one_that_fails_costs_no_other
     assert rows["b"]["why"] == "ValueError: boom" and blocks.seconds_per_step(rows["b"]) is None
 
 
-def test_kernels_yield_each_row_as_soon_as_it_is_complete(here, monkeypatch):
+def test_kernel_benchmark_yields_each_row_when_complete(here, monkeypatch):
     ran, done = [], []
 
     def run(here, loop, by):
@@ -308,7 +308,7 @@ def test_kernels_yield_each_row_as_soon_as_it_is_complete(here, monkeypatch):
     assert done == [(3, beside.PLAIN, None), (4, liger, 2.0)]
 
 
-def test_flops_are_six_per_trained_weight_four_per_frozen_one_and_those_of_attention(here):
+def test_flops_are_6_per_trained_weight_4_per_frozen_weight_and_attention(here):
     def flops(name, *more):
         row = ours.train(name, here, Blocks(here, 1, warm_up=0), *more)
         return row["flops_per_token"]
@@ -325,7 +325,7 @@ def test_flops_are_six_per_trained_weight_four_per_frozen_one_and_those_of_atten
         assert found == 4 * every + 6 * adapters + attention
 
 
-def test_the_idle_share_is_what_no_interval_covers():
+def test_idle_share_is_the_time_outside_all_intervals():
     assert idle.idle([(0, 2), (1, 3), (5, 10)]) == pytest.approx(0.2)
     assert idle.idle([(5, 10), (0, 10)]) == 0 and idle.idle([]) is None
 
@@ -358,7 +358,7 @@ def profiled(tmp_path, monkeypatch):
     return idle.Profiled(OnCard(tmp_path)), modes
 
 
-def test_a_wait_is_a_warning_of_an_operator_and_not_the_one_that_says_how_waits_are_counted(profiled):
+def test_synchronization_warnings_of_operators_are_counted(profiled):
     watch, modes = profiled
     for _ in range(watch.all_steps):
         watch.begin()
@@ -370,7 +370,7 @@ def test_a_wait_is_a_warning_of_an_operator_and_not_the_one_that_says_how_waits_
     assert watch.found["waits per step"] == 1 and modes == ["warn", "default"]
 
 
-def test_a_loop_that_fails_leaves_no_profiler_and_no_debug_mode_behind(profiled):
+def test_failing_profiled_loop_restores_debug_mode_and_warnings(profiled):
     watch, modes = profiled
     showwarning = warnings.showwarning
     for _ in range(blocks.WARM_UP + idle.STEPS):
@@ -383,7 +383,7 @@ def test_a_loop_that_fails_leaves_no_profiler_and_no_debug_mode_behind(profiled)
         pass
 
 
-def test_names_of_parts_of_a_step_are_no_work_of_the_card():
+def test_profiler_annotations_are_not_counted_as_card_work():
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     kinds = [(cuda, False), (cuda, True), (cpu, False)]
     events = [
@@ -396,7 +396,7 @@ def test_names_of_parts_of_a_step_are_no_work_of_the_card():
 # --- random weights ---------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_copied_from_a_pool_are_random_and_the_same_again(here):
+def test_weights_drawn_from_a_pool_are_random_and_reproducible(here):
     from lowmem.model import loading
 
     run = ours.composed("1.24B, bf16", here)
@@ -420,9 +420,7 @@ def test_weights_that_are_copied_from_a_pool_are_random_and_the_same_again(here)
 @pytest.mark.parametrize(
     ("losses", "is_right"), [(([1.0, 2.0], [1.0, 2.0]), True), (([1.0, 2.0], [1.0, 2.1]), False), ((None, None), False)]
 )
-def test_streamed_weights_are_right_only_if_all_losses_have_the_bits_of_resident_ones(
-    here, monkeypatch, losses, is_right
-):
+def test_streamed_benchmark_is_right_only_if_losses_equal_resident_ones(here, monkeypatch, losses, is_right):
     of_runs = iter(losses)
     monkeypatch.setattr(whole, "hidden", lambda name, here: {"blocks": []})
 
@@ -435,7 +433,7 @@ def test_streamed_weights_are_right_only_if_all_losses_have_the_bits_of_resident
     assert last["right"] is is_right and list(last["found"].values()) == [is_right]
 
 
-def test_a_second_run_is_compared_with_the_first_and_deterministic_time_with_the_other(here, monkeypatch):
+def test_second_benchmark_run_is_compared_for_bits_and_deterministic_time(here, monkeypatch):
     losses = iter([1.0, 1.0, 1.0, 2.0])
 
     def train(name, here, watch, *more):
@@ -449,7 +447,7 @@ def test_a_second_run_is_compared_with_the_first_and_deterministic_time_with_the
 
 
 @pytest.mark.parametrize(("copied", "waited", "share"), [(4.0, 1.0, 0.75), (1.0, 2.0, 0.0), (0.0, 0.0, None)])
-def test_copying_is_hidden_as_far_as_the_device_did_not_wait(copied, waited, share):
+def test_hidden_share_of_copies_follows_from_copy_and_wait_time(copied, waited, share):
     assert whole.hidden_share(copied, waited) == share
 
 
@@ -457,7 +455,7 @@ def test_copying_is_hidden_as_far_as_the_device_did_not_wait(copied, waited, sha
 
 
 @pytest.mark.parametrize("least", [0.93, 1.0, 1.06])
-def test_the_smallest_cap_is_one_that_was_seen_to_work(least):
+def test_smallest_memory_limit_is_one_that_worked(least):
     planned = 1 << 30
     found, tried = whole.smallest(planned, lambda cap: cap >= least * planned, tries=6)
     assert found >= least * planned and found - least * planned < 0.02 * planned and len(tried) == 6
@@ -467,7 +465,7 @@ def test_the_smallest_cap_is_one_that_was_seen_to_work(least):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_the_page_has_its_prediction_and_its_share_of_the_peak(monkeypatch):
+def test_row_of_the_benchmark_page_has_prediction_and_share_of_peak_flops(monkeypatch):
     expected = {"seconds_per_step": 0.5, "peak_bytes": 2 << 30, "host_bytes": 1 << 30}
     monkeypatch.setattr(prediction, "predicted", lambda run: expected)
     row = {"run": "r", "by": "lowmem", "tokens": 1000, "flops_per_token": 989.4e9 / 4}
@@ -479,7 +477,7 @@ def test_a_row_of_the_page_has_its_prediction_and_its_share_of_the_peak(monkeypa
     assert list(page._cells(row | {"by": "a plain PyTorch loop"}, None))[3:6] == ["0.500", "-", "3.00"]
 
 
-def test_the_page_says_for_which_card_the_predictions_are_and_a_rehearsal_has_none(run):
+def test_benchmark_page_names_the_card_of_its_predictions(run):
     name = "GPT-2 124M, bf16"
     row = {"run": name, "by": "lowmem", "tokens": 8192, "flops_per_token": 1.0}
     row |= {"blocks": [{"steps": 1, "seconds": 1.0}]}
@@ -495,7 +493,7 @@ def test_the_page_says_for_which_card_the_predictions_are_and_a_rehearsal_has_no
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("one", cases.CASES, ids=lambda one: one.name)
-def test_a_rehearsal_runs_every_case_but_what_needs_cuda_or_a_package(one, here, monkeypatch):
+def test_cpu_rehearsal_runs_every_benchmark_case(one, here, monkeypatch):
     monkeypatch.setenv("ROW_FOLDER", str(here.folder))
     monkeypatch.setattr(beside, "steps", lambda here: 2)
     module, function = one.run.split(":")

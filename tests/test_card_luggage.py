@@ -59,7 +59,7 @@ def test_repacked_wheel_is_installed_by_pip(bitsandbytes: Path, tmp_path: Path):
     ]
 
 
-def test_a_second_repacking_changes_nothing(bitsandbytes: Path):
+def test_second_repacking_of_a_wheel_changes_nothing(bitsandbytes: Path):
     luggage.repack(bitsandbytes, "cuda130")
     once = bitsandbytes.read_bytes()
     luggage.repack(bitsandbytes, "cuda130")

@@ -17,7 +17,7 @@ def network_and_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn
     return network, step
 
 
-def test_peers_get_a_bf16_network_and_all_rows_of_a_step(network_and_step):
+def test_peer_loops_get_a_bf16_network_and_all_rows_of_a_step(network_and_step):
     network, step = network_and_step
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
     assert step.ids.shape == step.labels.shape == (8, 16)
@@ -36,7 +36,7 @@ def test_roundpipe_layers_compute_the_hidden_states_of_the_network(network_and_s
     assert labels is step.labels
 
 
-def test_trainstream_loss_sees_the_hidden_states_the_head_and_the_tokens(network_and_step):
+def test_trainstream_loss_receives_hidden_states_head_and_tokens(network_and_step):
     network, step = network_and_step
     seen = {}
     WithLoss(network, lambda *of, **words: seen.update(words, of=of))(*step)

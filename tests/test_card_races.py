@@ -14,14 +14,14 @@ def rows(tmp_path):
     return lambda: list(case.streamed_step(Here("cpu", tmp_path)))
 
 
-def test_the_training_has_no_race_and_one_without_a_wait_has(rows):
+def test_training_has_no_race_and_training_without_a_wait_has_one(rows):
     plain, wrong = rows()
     assert plain["right"] and plain["found"]["races"] == 0, plain
     assert int(plain["found"]["copies seen"].split()[0]) > 100 and plain["found"]["streams"] > 2
     assert wrong["right"] and wrong["found"]["races"] > 0 and "first race" not in wrong["found"], wrong
 
 
-def test_a_race_is_reported_with_both_accesses(rows, monkeypatch):
+def test_race_report_names_both_accesses(rows, monkeypatch):
     races.copy_before_the_gradient_is_complete(monkeypatch)
     plain, _ = rows()
     report = plain["found"]["first race"]
@@ -29,7 +29,7 @@ def test_a_race_is_reported_with_both_accesses(rows, monkeypatch):
     assert "Previous access by stream device" in report and "boundary.py" in report and "/lib/python" not in report
 
 
-def test_a_checker_that_finds_nothing_is_not_right(rows, monkeypatch):
+def test_race_case_with_a_blind_checker_is_not_right(rows, monkeypatch):
     monkeypatch.setattr(case.Seen, "launch", lambda self, checked: lambda *_: self.operators.update("ab") or [])
     plain, wrong = rows()
     assert plain["right"] and not wrong["right"]
@@ -46,14 +46,14 @@ def test_a_checker_that_finds_nothing_is_not_right(rows, monkeypatch):
         (0, 9, 3, True, False),
     ],
 )
-def test_no_race_says_something_only_where_copies_were_seen(count, copies, streams, wrong, is_right):
+def test_absence_of_races_counts_only_if_copies_were_seen(count, copies, streams, wrong, is_right):
     seen = case.Seen(races=["a race"] * count)
     seen.copies.update({True: copies, False: 5})
     seen.operators.update("abc"[:streams])
     assert seen.right(wrong) == is_right
 
 
-def test_torchs_own_sanitizer_is_read_where_it_is_on_and_a_run_without_it_fails(monkeypatch):
+def test_torch_sanitizer_is_read_and_a_run_without_it_fails(monkeypatch):
     """On made-up accesses: it watches tensors on CUDA alone."""
     from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 

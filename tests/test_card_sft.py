@@ -66,7 +66,7 @@ def plain(loop: Materials) -> list[float]:
     return losses
 
 
-def test_sft_trainer_has_the_losses_and_weights_of_a_plain_loop():
+def test_sft_trainer_has_the_losses_of_a_plain_loop():
     pytest.importorskip("trl")
     from benchmarks.card.sft import sft
 

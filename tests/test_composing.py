@@ -43,12 +43,12 @@ def by_hydra(monkeypatch):
         return [outcome(lines) for lines in TYPED]
 
 
-def test_a_kept_config_is_the_one_that_hydra_makes(by_hydra):
+def test_cached_test_config_equals_the_config_of_hydra(by_hydra):
     assert [outcome(lines) for lines in TYPED] == by_hydra  # perhaps made for this
     assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept
 
 
-def test_a_config_kept_for_other_choices_differs_from_hydras(by_hydra, monkeypatch):
+def test_config_cached_for_other_choices_is_caught(by_hydra, monkeypatch):
     """The deliberately wrong variant: it knows files by their number alone."""
     monkeypatch.setattr(composing, "_merged", {})
     monkeypatch.setattr(composing.KeptList, "key", property(len, lambda *_: None), raising=False)

@@ -62,7 +62,7 @@ def composed(group, choice):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
 @pytest.mark.usefixtures("as_with_compiler")
-def test_it_composes_and_its_keys_are_those_of_its_class(group, choice):
+def test_yaml_composes_and_its_keys_are_arguments_of_its_class(group, choice):
     cfg = composed(group, choice)
     choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
     assert choices[group] == choice
@@ -76,24 +76,24 @@ def test_it_composes_and_its_keys_are_those_of_its_class(group, choice):
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
-def test_it_opens_with_what_it_is(group, choice):
+def test_yaml_opens_with_a_comment_that_says_what_it_is(group, choice):
     lines = [line for line in (CONF / group / f"{choice}.yaml").read_text().splitlines() if "@package" not in line]
     assert lines[0].startswith("# ") and len(lines[0]) > 20, f"conf/{group}/{choice}.yaml: say in a comment what it is"
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] in TECHNIQUES])
-def test_a_technique_has_a_row_on_a_page(group, choice):
+def test_technique_has_a_row_on_a_page(group, choice):
     assert f"{group}={choice}" in NAMED, (
         f"docs/techniques.md: add a row `{group}={choice}` | what it saves | what it costs"
     )
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in TECHNIQUES])
-def test_every_other_choice_is_named_on_a_page(group, choice):
+def test_choice_that_is_not_a_technique_is_named_on_a_page(group, choice):
     assert any(f"`{choice}`" in text for text in LISTS.values())
 
 
-def test_every_target_lives_in_the_package_or_a_library():
+def test_every_target_is_in_the_package_or_a_dependency():
     for group, choice in CHOICES:
         cfg = composed(group, choice)
         del cfg.hydra
@@ -110,7 +110,7 @@ def test_every_target_lives_in_the_package_or_a_library():
 
 
 @pytest.mark.parametrize("optim", [choice for group, choice in CHOICES if group == "optim"])
-def test_an_optimizers_comment_names_the_factor_that_was_measured(optim):
+def test_comment_of_an_optimizer_names_its_measured_lr_factor(optim):
     measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
     # paging moves the state and computes the same
     same = {"paged_adamw32bit": "adamw"}.get(optim, optim)
@@ -123,7 +123,7 @@ def test_an_optimizers_comment_names_the_factor_that_was_measured(optim):
     )
 
 
-def test_advice_names_only_what_is_not_in_use_and_composes():
+def test_advice_suggests_only_unused_techniques_and_composes():
     used = {"precision": "bf16", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     tries = advice(used, batch_size=8, seq_len=128)
     assert tries == [
@@ -157,7 +157,7 @@ def test_advice_names_only_what_is_not_in_use_and_composes():
         ("qwen2.5-1.5b-instruct", 1543.71),
     ],
 )
-def test_an_architecture_has_the_parameters_of_the_published_model(model, millions):
+def test_architecture_has_the_parameter_count_of_the_published_model(model, millions):
     """Built without memory: only shapes. The counts are those of the published checkpoints."""
     import torch
 
@@ -174,7 +174,7 @@ PRESETS = sorted(yaml.stem for yaml in (CONF / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed(preset):
+def test_preset_composes_states_its_measurement_and_yields_to_typed_overrides(preset):
     head = (CONF / "experiment" / f"{preset}.yaml").read_text().split("defaults:")[0]
     assert re.search(r"^# (Measured|Predicted)", head, re.M) and "GiB" in head
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -186,7 +186,7 @@ def test_a_preset_composes_says_what_was_measured_and_gives_way_to_what_is_typed
 @pytest.mark.rows("*-baseline", "*-chat_lora_8gb")
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
-def test_a_choice_beside_a_preset_is_as_it_is_without(preset, line):
+def test_choice_typed_beside_a_preset_drops_the_keys_of_the_preset(preset, line):
     """Keys that the preset sets for its own choice, such as accumulation.size, disappear with that choice."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
@@ -213,21 +213,21 @@ def unresolved(cfg):
         (["experiment=[gpt2_xl_12gb,combine_all]", "accumulation=fixed"], ["accumulation.batches=4"]),
     ],
 )
-def test_a_typed_choice_wins_over_several_experiments(lines, kept):
+def test_typed_choice_wins_over_several_experiments(lines, kept):
     """Only experiments that make the typed choice set its keys."""
     cfg = typed_lines.composed([*lines, "model=tiny", "seq_len=128"])
     check(settled(cfg), {})
     assert unresolved(cfg) == unresolved(typed_lines.composed([*lines[1:], *kept]))
 
 
-def test_the_last_of_several_experiments_makes_the_choice_and_sets_its_keys():
+def test_last_of_several_experiments_makes_the_choice_and_sets_its_keys():
     for names, line in (("combine_all,gpt2_xl_12gb", "size=64"), ("gpt2_xl_12gb,combine_all", "batches=4")):
         choice = "fixed" if "batches" in line else "effective_batch"
         alone = typed_lines.composed([f"accumulation={choice}", f"accumulation.{line}"])
         assert unresolved(typed_lines.composed([f"experiment=[{names}]"])) == unresolved(alone)
 
 
-def test_an_experiments_defaults_may_have_the_word_self(tmp_path, monkeypatch):
+def test_experiment_defaults_may_contain_self(tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     experiment = "# @package _global_\ndefaults: [override /accumulation: fixed, _self_]\naccumulation: {batches: 4}\n"
     (tmp_path / "conf" / "experiment" / "16.yaml").write_text(experiment)
@@ -243,7 +243,7 @@ CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "conti
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("preset", CARDS)
-def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
+def test_memory_stated_by_a_preset_equals_the_prediction(preset):
     from lowmem.plan.prediction import predict
 
     said = help.heading(CONF / "experiment" / f"{preset}.yaml")
@@ -255,12 +255,12 @@ def test_what_a_preset_says_of_a_card_is_what_is_predicted(preset):
     assert f"{found.reserved / GIB:.1f}" == reserved
 
 
-def test_the_presets_that_are_promised_are_there():
+def test_documented_presets_exist():
     assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug", *CARDS}
     assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb", "qlora_8b_4gb"}
 
 
-def test_combine_all_steps_on_the_tokens_of_baseline():
+def test_combine_all_preset_uses_the_tokens_per_step_of_baseline():
     sizes = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for preset in ("baseline", "combine_all"):
@@ -280,7 +280,7 @@ def test_combine_all_steps_on_the_tokens_of_baseline():
         ("theirs.loss.full", None),
     ],
 )
-def test_a_target_of_the_old_layout_is_answered_with_the_new_one(old, new, config):
+def test_target_of_the_old_layout_is_refused_with_its_new_path(old, new, config):
     run = config(f"loss._target_={old}")
     with pytest.raises(Refused) as refused:
         check(run, {})

@@ -14,14 +14,14 @@ from lowmem.training import build
 from lowmem.training.module import CausalLM, Update
 
 
-def test_a_source_that_cannot_be_opened_is_refused(config):
+def test_source_of_another_class_is_refused(config):
     """A yaml may name anybody's class, one from before there were base classes too."""
     run = config()
     with pytest.raises(Refused, match=r"dict is not a data source\. Derive it from .*StoredSource"):
         build.open_texts(run.replacing("data", {"_target_": "builtins.dict"}))
 
 
-def test_a_part_of_a_mixture_that_cannot_be_opened_is_refused_by_its_name():
+def test_mixture_part_of_another_class_is_refused_by_its_name():
     with pytest.raises(Refused, match=r"data\.parts\.mine\._target_=.*dict is not a data source"):
         Mix({"mine": {}})
 
@@ -42,18 +42,18 @@ class Compared(Scaled):
         pass
 
 
-def test_a_loss_that_is_a_module_keeps_its_buffers():
+def test_loss_that_is_a_module_keeps_its_buffers():
     module = CausalLM(nn.Linear(2, 2), Scaled(), Update(None, None))
     assert "loss.scale" in module.state_dict()
 
 
-def test_a_loss_says_by_its_verify_that_it_makes_the_logits_itself():
+def test_loss_with_verify_computes_its_own_logits():
     assert Compared().own_logits and Chunked(4).own_logits and not Scaled().own_logits
     assert not as_loss(full).own_logits and isinstance(as_loss(partial(full)), Loss)
 
 
 @pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)])
-def test_an_object_that_is_no_loss_is_refused(made):
+def test_object_that_is_not_a_loss_is_refused(made):
     """Its `verify` would not be called, and its buffers not be saved."""
     with pytest.raises(
         Refused, match=r"is not a loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"

@@ -54,14 +54,14 @@ def command(start):
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
-def test_the_page_shows_an_optimizer_a_policy_and_a_precision_and_a_row_for_each():
+def test_page_shows_an_optimizer_a_policy_and_a_precision_with_their_rows():
     places = [where for _, where, _ in BLOCKS if where]
     for group in ("optim", "gradient_checkpointing", "precision"):
         assert any(place.startswith(f"file=conf/{group}/") for place in places)
         assert any(place.startswith(f"row=docs/techniques.md after={group}=") for place in places)
 
 
-def test_the_copy_is_tested_and_not_the_original(copy):
+def test_documented_techniques_are_tested_in_the_copy_of_the_repository(copy):
     code, said = run(copy, "python -c", "import lowmem; print(lowmem.__file__)")
     assert code == 0 and str(copy) in said, said
 
@@ -69,14 +69,14 @@ def test_the_copy_is_tested_and_not_the_original(copy):
 NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
-def test_they_save_what_they_declare_and_the_pages_own_tests_pass(copy):
+def test_documented_techniques_save_what_they_declare_and_their_tests_pass(copy):
     """The small sibling of what follows."""
     where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
 
 
-def test_their_proofs_hold(copy):
+def test_generated_tests_of_the_documented_techniques_pass(copy):
     """They are those that are generated for their names, and what the page itself tests."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
@@ -85,7 +85,7 @@ def test_their_proofs_hold(copy):
     passed = [line for line in said.splitlines() if line.startswith("PASSED")]
     for name in ("unit", "every_other", "odd"):
         for proof in (
-            "is_the_oracle",
+            "equals_the_oracle",
             "wrong_variant",
             "saves_what_it_declares",
             "does_nothing_is_caught",
@@ -107,7 +107,7 @@ LEFT_OUT = [
     (
         "tests/support/oracle.py",
         'RULES["unit"] = unit',
-        "parity.py::test_a_technique_is_the_oracle[optim=unit]",
+        "parity.py::test_technique_equals_the_oracle[optim=unit]",
         "tests/support/oracle.py",
     ),
     (
@@ -121,7 +121,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
-def test_a_step_that_is_left_out_is_asked_for(copy, name, left_out, tests, says):
+def test_omitted_step_of_the_page_fails_a_test_that_names_it(copy, name, left_out, tests, says):
     """The deliberately wrong variants: the test that fails says what belongs where."""
     file = copy / name
     page = file.read_text()
@@ -138,7 +138,7 @@ def test_a_step_that_is_left_out_is_asked_for(copy, name, left_out, tests, says)
 READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\b|lowmem\.refusals")
 
 
-def test_what_make_test_runs_of_techniques_is_green_after_the_page(copy, small):
+def test_make_test_passes_for_techniques_after_following_the_page(copy, small):
     """Units and seams of the files whose tests depend on the lists of techniques."""
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))

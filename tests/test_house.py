@@ -43,15 +43,15 @@ def found(tmp_path):
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_code_that_asks_by_name_is_found(found, line):
+def test_code_that_compares_technique_names_is_found(found, line):
     assert len(found(line)) == 1
 
 
 @pytest.mark.parametrize("line", RIGHT)
-def test_code_that_asks_nothing_by_name_is_not_reported(found, line):
+def test_code_without_technique_names_is_not_reported(found, line):
     assert not found(line)
 
 
-def test_the_names_are_those_of_techniques():
+def test_names_of_the_house_check_are_those_of_techniques():
     names = house.techniques(ROOT / "src" / "lowmem", ROOT / "conf")
     assert {"bf16-master", "adafactor", "streamed"} <= names and not {"stdlib", "gpt2", "wandb"} & names

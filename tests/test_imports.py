@@ -62,22 +62,22 @@ def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     return {(name, other) for name, other in pairs if room(other) > room(name)}
 
 
-def test_no_imports_in_a_circle():
+def test_imports_have_no_cycle():
     assert circle(imports(ROOT / "src")) == []
 
 
-def test_the_house_has_these_rooms_and_no_others():
+def test_source_has_exactly_the_documented_folders():
     source = ROOT / "src" / "lowmem"
     inside = {file.relative_to(source).with_suffix("").parts[0] for file in source.rglob("*.py")}
     assert inside - {"__init__"} == {*ROOMS}
 
 
-def test_nothing_imports_upwards():
+def test_no_folder_imports_from_a_folder_above_it():
     assert upwards(imports(ROOT / "src")) == set()
 
 
 @pytest.mark.parametrize("inside", ["", "def late():\n    "])
-def test_a_circle_and_a_climb_are_seen_also_inside_a_function(tmp_path, inside):
+def test_import_cycle_and_upward_import_are_found_inside_functions(tmp_path, inside):
     package = tmp_path / "lowmem"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -32,27 +32,27 @@ def ran(monkeypatch):
     return run
 
 
-def test_settings_that_the_processor_lacks_are_skipped_and_said_so(ran, capsys):
+def test_kernel_settings_missing_on_the_processor_are_skipped_and_reported(ran, capsys):
     assert ran() == 0
     assert {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"} in ran.settings
     assert not any("AVX512" in value for setting in ran.settings for value in setting.values())
     assert "AVX512_CORE_BF16: skipped, this processor has no avx512_bf16" in capsys.readouterr().out
 
 
-def test_its_tests_are_chosen_by_marks_that_exist(ran, pytestconfig):
+def test_kernel_tests_are_selected_by_existing_marks(ran, pytestconfig):
     ran()
     known = {re.match(r"\w+", line)[0] for line in pytestconfig.getini("markers")}
     assert {*ran.marks.split()} <= known | {"and", "or", "not"}
 
 
-def test_one_variable_is_changed_at_a_time(ran):
+def test_kernel_settings_change_one_variable_at_a_time(ran):
     ran(units={needed for *_, needed in kernels.SETTINGS})
     assert len(ran.settings) == len(kernels.SETTINGS)
     assert all(len(setting) == 1 or setting["OMP_NUM_THREADS"] == "1" for setting in ran.settings)
     assert max(map(len, ran.settings)) == 2
 
 
-def test_shards_share_the_settings(ran):
+def test_shards_divide_the_kernel_settings(ran):
     found = []
     for number in range(1, 5):
         ran(units={needed for *_, needed in kernels.SETTINGS}, shard=f"{number}/4")
@@ -62,6 +62,6 @@ def test_shards_share_the_settings(ran):
     )
 
 
-def test_one_red_setting_makes_the_whole_red(ran, capsys):
+def test_one_failing_kernel_setting_fails_the_command(ran, capsys):
     assert ran("MKL_CBWR=COMPATIBLE") == 1
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["MKL_CBWR=COMPATIBLE", "2", "1"]

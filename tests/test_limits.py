@@ -19,7 +19,7 @@ THE_NEXT = "def test_of_the_next_process(): pass\n"
 
 
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
-def test_one_that_hangs_is_ended_with_its_stack_and_the_others_run(tmp_path, code):
+def test_hanging_test_is_ended_with_its_stack_and_other_tests_run(tmp_path, code):
     (tmp_path / "test_it.py").write_text(code + THE_NEXT)
     line = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=1"]
     line += ["--rootdir", str(tmp_path), "-n", "1", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
@@ -41,12 +41,12 @@ def without_limit(code: str) -> list[int]:
 STARTS = ("subprocess.run", "subprocess.check_output", "subprocess.check_call", "subprocess.call", "os.system")
 
 
-def test_every_process_of_a_test_has_a_limit():
+def test_every_process_started_by_a_test_has_a_timeout():
     files = [*(ROOT / "tests").rglob("*.py")]
     assert {str(file): lines for file in files if (lines := without_limit(file.read_text()))} == {}
 
 
 @pytest.mark.parametrize("code", ["subprocess.run(line)", "child.communicate()", "os.system(line)"])
-def test_one_without_is_found(code):
+def test_process_without_a_timeout_is_found(code):
     assert without_limit(f"import os\n{code}") == [2]
     assert not without_limit(f"{code[:-1]}, timeout=60)".replace("(,", "("))

@@ -26,7 +26,7 @@ def cell(words: str) -> str:
     return found
 
 
-def test_its_cells_are_python_and_no_output_is_stored():
+def test_notebook_cells_are_python_without_stored_output():
     for code in CODE:
         ast.parse(code)
     cells = [cell for cell in CELLS if cell["cell_type"] == "code"]
@@ -34,7 +34,7 @@ def test_its_cells_are_python_and_no_output_is_stored():
     assert max(code.count("\n") for code in CODE) < 22 and len(CELLS) > 2 * len(CODE) - 6
 
 
-def test_it_is_cloned_and_installed_where_it_is_not_there(monkeypatch):
+def test_notebook_clones_and_installs_the_package_if_missing(monkeypatch):
     typed = []
     monkeypatch.setattr("subprocess.run", lambda command, check: typed.append(command))
     exec(cell("git"), {})
@@ -46,7 +46,7 @@ def test_it_is_cloned_and_installed_where_it_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["streamed", "resident"])
-def test_on_a_card_it_types_a_run_that_nothing_refuses(monkeypatch, weights):
+def test_notebook_run_on_a_card_is_not_refused(monkeypatch, weights):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up card")
     scope = {}
@@ -87,7 +87,7 @@ def a_bit_more(weights):
         ({"skipped_steps": 6}, "a run has not trained"),
     ],
 )
-def test_weights_must_be_equal_to_the_bit_and_have_streamed(tmp_path, how, message):
+def test_notebook_requires_equal_bits_and_streamed_weights(tmp_path, how, message):
     scope = two_runs(tmp_path, **how)
     if message is None:
         exec(cell("assert not different"), scope)
@@ -108,7 +108,7 @@ def test_weights_must_be_equal_to_the_bit_and_have_streamed(tmp_path, how, messa
         (True, 15, 15.7, None),
     ],
 )
-def test_peaks_must_be_within_the_limit_and_as_predicted(card, predicted, measured, message):
+def test_notebook_requires_peaks_within_the_limit_and_the_prediction(card, predicted, measured, message):
     summary = {"predicted": {"allocated": predicted * MIB}, "peak_bytes": {"device": measured * MIB}}
     scope = {"runs": {"streamed": summary}, "LIMIT": "16MiB", "CARD": card}
     if message is None:
@@ -119,7 +119,7 @@ def test_peaks_must_be_within_the_limit_and_as_predicted(card, predicted, measur
 
 
 @pytest.mark.parametrize(("reserved", "fails"), [(16, False), (17, True)])
-def test_what_a_card_reserves_must_be_within_the_limit_too(tmp_path, reserved, fails):
+def test_notebook_requires_reserved_memory_within_the_limit_on_a_card(tmp_path, reserved, fails):
     (tmp_path / "streamed").mkdir()
     (tmp_path / "streamed" / "memory.csv").write_text(f"step,reserved_peak_bytes\n0,\n1,{reserved}\n2,3\n")
     scope = {"runs": ["streamed"], "FOLDER": tmp_path, "CARD": True, "limit": 16}
@@ -156,14 +156,14 @@ def execute(tmp_path, monkeypatch):
     return run
 
 
-def test_it_runs_without_a_card_and_shows_both_pictures(execute):
+def test_notebook_runs_without_a_card_and_shows_both_pictures(execute):
     outputs = [output for cell in execute() for output in cell.get("outputs", [])]
     said = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
     assert "tensors are equal to the bit" in said and "streamed: predicted " in said and "resident: predicted " in said
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
-def test_another_seed_of_one_run_is_found_out(execute):
+def test_notebook_fails_if_the_seed_of_one_run_differs(execute):
     """The deliberately wrong variant."""
     from nbclient.exceptions import CellExecutionError
 

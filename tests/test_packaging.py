@@ -28,7 +28,7 @@ def exact(lines):
 TESTED = exact((ROOT / "requirements.txt").read_text().splitlines())
 
 
-def test_conda_users_get_the_tested_versions():
+def test_conda_environment_installs_the_tested_versions():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert conda == ["python>=3.11", "pip", {"pip": ["-r requirements.txt", "-e ."]}] and TESTED["torch"] == "2.13.0"
 
@@ -38,27 +38,27 @@ def test_every_dependency_has_a_tested_version_inside_its_range():
     assert all(TESTED[name] in allowed for name, allowed in RANGES.items())
 
 
-def test_the_oldest_environment_has_the_floor_of_every_range():
+def test_oldest_environment_has_the_lower_bound_of_every_range():
     floors = {name: {one.version for one in allowed if one.operator == ">="} for name, allowed in RANGES.items()}
     assert floors == {name: {version} for name, version in exact(pins()).items()}
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0", "2.14.0", "2.15.3"])
-def test_torch_from_2_11_to_2_15_is_admitted(version):
+def test_torch_2_11_to_2_15_is_allowed(version):
     assert version in RANGES["torch"] and "2.10.0" not in RANGES["torch"] and "2.16.0" not in RANGES["torch"]
 
 
-def test_the_malicious_releases_of_lightning_are_not_admitted():
+def test_malicious_releases_of_lightning_are_excluded():
     assert not {"2.6.2", "2.6.3"} & {v for v in ("2.6.2", "2.6.3", "2.6.4", "2.6.6") if v in RANGES["lightning"]}
     assert "2.6.6" in RANGES["lightning"]
 
 
-def test_the_licence_is_named_and_there():
+def test_licence_is_named_and_its_file_exists():
     assert PROJECT["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
-def test_no_output_of_a_command_is_committed():
+def test_output_of_commands_is_not_committed():
     ignored = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     assert not subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert not subprocess.run(

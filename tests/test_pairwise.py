@@ -9,7 +9,7 @@ from pairwise import pairwise
 pytestmark = pytest.mark.docs
 
 
-def test_any_two_values_are_together_in_a_row():
+def test_pairwise_rows_contain_every_pair_of_values():
     axes = "abcd", range(7), "xyz", (2, 3), (True, False)
     rows = pairwise(*axes)
     assert len(rows) <= 1.1 * 4 * 7 and set(rows) <= set(product(*axes)) and rows == pairwise(*axes)
@@ -17,7 +17,7 @@ def test_any_two_values_are_together_in_a_row():
         assert {(row[one], row[other]) for row in rows} == set(product(axes[one], axes[other]))
 
 
-def test_any_two_values_that_are_possible_are_together_in_a_possible_row():
+def test_pairwise_rows_contain_every_possible_pair_of_values():
     def possible(row):
         return row[0] != "a" or row[2] == "x"
 

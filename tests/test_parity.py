@@ -49,52 +49,52 @@ def deviations(config, *techniques, overrides=()):
 
 @pytest.mark.matrix_rows(*parity.SIBLINGS)
 @pytest.mark.parametrize("technique", CHOICES)
-def test_a_technique_is_the_oracle(config, technique):
+def test_technique_equals_the_oracle(config, technique):
     found = deviations(config, technique)
     assert within(found, allowed(technique)), parity.missing(technique, found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("technique", CHOICES)
-def test_on_a_card_a_technique_is_the_oracle(config, technique):
+def test_on_a_card_technique_equals_the_oracle(config, technique):
     found = deviations(config, technique, overrides=["device=cuda"])
     assert within(found, allowed(technique, on_card=True)), found
 
 
 @each_device_slowly
 @pytest.mark.parametrize("recipe", MIXED, ids=str)
-def test_a_mixed_recipe_is_the_oracle(config, recipe, device):
+def test_mixed_recipe_equals_the_oracle(config, recipe, device):
     techniques = recipe.split()
     found = deviations(config, *techniques, overrides=[f"device={device}"])
     assert within(found, allowed(*techniques, on_card=device == "cuda")), found
 
 
 @each_device
-def test_tf32_is_as_close_as_fp32_only_on_a_device_without_it(config, device):
+def test_tf32_is_as_close_as_fp32_only_on_a_device_without_tf32(config, device):
     found = deviations(config, "precision=tf32", overrides=[f"device={device}"])
     assert within(found[:2], EXACT) != has_tf32(device), found
 
 
 @pytest.mark.parametrize("policy", ["none", "every_layer"])
-def test_a_memory_budget_is_the_oracle(config, policy):
+def test_memory_budget_equals_the_oracle(config, policy):
     found = deviations(config, f"gradient_checkpointing={policy}", overrides=parity.BUDGET)
     assert within(found, allowed("compile.activation_memory_budget")), found
 
 
 @pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_blocks.py runs it
-def test_on_a_card_a_memory_budget_is_the_oracle_through_inductor(config):
+def test_on_a_card_memory_budget_with_inductor_equals_the_oracle(config):
     found = deviations(config, "compile=blocks", overrides=[*parity.BUDGET, "compile.backend=inductor", "device=cuda"])
     assert within(found, allowed("compile.activation_memory_budget", on_card=True)), found
 
 
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith(("precision=16", "precision=bf16"))])
-def test_a_16_bit_precision_is_the_oracle_also_without_units_for_it(config, without_units, technique):
+def test_precision_of_16_bits_without_cpu_units_equals_the_oracle(config, without_units, technique):
     found = deviations(config, technique)
     assert within(found, allowed(technique)), parity.missing(technique, found)
 
 
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith("optim=") and "8bit" in c])
-def test_an_8_bit_optimizer_is_the_oracle_also_without_a_compiler(config, without_compiler, technique):
+def test_optimizer_with_8_bit_state_without_a_compiler_equals_the_oracle(config, without_compiler, technique):
     found = deviations(config, technique)
     assert within(found, allowed(technique)), found
 
@@ -118,7 +118,7 @@ REFUSED_PAIRS |= {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_a_pair_is_the_oracle_or_is_refused(config, pair):
+def test_pair_of_techniques_equals_the_oracle_or_is_refused(config, pair):
     found = deviations(config, *pair)
     if frozenset(pair) in REFUSED_PAIRS:
         assert "Type " in found[0]
@@ -128,7 +128,7 @@ def test_a_pair_is_the_oracle_or_is_refused(config, pair):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pair", CHECKPOINTED, ids="+".join)
-def test_any_precision_with_any_checkpointing_and_the_chunked_loss(config, pair):
+def test_any_precision_and_checkpointing_with_chunked_loss_equals_the_oracle(config, pair):
     found = deviations(config, *pair, "loss=chunked")
     assert within(found, allowed(*pair, "loss=chunked")), found
 
@@ -171,7 +171,7 @@ WRONG = (short_window_divided_by_the_full_one, last_micro_batch_dropped, norms_d
 @pytest.mark.rows("optim=adamw-short_window*", "precision=bf16-master-short_window*", "loss=dpo-norms*")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("technique", CHOICES)
-def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monkeypatch):
+def test_wrong_variant_of_a_technique_exceeds_the_tolerance(config, technique, wrong, monkeypatch):
     alone = technique in ("accumulation=none", "optim.in_backward=true")  # windows of one micro-batch
     if alone and wrong is last_micro_batch_dropped:
         pytest.skip("one micro-batch cannot be dropped from a window of one")
@@ -186,7 +186,7 @@ def test_a_wrong_variant_is_outside_the_tolerance(config, technique, wrong, monk
 
 
 @pytest.mark.parametrize("technique", ["optim=adam8bit", "optim=paged_adamw8bit", "optim=paged_adamw32bit"])
-def test_a_decay_after_the_update_is_outside_the_tolerance(config, technique, monkeypatch):
+def test_weight_decay_after_the_update_exceeds_the_tolerance(config, technique, monkeypatch):
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)  # bitsandbytes' own kernels
     parity.decay_late(monkeypatch)
     assert within(deviations(config, technique), allowed(technique))
@@ -194,15 +194,13 @@ def test_a_decay_after_the_update_is_outside_the_tolerance(config, technique, mo
     assert not within(deviations(config, technique)[:2], allowed(technique)[:2])
 
 
-def test_the_loss_of_a_window_without_its_last_micro_batch_is_outside_the_tolerance_of_every_technique(
-    config, monkeypatch
-):
+def test_loss_without_the_last_micro_batch_exceeds_the_tolerance_of_every_technique(config, monkeypatch):
     last_micro_batch_dropped(monkeypatch)
     assert deviations(config, "accumulation=fixed")[2] > max(allowed(a, b)[2] for a, b in PAIRS)
 
 
 @pytest.mark.parametrize("loss", [choice for choice in CHOICES if choice in PREFERENCES])
-def test_exchanged_answers_are_outside_the_tolerance_of_every_precision(config, monkeypatch, loss):
+def test_exchanged_answers_exceed_the_tolerance_of_every_precision(config, monkeypatch, loss):
     """The wrong variant of every loss of answers: the update is another one, and so is the loss."""
     kind = preference.KTO if loss == "loss=kto" else preference.PreferenceLoss
     right = kind.answers
@@ -219,7 +217,7 @@ def test_exchanged_answers_are_outside_the_tolerance_of_every_precision(config, 
     assert found[0] > 0.5 > widest[0] and found[2] > 0.1 > widest[2], found
 
 
-def test_a_loss_summed_in_16_bits_is_outside_the_tolerance(config, monkeypatch):
+def test_loss_summed_in_16_bits_exceeds_the_tolerance(config, monkeypatch):
     """Each addition is rounded. Rounding the sum alone would be off by less, if it happens to lie near one of bf16."""
 
     def full(model, batch):
@@ -245,14 +243,14 @@ def two_wrong_signs(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [norms_decay, two_wrong_signs])
-def test_where_a_rounding_may_decide_one_sign_two_are_outside_the_tolerance(config, wrong, monkeypatch):
+def test_two_wrong_signs_exceed_the_tolerance_of_one_rounded_sign(config, wrong, monkeypatch):
     pair = "precision=16", "optim=adafactor"
     wrong(monkeypatch)
     assert deviations(config, *pair)[1] > allowed(*pair)[1]
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(config, precision, monkeypatch):
+def test_clipping_scaled_gradients_exceeds_the_tolerance(config, precision, monkeypatch):
     right = DeviceOptimizer.finish
 
     def wrong(self, *how):
@@ -269,6 +267,6 @@ def test_clipping_gradients_that_are_still_scaled_is_outside_the_tolerance(confi
 
 @each_device_slowly
 @pytest.mark.parametrize("wrong", [False, True])
-def test_torchaos_state_on_one_matrix(config, wrong, device):
+def test_adamw4bit_on_one_matrix_is_within_its_tolerance(config, wrong, device):
     off = parity.off_on_one_matrix(config("optim=adamw4bit", "lr=1e-2", f"device={device}"), wrong)
     assert (off > LOW_BIT_STATE["adamw4bit"]) == wrong, off

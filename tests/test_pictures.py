@@ -81,17 +81,17 @@ def unknown(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "refusal"])
-def test_drawing_again_gives_the_committed_file(name):
+def test_drawn_picture_equals_the_committed_file(name):
     assert pictures.PICTURES[name]().svg() == file_of(name).read_text(encoding="utf-8")
 
 
 @pytest.mark.process
-def test_a_refused_command_still_prints_the_text_of_its_picture():
+def test_picture_of_a_refusal_has_the_printed_text():
     assert pictures.refusal().svg() == file_of("refusal").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_do_not_overlap_or_leave_the_picture(name):
+def test_texts_of_a_picture_do_not_overlap_or_leave_it(name):
     assert unreadable(file_of(name).read_text(encoding="utf-8")) == []
 
 
@@ -101,7 +101,7 @@ def test_overrides_in_a_picture_exist(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_a_small_file_with_two_themes_and_no_font(name):
+def test_picture_is_a_small_file_with_two_themes_and_no_font(name):
     svg = file_of(name).read_text(encoding="utf-8")
     assert 2_000 < len(svg.encode()) < 15_000
     assert "prefers-color-scheme:dark" in svg and "font-family:system-ui, sans-serif" in svg
@@ -110,7 +110,7 @@ def test_a_picture_is_a_small_file_with_two_themes_and_no_font(name):
         assert f".{role}{{" in svg and svg.count(f"--{role}:") == 2
 
 
-def test_bad_pictures_are_noticed():
+def test_unreadable_pictures_and_unknown_overrides_are_found():
     picture = Picture(100, "bad", "bad")
     picture.text(20, 40, "optim=adamw9bit")
     picture.text(60, 44, "on it")
@@ -121,7 +121,7 @@ def test_bad_pictures_are_noticed():
 
 
 @pytest.mark.parametrize("symptom", pictures.SYMPTOMS, ids=lambda symptom: symptom.title)
-def test_words_for_a_symptom_are_not_refused(symptom):
+def test_overrides_for_a_symptom_are_not_refused(symptom):
     """The second words stand beside the first, or replace them where both name the same group."""
     (first, _), (second, _) = symptom.words
     both = dict(word.split("=", 1) for word in f"{first} {second}".split())
@@ -133,12 +133,12 @@ def test_words_for_a_symptom_are_not_refused(symptom):
 
 
 @pytest.mark.parametrize("panel", pictures.PANELS, ids=lambda panel: panel.title)
-def test_words_of_a_panel_are_not_refused(panel):
+def test_overrides_of_a_panel_are_not_refused(panel):
     words = panel.typed.replace("and ", f"{pictures.MASTERS} {pictures.STREAMED} ")
     assert pages.refused(f"    python train.py {words}") == []
 
 
-def test_bytes_of_the_panels_are_the_planners():
+def test_bytes_of_the_panels_equal_the_planner_results():
     rows = {name: row for name, (row,) in json.loads((RESULTS / "capacity.json").read_text())["rounds"].items()}
     state, _ = state_bytes_per_parameter(build.optimizer(run_of(["optim=adamw8bit"])))
     assert state == pytest.approx(pictures.STATE, abs=0.005)
@@ -151,7 +151,7 @@ def test_bytes_of_the_panels_are_the_planners():
     assert row["drive_bytes"] / row["parameters"] == pytest.approx(sum(drive.drive.values()), 0.01)
 
 
-def test_the_map_has_the_rooms_in_their_order_and_every_import():
+def test_map_picture_has_the_folders_in_order_and_every_import():
     assert (*pictures.ROOMS,) == ROOMS[::-1]
     graph = imports(ROOT / "src")
     found = {room: set() for room in ROOMS}

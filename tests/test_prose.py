@@ -10,14 +10,14 @@ pytestmark = pytest.mark.docs
 @pytest.mark.parametrize(
     ("name", "is_found"), [("held", True), ("_whole", True), ("Part", True), ("held_bytes", False)]
 )
-def test_a_name_says_something(tmp_path, name, is_found):
+def test_meaningless_names_are_found(tmp_path, name, is_found):
     file = tmp_path / "code.py"
     file.write_text(f"class {name}:\n    pass\n")
     assert ["could be anything" in line for line in wrong(file)] == [True] * is_found
 
 
 @pytest.mark.parametrize("text", ["Of the whole, its shape.", "Returns the shape", "A pinned staging buffer"])
-def test_a_docstring_may_be_a_noun_phrase(tmp_path, text):
+def test_docstring_may_be_a_noun_phrase(tmp_path, text):
     file = tmp_path / "code.py"
     file.write_text(f'def opened():\n    """{text}"""\n')
     assert not list(wrong(file))
@@ -48,7 +48,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("rule", "phrase"), list(zip(RULES, PHRASES, strict=True)))
 @pytest.mark.parametrize("name", FORMS)
-def test_a_phrase_is_found_in_each_kind_of_file(tmp_path, name, rule, phrase, capsys):
+def test_forbidden_phrase_is_found_in_each_kind_of_file(tmp_path, name, rule, phrase, capsys):
     file = tmp_path / name
     file.write_text(FORMS[name].format(phrase))
     assert main("--texts", str(tmp_path)) == 1
@@ -71,7 +71,7 @@ def test_a_phrase_is_found_in_each_kind_of_file(tmp_path, name, rule, phrase, ca
     ],
 )
 @pytest.mark.parametrize("name", FORMS)
-def test_plain_text_passes(tmp_path, name, text):
+def test_plain_text_passes_the_prose_check(tmp_path, name, text):
     (tmp_path / name).write_text(FORMS[name].format(text))
     assert main("--texts", str(tmp_path)) == 0
 
@@ -87,7 +87,7 @@ def test_plain_text_passes(tmp_path, name, text):
         ("style.md", "it is no number\n", []),
     ],
 )
-def test_docstrings_code_and_quotations_are_not_read(tmp_path, name, source, lines, capsys):
+def test_docstrings_code_and_quotations_are_not_checked_for_phrases(tmp_path, name, source, lines, capsys):
     (tmp_path / name).write_text(source)
     main("--texts", str(tmp_path))
     assert [int(hit.split(":")[1]) for hit in capsys.readouterr().out.splitlines() if name in hit] == lines

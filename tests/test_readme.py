@@ -40,14 +40,14 @@ def docs(name: str) -> str:
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_lists_every_page():
+def test_docs_index_lists_every_page():
     assert "](docs/README.md)" in TEXT
     listed = re.findall(r"^\d+\. \[[^]]+\]\(([\w-]+)\.md\)", docs("README"), re.MULTILINE)
     others = [page for page in DOCS if page.stem != "README"]
     assert sorted(listed) == sorted(page.stem for page in others)
 
 
-def test_the_page_for_agents_names_every_room():
+def test_agents_page_names_every_folder_of_the_source():
     page = (ROOT / "AGENTS.md").read_text()
     assert set(re.findall(r"- (\w+)/ ", page)) == {
         room.name for room in (ROOT / "src/lowmem").iterdir() if room.is_dir()
@@ -57,7 +57,7 @@ def test_the_page_for_agents_names_every_room():
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_commands():
+def test_pages_contain_commands():
     assert "python train.py precision=16 optim=adam8bit" in COMMANDS
     assert "python train.py -m precision=32,16,bf16 optim=adamw,adam8bit,adafactor" in COMMANDS
     assert len(COMMANDS) > 15
@@ -66,7 +66,7 @@ def test_there_are_commands():
 
 
 @EVERY
-def test_every_command_composes_and_is_not_refused(page):
+def test_every_documented_command_composes_and_is_not_refused(page):
     if page != FOLLOWED:
         assert not pages.refused(page.read_text())
 
@@ -135,7 +135,7 @@ def beside(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_runs(command, folder):
+def test_every_readme_command_runs(command, folder):
     said = as_typed(command, folder, *beside(command))
     if says_only(command) or "generate=" in command:
         assert said.strip()
@@ -158,7 +158,7 @@ def python_block(start: str) -> str:
     return next(block for block in blocks if f"\n{start}" in block)
 
 
-def test_the_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
+def test_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
     """optuna itself is not installed: a stand-in asks for one trial."""
     lines = ["max_steps=2", "val_sequences=16"]
     losses = []
@@ -177,7 +177,7 @@ def test_the_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
     assert 4 < losses[0] < 10
 
 
-def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
+def test_notebook_example_calls_fit_with_valid_arguments(tmp_path, small, monkeypatch):
     """The block runs as it stands, in the repository, on a smaller model and another folder."""
     import hydra
 
@@ -197,22 +197,22 @@ def test_the_notebook_example_is_what_fit_takes(tmp_path, small, monkeypatch):
 
 
 @EVERY
-def test_every_key_and_every_choice_is_one_of_conf(page):
+def test_every_documented_key_and_choice_exists_in_conf(page):
     assert not pages.unknown_keys(page.read_text())
 
 
 @EVERY
-def test_every_name_in_backticks_is_somewhere_in_the_code(page):
+def test_every_name_in_backticks_exists_in_the_code(page):
     assert not pages.unknown_names(page.read_text())
 
 
 @EVERY
-def test_every_link_picture_path_benchmark_and_target_of_make_is_there(page):
+def test_every_documented_link_path_and_make_target_exists(page):
     assert not pages.missing_files(page.read_text(), page.parent)
 
 
 @EVERY
-def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_results(page):
+def test_every_documented_figure_and_table_equals_the_results(page):
     assert not pages.wrong_figures(page.read_text(), page.parent)
 
 
@@ -246,14 +246,14 @@ def test_every_figure_with_a_link_to_results_and_every_table_is_that_of_the_resu
         ),
     ],
 )
-def test_a_page_that_is_wrong_is_found_out(checker, wrong):
+def test_planted_error_of_a_page_is_found(checker, wrong):
     check = getattr(pages, checker)
     told = check(wrong, ROOT) if checker in ("missing_files", "wrong_figures") else check(wrong)
     assert len(told) == 1, told
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_one_digit_of_a_table_is_enough(page):
+def test_one_changed_digit_of_a_table_is_found(page):
     """Every table that says where it comes from is looked at to its last cell."""
     text = page.read_text()
     for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):
@@ -262,7 +262,7 @@ def test_one_digit_of_a_table_is_enough(page):
         assert pages.wrong_figures(changed, page.parent)
 
 
-def test_the_tables_that_are_results_say_so():
+def test_tables_of_results_are_marked_as_such():
     """Each is on its page, under the mark that keeps it so."""
     for page, results in {
         "techniques": ["techniques"],
@@ -277,13 +277,13 @@ def test_the_tables_that_are_results_say_so():
             assert any(f"results/{name}.md -->\n{one}" in docs(page) for one in (first, *others)), name
 
 
-def test_the_speed_of_each_recipe_is_what_was_measured():
+def test_documented_speed_of_each_recipe_equals_the_results():
     rounds = json.loads((RESULTS / "side_by_side.json").read_text())["rounds"]
     assert summary(rounds) + "\n" in docs("speed"), "python -m benchmarks.side_by_side, then python -m benchmarks.pages"
     assert summary(rounds).count("equal bits") == len(RECIPES)
 
 
-def test_the_tables_of_the_techniques_are_what_was_measured_and_what_is_refused():
+def test_tables_of_the_techniques_equal_results_and_refusals():
     """From the figures themselves; that no other pair is refused is what test_parity.py runs."""
     found = json.loads((RESULTS / "techniques.json").read_text())
     again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
@@ -294,7 +294,7 @@ def test_the_tables_of_the_techniques_are_what_was_measured_and_what_is_refused(
     assert pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10  # shipped: no row
 
 
-def test_the_figures_of_the_planner_are_those_of_the_results():
+def test_documented_planner_accuracy_equals_the_results():
     from lowmem.plan.cost.machine import COMPUTE, MEMORY
 
     written = re.search(r"Kendall's\s+tau\s+is\s+([\d.]+)\]", docs("planner"))[1]
@@ -310,7 +310,7 @@ def test_the_figures_of_the_planner_are_those_of_the_results():
     )
 
 
-def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
+def test_documented_depth_from_which_sqrt_wins_follows_from_the_formulas():
     page = docs("techniques")
     interiors = [int(n) for n in re.search(r"\((\d+) to (\d+) in", page).groups()]
     depths = [int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", page).groups()]
@@ -319,12 +319,12 @@ def test_the_depth_from_which_sqrt_wins_is_that_of_the_formulas():
         assert depth == pytest.approx(interior**2, rel=0.05)
 
 
-def test_no_figure_is_missing():
+def test_pages_contain_no_placeholder():
     for page in PAGES:
         assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE|\b(TODO|TBD|FIXME)\b", page.read_text())
 
 
-def test_every_refusal_names_something_of_the_pages_and_advises_what_there_is():
+def test_every_refusal_names_a_documented_key_and_valid_advice():
     from lowmem.config.refusals import REFUSALS
 
     named = {key for page in PAGES for key, _ in pages.overrides(page.read_text())}
@@ -334,7 +334,7 @@ def test_every_refusal_names_something_of_the_pages_and_advises_what_there_is():
         assert "ype " in refusal.says and not pages.unknown_keys(f"`{refusal.says}`")
 
 
-def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
+def test_charts_named_on_the_pages_are_logged(fit, monkeypatch):
     from lightning.pytorch.loggers import CSVLogger
 
     logged = set()
@@ -349,7 +349,7 @@ def test_the_charts_that_the_pages_name_are_logged(fit, monkeypatch):
     assert len(named) > 6 and named <= logged
 
 
-def test_the_first_two_commands_as_a_newcomer_types_them(folder):
+def test_first_two_readme_commands_learn_more_than_a_trigram_model(folder):
     """Nothing beside them. Both learn more than the statistics of three bytes, and nearly the same."""
     from benchmarks.trigram import trigram_bits_per_byte
 

@@ -76,7 +76,7 @@ def life(fit, monkeypatch):
 
 @pytest.mark.matrix_rows(*shipped_but("weights=streamed"))
 @pytest.mark.parametrize("technique", EACH)
-def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique):
+def test_run_killed_six_times_equals_the_unbroken_run(life, tmp_path, technique):
     unbroken = []
     whole = life("whole", technique, unbroken)
     assert [len(window) for window in unbroken] == WINDOWS
@@ -101,19 +101,19 @@ def test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique
 @pytest.mark.parametrize(
     "technique", ["precision=bf16", pytest.param("precision=bf16-master", marks=pytest.mark.matrix)]
 )
-def test_without_16_bit_units_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, without_units, technique):
-    test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
+def test_run_killed_six_times_without_16_bit_units_equals_the_unbroken_run(life, tmp_path, without_units, technique):
+    test_run_killed_six_times_equals_the_unbroken_run(life, tmp_path, technique)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("technique", ["optim=adam8bit", pytest.param("optim=adamw8bit", marks=pytest.mark.matrix)])
-def test_without_a_compiler_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, without_compiler, technique):
-    test_a_run_that_died_six_times_is_the_unbroken_run(life, tmp_path, technique)
+def test_run_killed_six_times_without_a_compiler_equals_the_unbroken_run(life, tmp_path, without_compiler, technique):
+    test_run_killed_six_times_equals_the_unbroken_run(life, tmp_path, technique)
 
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
-def test_forgetting_is_caught(life, tmp_path, monkeypatch, forgotten):
+def test_resume_that_forgets_random_states_or_optimizer_is_caught(life, tmp_path, monkeypatch, forgotten):
     """The deliberately wrong variants."""
     from lightning.pytorch.trainer.connectors import checkpoint_connector
 
@@ -138,7 +138,7 @@ ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
 @each_device_slowly
 @pytest.mark.parametrize("forgetful", [False, True])
 @pytest.mark.parametrize("technique", ON_A_CARD)
-def test_a_resumed_run_is_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device):
+def test_resumed_run_equals_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device):
     """With dropout, whose masks the device draws; forgetful: its random state is not restored."""
     lines = (technique, *RUN, *ON_A_CARD[technique], f"device={device}")
     _, whole = fit(*lines, folder="whole")

@@ -96,7 +96,7 @@ READERS = ("one to fsdp", "fsdp to one", "fsdp to ddp", "fsdp to fsdp of one")
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_read_is_what_was_saved_and_the_next_steps_are_those_of_the_unbroken_run(written, reader):
+def test_checkpoint_read_by_another_strategy_is_identical_and_training_continues(written, reader):
     base, said = written
     assert not any(said.get(reader, ())), said[reader]
     writer, reads = base / reader.split()[0], base / reader
@@ -112,14 +112,14 @@ def test_what_is_read_is_what_was_saved_and_the_next_steps_are_those_of_the_unbr
 
 
 @pytest.mark.wrong
-def test_forgetting_the_state_is_caught(written, lines):
+def test_resume_without_the_optimizer_state_is_caught(written, lines):
     """The deliberately wrong variant."""
     base, _ = written
     live(Job(lines("auto", 1, f"resume={at(base / 'fsdp', AFTER)}"), base / "forgot", ("forgets state",)))
     assert furthest(state_of(at(base / "forgot", STEPS))[0], state_of(at(base / "one", STEPS))[0]) > 1e3 * NEAR
 
 
-def test_two_processes_train_what_one_does(written):
+def test_two_fsdp_processes_train_as_one_process(written):
     base, said = written
     assert not any(said["fsdp"]), said["fsdp"]
     assert furthest(state_of(at(base / "fsdp", STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
@@ -129,7 +129,7 @@ def test_two_processes_train_what_one_does(written):
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_a_disk_that_is_full_for_one_of_them_is_full_for_all(written):
+def test_full_disk_of_one_rank_fails_the_save_on_all_ranks(written):
     base, said = written
     told = "Refused", "step-00000003.ckpt cannot be written (No space left on device)", "only the weights were written"
     assert len(said["full disk"]) == 2 and all(word in one for one in said["full disk"] for word in told)
@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_for_one_of_them_is_full_for_all(written):
     assert list((base / "full disk" / "model").glob("*.safetensors"))
 
 
-def test_an_export_that_fails_fails_for_all(written):
+def test_failed_export_of_one_rank_fails_on_all_ranks(written):
     base, said = written
     assert len(said["no export"]) == 2
     told = "Refused", "model cannot be written: No space left on device"
@@ -147,7 +147,7 @@ def test_an_export_that_fails_fails_for_all(written):
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
-def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_path, strategy):
+def test_shards_of_tensor_parallel_and_pipeline_are_exchanged_with_fsdp(written, lines, tmp_path, strategy):
     """Parts of layers, of which some lie in another order than in the model, and whole blocks on each."""
     base, _ = written
     there, here, back = (tmp_path / name for name in ("there", "here", "back"))
@@ -169,7 +169,7 @@ def test_parts_of_another_kind_are_read_and_read_by_others(written, lines, tmp_p
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["16", "bf16-sr"])
-def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, strategy, precision):
+def test_resume_with_the_same_number_of_ranks_is_bit_exact(lines, tmp_path, strategy, precision):
     """Dropout, numbers that are rounded at random and the loss scale included: to the bit, as typed by a user."""
     drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
     typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if line != in_float64.LINE]
@@ -191,7 +191,7 @@ def test_as_many_processes_go_on_as_if_they_had_not_stopped(lines, tmp_path, str
     assert not same(state_of(at(whole, AFTER))[0], state_of(at(tmp_path / "other", AFTER))[0])
 
 
-def test_three_processes_and_back(written, lines, tmp_path):
+def test_checkpoint_moves_from_two_to_three_ranks_and_back(written, lines, tmp_path):
     base, _ = written
     at_once, resume = ("saves at once",), f"resume={at(base / 'fsdp', AFTER)}"
     three = several(3, Job(lines("fsdp", 3, resume), tmp_path / "three", at_once))
@@ -204,7 +204,7 @@ def test_three_processes_and_back(written, lines, tmp_path):
         assert furthest(state_of(at(reader, STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
 
 
-def test_one_that_is_killed_in_a_save_leaves_the_checkpoint_before(written, lines, tmp_path):
+def test_run_killed_during_a_save_keeps_the_previous_checkpoint(written, lines, tmp_path):
     run = tmp_path / "run"
     said = several(2, Job(lines("fsdp", 2), run, ("killed at step 3",)))
     assert said[1] == [] and said[0] != [""]

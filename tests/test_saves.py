@@ -61,7 +61,7 @@ def too_much(held_bytes, saves, *lines):
 
 
 @pytest.mark.parametrize("technique", CHOICES)
-def test_a_technique_declares_what_it_saves(technique):
+def test_technique_declares_what_it_saves(technique):
     group, name = technique.split("=")
     assert bool(techniques(group)[name].saves) != (technique in SAVES_NOTHING), (
         f"conf/{group}/{name}.yaml: say what it saves in `declares: {{saves: {{<category>: <share of the shipped run "
@@ -71,7 +71,7 @@ def test_a_technique_declares_what_it_saves(technique):
 
 @pytest.mark.matrix_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_a_technique_saves_what_it_declares(held_bytes, technique):
+def test_technique_saves_what_it_declares(held_bytes, technique):
     group, name = technique.split("=")
     found = too_much(held_bytes, techniques(group)[name].saves, technique, *WITH.get(technique, []))
     assert found == {}, f"{technique} leaves these shares of the shipped run's bytes: declares.saves says less"
@@ -91,7 +91,7 @@ IDLE = {
 @pytest.mark.wrong
 @pytest.mark.matrix_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_one_that_does_nothing_is_caught(held_bytes, technique):
+def test_technique_that_does_nothing_is_caught(held_bytes, technique):
     """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves

@@ -40,7 +40,7 @@ def same(ours, shipped):
 
 @pytest.mark.rows("16-master")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_of_every_precision_and_with_a_plan(start, precision):
+def test_start_weights_do_not_depend_on_precision_or_plan(start, precision):
     shipped = start()
     assert not same(start("seed=1"), shipped)
     assert same(start(f"precision={precision}"), shipped)
@@ -49,17 +49,17 @@ def test_of_every_precision_and_with_a_plan(start, precision):
 
 @pytest.mark.usefixtures("as_with_compiler")
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_of_every_optimizer(start, optim):
+def test_start_weights_do_not_depend_on_the_optimizer(start, optim):
     assert same(start(f"optim={optim}"), start())
 
 
-def test_of_masters_whose_optimizer_is_probed(start):
+def test_start_weights_do_not_depend_on_the_probe_of_an_optimizer_state(start):
     """The probe of lion8bit's state once drew from the generator that the weights come from."""
     assert same(start("precision=bf16-master", "optim=lion8bit", "plan=check"), start())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_weights_whose_distribution_is_another_in_16_bits(dtype):
+def test_weights_drawn_in_fp32_do_not_depend_on_the_dtype(dtype):
     def weight(dtype):
         torch.manual_seed(0)
         return torch.nn.init.xavier_uniform_(torch.empty(300, 32, dtype=dtype))

@@ -101,11 +101,11 @@ def chosen(pytester):
     return collect
 
 
-def test_units_and_seams_are_what_make_test_runs(chosen, make_test):
+def test_make_test_runs_units_and_seams(chosen, make_test):
     assert chosen("-m", make_test) == FIRST
 
 
-def test_shards_make_a_whole_and_share_nothing(chosen):
+def test_shards_are_disjoint_and_complete(chosen):
     first, second, every = chosen("--shard=1/2"), chosen("--shard=2/2"), chosen()
     assert len(every) == 19 and every > FIRST and first | second == every and not first & second
 
@@ -113,16 +113,16 @@ def test_shards_make_a_whole_and_share_nothing(chosen):
 @pytest.mark.parametrize(
     "rows", ['rows("renamed")', 'rows("a")\n@pytest.mark.rows("b")', 'rows("a")\n@pytest.mark.matrix']
 )
-def test_rows_of_which_none_is_a_seam_are_refused(chosen, rows):
+def test_rows_without_a_seam_are_refused(chosen, rows):
     changed = TESTS.replace('rows("a")', rows)
     assert "rows(...) of test_one, test_wrong leaves no row" in re.sub(r"\S+::", "", chosen(tests=changed))
 
 
-def test_a_shard_that_is_not_a_part_is_refused(chosen):
+def test_invalid_shard_is_refused(chosen):
     assert "--shard=2/4 for the second of four parts" in chosen("--shard=5/4")
 
 
-def test_a_test_that_starts_a_process_without_the_mark_fails(pytester, monkeypatch):
+def test_unmarked_test_that_starts_a_process_fails(pytester, monkeypatch):
     """In a process of its own: an audit hook stays until its process ends."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     pytester.makepyfile(PROCESSES)

@@ -30,7 +30,7 @@ SUMMARY_KEYS = {
 }
 
 
-def test_a_run_leaves_what_it_promises(command, tmp_path):
+def test_run_leaves_its_documented_files(command, tmp_path):
     code, said = command("sample_tokens=5", "sample_prompts=['def ']")
     run = tmp_path / "run"
     assert code == 0, said
@@ -61,7 +61,7 @@ def test_a_run_leaves_what_it_promises(command, tmp_path):
     assert "Traceback" not in said
 
 
-def test_the_exported_model_is_the_trained_one(command, tmp_path):
+def test_exported_model_equals_the_trained_one(command, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert command()[0] == 0
@@ -79,7 +79,7 @@ def test_the_exported_model_is_the_trained_one(command, tmp_path):
 @pytest.mark.rows("adamw-32", "adafactor-bf16", "adam8bit-16")
 @pytest.mark.parametrize("precision", ["32", "16", "bf16"])
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor"])
-def test_precision_and_optim_work_as_typed(command, tmp_path, precision, optim):
+def test_precision_and_optim_work_on_the_command_line(command, tmp_path, precision, optim):
     code, said = command(f"precision={precision}", f"optim={optim}")
     assert code == 0, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -99,7 +99,7 @@ def test_precision_and_optim_work_as_typed(command, tmp_path, precision, optim):
         "logger=none",
     ],
 )
-def test_every_other_choice_works_as_typed(command, tmp_path, choice):
+def test_other_choices_work_on_the_command_line(command, tmp_path, choice):
     code, said = command(choice)
     assert code == 0, said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
-def test_bad_input_is_a_sentence_an_exit_code_and_no_folder(command, tmp_path, arguments):
+def test_invalid_command_prints_one_line_and_leaves_no_folder(command, tmp_path, arguments):
     places = {name: tmp_path / name for name in ("tiny", "empty", "truncated", "foreign")}
     places["tiny"].write_text("a few words")
     places["empty"].mkdir()
@@ -160,18 +160,18 @@ def test_bad_input_is_a_sentence_an_exit_code_and_no_folder(command, tmp_path, a
     assert not (tmp_path / "run").exists()
 
 
-def test_debug_shows_the_traceback(command):
+def test_debug_shows_the_traceback_of_a_refusal(command):
     code, said = command("device=cuda", "debug=true")
     assert code == 1 and "Traceback" in said and "Refused" in said
 
 
-def test_a_disk_that_cannot_be_written_is_a_sentence(command, tmp_path):
+def test_unwritable_cache_folder_is_refused(command, tmp_path):
     (tmp_path / "file").write_text("in the way")
     code, said = command(f"cache_dir={tmp_path}/file/cache")
     assert code == 1 and "Traceback" not in said and f"{tmp_path}/file/cache" in said
 
 
-def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
+def test_unexpected_error_keeps_its_traceback(command, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("a bug")
 
@@ -180,7 +180,7 @@ def test_an_unexpected_error_keeps_its_traceback(command, monkeypatch):
     assert code == 1 and "Traceback" in said and "ZeroDivisionError" in said
 
 
-def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
+def test_out_of_memory_error_lists_memory_by_category_and_advice(command, monkeypatch):
     from lowmem.techniques.loss import cross_entropy
 
     def too_much(model, batch):
@@ -202,7 +202,7 @@ def test_out_of_memory_says_what_was_held_and_what_to_try(command, monkeypatch):
 
 
 @pytest.mark.process
-def test_help_imports_nothing_heavy():
+def test_help_imports_no_heavy_packages():
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
         "try: runpy.run_path('train.py', run_name='__main__')\n"
@@ -215,14 +215,14 @@ def test_help_imports_nothing_heavy():
     assert "Groups: one override swaps a technique" in out and out.strip().endswith("[]")
 
 
-def test_a_run_leaves_the_signal_handlers_as_they_were(command):
+def test_run_restores_the_signal_handlers(command):
     before = signal.getsignal(signal.SIGINT)
     assert command()[0] == 0
     assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
     """A real process and a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_summary(small, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32", "bf16", "16-master"])
-def test_on_a_card_a_run_goes_from_its_plan_to_its_sample(fit, precision):
+def test_on_a_card_a_run_has_prediction_peak_and_exported_model(fit, precision):
     summary, run = fit(f"precision={precision}", "device=cuda", "plan=check", "sample_tokens=8", "val_every=2")
     assert summary["steps"] == 4 and summary["device"] == torch.cuda.get_device_name()
     assert summary["predicted"]["reserved"] > 0 and summary["peak_bytes"]["device"] > 0

@@ -7,7 +7,7 @@ from benchmarks.trigram import PRIOR, trigram_bits_per_byte
 pytestmark = pytest.mark.docs
 
 
-def test_a_fixed_cycle_costs_nothing():
+def test_fixed_cycle_has_no_entropy():
     assert trigram_bits_per_byte([b"abcd" * 5000], [b"abcd" * 500]) < 0.01
 
 
@@ -18,7 +18,7 @@ def test_independent_symbols_cost_their_entropy(symbols):
     assert trigram_bits_per_byte([train], [val]) == pytest.approx(np.log2(symbols), abs=0.02)
 
 
-def test_a_second_order_source_needs_the_second_order():
+def test_second_order_source_needs_a_trigram_model():
     """c = a xor b with a tenth of noise: nothing is known from b alone."""
     draw = np.random.default_rng(0)
 
@@ -33,7 +33,7 @@ def test_a_second_order_source_needs_the_second_order():
     assert trigram_bits_per_byte([source(100_000)], [source(20_000)]) == pytest.approx(entropy, abs=0.02)
 
 
-def test_unseen_bytes_cost_what_the_prior_leaves_them():
+def test_unseen_bytes_cost_what_the_prior_leaves():
     """Nothing of 128..255 was seen: every order falls back to 1/256 of PRIOR observations among 1000."""
     expected = -np.log2((PRIOR / 256) / (1000 - 2 + PRIOR))
     assert trigram_bits_per_byte([b"a" * 1000], [bytes(range(128, 256))]) == pytest.approx(expected)

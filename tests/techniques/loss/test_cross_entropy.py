@@ -290,7 +290,7 @@ class Readout(nn.Linear):
         return super().forward(hidden) / 4
 
 
-def test_verify_detects_position_dependent_logits_and_allows_masks_and_scaled_heads(batch):
+def test_verify_refuses_position_dependent_logits_head_hooks_and_custom_heads(batch):
     loss = losses.Chunked(ROWS)
     model = network().eval()
     model.__class__ = ByPlace

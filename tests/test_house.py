@@ -52,6 +52,6 @@ def test_code_without_technique_names_is_not_reported(found, line):
     assert not found(line)
 
 
-def test_names_of_the_house_check_are_those_of_techniques():
+def test_technique_names_checked_by_lint_come_from_conf():
     names = house.techniques(ROOT / "src" / "lowmem", ROOT / "conf")
     assert {"bf16-master", "adafactor", "streamed"} <= names and not {"stdlib", "gpt2", "wandb"} & names

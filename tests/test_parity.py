@@ -76,7 +76,7 @@ def test_tf32_is_as_close_as_fp32_only_on_a_device_without_tf32(config, device):
 
 
 @pytest.mark.parametrize("policy", ["none", "every_layer"])
-def test_memory_budget_equals_the_oracle(config, policy):
+def test_compiled_blocks_with_a_memory_budget_equal_the_oracle(config, policy):
     found = deviations(config, f"gradient_checkpointing={policy}", overrides=parity.BUDGET)
     assert within(found, allowed("compile.activation_memory_budget")), found
 

@@ -61,7 +61,7 @@ def test_run_leaves_its_documented_files(command, tmp_path):
     assert "Traceback" not in said
 
 
-def test_exported_model_equals_the_trained_one(command, tmp_path):
+def test_exported_model_equals_the_trained_weights(command, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert command()[0] == 0
@@ -99,7 +99,7 @@ def test_precision_and_optim_work_on_the_command_line(command, tmp_path, precisi
         "logger=none",
     ],
 )
-def test_other_choices_work_on_the_command_line(command, tmp_path, choice):
+def test_choices_of_the_remaining_groups_work_on_the_command_line(command, tmp_path, choice):
     code, said = command(choice)
     assert code == 0, said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4

@@ -50,7 +50,7 @@ def summaries(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.process
-def test_killed_job_leaves_other_jobs_intact_and_only_it_is_repeated(command, failing, tmp_path, monkeypatch):
+def test_killed_job_leaves_other_jobs_intact_and_is_the_only_job_repeated(command, failing, tmp_path, monkeypatch):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
     assert "job 0 done: " in said and "bits per byte" in said

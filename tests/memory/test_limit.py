@@ -62,7 +62,7 @@ def test_host_memory_does_not_count_towards_the_limit():
     assert max(point.total for point in points) == 8000
 
 
-def test_fetched_boundary_equals_the_original_and_prefetches_the_previous_one():
+def test_fetched_boundary_equals_the_original_and_prefetches_the_previous_boundary():
     make = Chain().make
     first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     one, two = make(0, first), make(1, second)

@@ -252,7 +252,7 @@ def test_on_a_card_allocated_memory_equals_tracked_memory_and_workspaces(fit):
     assert rows and summary["peak_bytes"]["device"] >= max(int(row["allocated_peak_bytes"]) for row in rows)
 
 
-def test_memory_csv_is_read_at_most_twice_per_run(fit, monkeypatch):
+def test_memory_csv_is_read_twice_per_run(fit, monkeypatch):
     """The file of 100,000 steps has 50 MB, and 270 as dictionaries."""
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))

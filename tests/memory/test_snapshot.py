@@ -46,7 +46,7 @@ def test_out_of_memory_always_leaves_a_snapshot(asked, tmp_path):
     assert asked[1:] == ["dump", OFF]
 
 
-def test_other_errors_leave_no_snapshot(asked, tmp_path):
+def test_errors_other_than_out_of_memory_leave_no_snapshot(asked, tmp_path):
     with pytest.raises(ValueError), snapshot.recorded(tmp_path, False, "cuda"):
         raise ValueError
     assert asked[1:] == [OFF]

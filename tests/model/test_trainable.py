@@ -180,7 +180,7 @@ def test_complete_checkpoint_requires_a_matching_model(fit):
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW[:1]])
-def test_checkpoint_of_trained_weights_is_evaluated_and_exported_with_the_frozen_ones(fit, precision):
+def test_checkpoint_of_trained_weights_is_evaluated_and_exported_with_frozen_weights(fit, precision):
     from transformers import AutoModelForCausalLM
 
     summary, part = fit(*HALF, precision, folder="part")

@@ -28,7 +28,7 @@ def test_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
         assert equal(ours(cfg, SlowLane()), naive(cfg))
 
 
-def test_link_moves_2_bytes_per_parameter_and_micro_batch_down_and_2_up(config):
+def test_link_moves_2_bytes_per_parameter_down_and_2_up_per_step(config):
     lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     parameters = sum(p.numel() for p in ours(cfg, lane)[0])
     assert lane.moved == 3 * (2 + 2) * parameters

@@ -48,7 +48,7 @@ CAPPED = {
 @pytest.mark.process
 @each_device_slowly
 @pytest.mark.parametrize("plan", ["off", "check"])
-def test_batch_size_above_the_auto_one_does_not_fit(fit, config, device, plan):
+def test_batch_size_twice_the_result_of_auto_does_not_fit(fit, config, device, plan):
     """Whether the size is found by trying alone, or planned."""
     lines = (AUTO[1], *CAPPED[device], f"device={device}", "precision=bf16")
     larger = 2 * fit(*lines, "batch_size=auto", f"plan={plan}")[0]["batch_size"]

@@ -106,7 +106,7 @@ def test_gpt2_with_dropout_needs_less_memory_on_a_card_than_on_a_cpu(config):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
-def test_run_already_on_a_card_has_the_trace_of_a_planned_one(config, precision):
+def test_trace_of_a_run_on_a_card_equals_the_trace_of_a_plan(config, precision):
     """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
     phases = [
         trace(cfg.resolved(), True).phases

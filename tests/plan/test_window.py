@@ -198,7 +198,7 @@ def test_weights_of_an_early_step_return_beside_leaving_gradients():
     assert [one.step for one in fast] == pytest.approx([1.2, 5.0])
 
 
-def test_streamed_weights_are_updated_on_the_host_and_others_are_copied_back():
+def test_streamed_weights_are_updated_on_the_host_and_resident_weights_copied_back():
     """Only the other 2 updated ones come to the device: after 8 seconds of the next forward pass 1 second each for 2
     bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)

@@ -104,7 +104,7 @@ def test_resume_with_other_weight_placement_equals_the_unbroken_run(fit, how, fi
 @pytest.mark.parametrize(
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
-def test_streamed_checkpoint_is_evaluated_exported_and_generated_from_bit_exactly(fit, config, how):
+def test_streamed_checkpoint_is_evaluated_and_exported_bit_exactly(fit, config, how):
     """In all of its bits, streamed and resident."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")

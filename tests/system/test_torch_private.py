@@ -212,7 +212,7 @@ def test_quantized_optimizer_state_exposes_its_inner_tensors():
     assert not torch_private.is_traceable_wrapper_subclass(torch.ones(1)), message
 
 
-def test_checkpoint_wraps_code_run_between_its_start_and_end():
+def test_open_checkpoint_recomputes_code_run_between_its_start_and_end():
     saved, repeated, x = [], [], torch.ones(3, requires_grad=True)
 
     def again():
@@ -370,7 +370,7 @@ def test_torch_reports_16_bit_units_of_the_cpu(name):
     assert torch_private.cpu_multiplies_in("a dtype of which torch says nothing")
 
 
-def test_transformers_omits_the_mask_for_fake_tensors_only_while_tracing():
+def test_tensors_count_as_real_ends_the_tracing_mode_of_transformers():
     from transformers.utils import import_utils
 
     with torch_private.LeanFakeTensorMode():

@@ -97,7 +97,7 @@ RIGHT = CausalLM.training_step
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
-def test_wrong_normalization_of_accumulation_is_caught(trained, wrong, monkeypatch):
+def test_wrong_variant_of_accumulation_is_caught(trained, wrong, monkeypatch):
     big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
     monkeypatch.setattr(CausalLM, "training_step", wrong)
     gradients, weights = furthest(trained(2, 4), big)

@@ -157,7 +157,9 @@ def test_overrides_that_can_run_code_are_not_repeated_by_resume(tmp_path, line):
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 @pytest.mark.parametrize("missing", ["evaluation", "export"])
-def test_missing_evaluation_or_export_of_a_finished_run_is_made_up(fit, copy, whole, no_training, precision, missing):
+def test_missing_evaluation_or_export_of_a_finished_run_is_completed_by_resume(
+    fit, copy, whole, no_training, precision, missing
+):
     run, unbroken = copy(precision), whole(precision)
     no_training()
     shutil.rmtree(run / "model")

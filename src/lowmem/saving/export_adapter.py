@@ -30,6 +30,7 @@ from lowmem.techniques.adapter.lora import (
     EXPERTS,
     PREFIX,
     WEIGHTS,
+    not_loaded_by_peft,
     stands_on_4_bits,
     targets_for_peft,
 )
@@ -184,6 +185,11 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
         rounding = Rounding(getattr(torch, dtype))
         tensors = {name: rounding(name, tensor) for name, tensor in tensors.items()}
         rounding.tell()
+    if lost := not_loaded_by_peft(network, tensors):
+        log.warning(
+            f"model/: PEFT renames {len(lost)} tensors of {type(network).__name__} and will not load them, such as "
+            f"{lost[0]}. adapter.path= of lowmem loads them; with merge=true the model needs no PEFT."
+        )
     save_file(tensors, folder / WEIGHTS, {"format": "pt", **_base_of(network)})
     (folder / CONFIG).write_text(
         json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"

@@ -9,7 +9,7 @@ Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353. Th
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.experts import fused_experts, routers
+from lowmem.model.linear_layers import fused_experts, linear_layers
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.contract import Adapter
@@ -225,10 +225,15 @@ def load(model: PreTrainedModel, path: str) -> None:
     """
     from peft import set_peft_model_state_dict
 
+    ours = {name for name, _ in trainable(model)}
     try:
         saved = load_file(Path(path).expanduser() / WEIGHTS)
-        result = set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()})
-        ours = {name for name, _ in trainable(model)}
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
+        by_name = {_name_in_model(name): tensor for name, tensor in tensors.items()}
+        if {*by_name} == ours:  # PEFT would first rename tensors of some architectures
+            model.load_state_dict(by_name, strict=False)
+            return
+        result = set_peft_model_state_dict(model, tensors)
         wrong = [*result.unexpected_keys, *sorted(ours & {*result.missing_keys})]
     except (SafetensorError, RuntimeError) as error:
         wrong = [str(error).strip().splitlines()[-1].strip()]
@@ -253,6 +258,16 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
         "target_modules": _shortest(model, [name for name in names if name not in renamed]),
         "target_parameters": [f"{name}.weight" for name in renamed] or None,
     }
+
+
+def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of a folder's tensors that PEFT would rename, and then not find in the model."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+    except ImportError:
+        return []
+    (config,) = model.peft_config.values()
+    return sorted({*tensors} - {*convert_peft_adapter_state_dict_for_transformers(model, config, dict(tensors))})
 
 
 def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -310,29 +325,23 @@ def _is_weight(name: str) -> bool:
     return name.endswith(".weight")
 
 
+def _name_in_model(name: str) -> str:
+    """Returns the name of a folder's tensor in a model: x.lora_A.default.weight of x.lora_A.weight."""
+    stem, dot, last = name.rpartition(".")
+    vector = name.endswith("lora_magnitude_vector")
+    return f"{name}.default.weight" if vector else f"{stem}.default{dot}{last}"
+
+
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the linear layers by name, without the head and what is tied to an embedding, whose matrices other layers
-    use, without routers, whose choice of experts would change, and without layers that only a kernel reads."""
-    tokens = model.get_input_embeddings().weight
-    kinds = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
-    head, no_adapter = model.get_output_embeddings(), routers(model) | _read_by_kernels(model)
-    return {
-        name: layer
-        for name, layer in kinds.items()
-        if layer is not head and name not in no_adapter and not _holds(layer, tokens)
-    }
+    """Returns the linear layers by name, without those whose weight only a kernel reads."""
+    no_adapter = _read_by_kernels(model)
+    return {name: layer for name, layer in linear_layers(model).items() if name not in no_adapter}
 
 
 def _read_by_kernels(model: nn.Module) -> set[str]:
     """Returns the names of layers whose weight a Mamba mixer hands to its kernel: A_log and D make a mixer Mamba's."""
     mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
     return {f"{name}.{layer}" for name in mixers for layer in READ_BY_MAMBA}
-
-
-def _holds(layer: nn.Module, weight: Tensor) -> bool:
-    """Returns True if a module has this weight among its parameters. Reading `weight` would dequantise a 4-bit
-    matrix."""
-    return any(p is weight for p in layer.parameters(recurse=False))
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:

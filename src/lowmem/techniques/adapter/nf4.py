@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.experts import fused_experts, routers
+from lowmem.model.linear_layers import fused_experts, linear_layers
 from lowmem.model.trainable import Packed, packed, parameters
 from lowmem.system.errors import Refused
 
@@ -239,8 +239,7 @@ def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
     Raises:
         Refused: a model without such a matrix.
     """
-    no_codes = routers(model)
-    names = [name for name, module in model.named_modules() if name not in no_codes and _fits(model, module)]
+    names = [*linear_layers(model)]
     experts = fused_experts(model) if with_experts else {}
     if not names and not experts:
         raise Refused(
@@ -256,10 +255,3 @@ def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
         f"adapter=qlora: quantized {len(names)} matrices{stacks} to 4 bits, {count:,} of {total:,} parameters "
         f"({count / total:.0%})."
     )
-
-
-def _fits(model: PreTrainedModel, module: nn.Module) -> bool:
-    """Returns True if a layer can be replaced: a subclass may compute more than a product, and a tied matrix is an
-    embedding's."""
-    alone = module is not model.get_output_embeddings()
-    return type(module) in (nn.Linear, Conv1D) and alone and module.weight is not model.get_input_embeddings().weight

@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem.step.optimizer import DeviceOptimizer, GlobalNorm
+from lowmem.step.optimizer import DeviceOptimizer, GlobalNorm, WindowOptimizer
+from lowmem.system.errors import Refused
 from lowmem.techniques.precision.cpu_products import NAMES, widened
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,17 @@ class BasePrecision(Precision):
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
         """Returns the optimizer of weights on the device. Args: those of `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
+
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
+        """Refuses an optimizer that is not from `optimizer`: it would step scaled gradients. Lightning calls this
+        before the first step, with no optimizers for an evaluation."""
+        if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
+            raise Refused(
+                f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
+                "`precision_plugin.optimizer(...)` unscales gradients and updates in fp32. Return it from "
+                "configure_optimizers, as CausalLM does, or use Lightning's Trainer(precision=...)."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Restores what `state_dict` returned. Lightning calls this on a resume, with the weights on the device."""

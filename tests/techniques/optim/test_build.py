@@ -287,6 +287,22 @@ def test_fp32_state_of_16_bit_weights_is_restored_in_fp32(config, optim, guarded
     assert all(same) == (guarded or optim in UNCAST), f"{optim}: if its state needs no guard, it belongs into UNCAST"
 
 
+def test_a_restored_state_is_a_copy_where_the_tensor_wraps_others(group_of_one):
+    """A DTensor and torchao's 4-bit state, which `Tensor.to` does not copy on the same device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    from lowmem.techniques.optim.build import _copied
+
+    shard = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)))
+    for saved in (shard, OptimState4bit.zeros((64, 64))):
+        copied = _copied(saved, torch.device("cpu"))
+        assert type(copied) is type(saved) and copied.shape == saved.shape
+        for one, two in zip(plain_tensors(copied), plain_tensors(saved), strict=True):
+            assert torch.equal(one, two) and one.data_ptr() != two.data_ptr()
+
+
 @pytest.fixture
 def managed(monkeypatch):
     """A stand-in for managed memory, which a CPU has none of: host memory that is marked. -> what was asked for."""

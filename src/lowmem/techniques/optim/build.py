@@ -7,12 +7,14 @@ AdamW's order of decay and update, and embeddings whose state keeps 32 bits.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem.memory.ledger import plain_tensors
 from lowmem.model.trainable import trainable
 from lowmem.system.process import page_out
+from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
 BUFFERS = ("state1", "state2")  # tensors of bitsandbytes' state that a paged optimizer pages
@@ -209,4 +211,14 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return value.to("cpu" if counts_on_host else p.device, copy=True)
+    return _copied(value, torch.device("cpu") if counts_on_host else p.device)
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on the device. torchao's 4-bit state ignores `copy=True` of `Tensor.to` if it is there already."""
+    if not is_traceable_wrapper_subclass(value):
+        return value.to(device, copy=True)
+    names, context = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}  # a DTensor also names its mesh
+    copies = {name: _copied(part, device) if isinstance(part, Tensor) else part for name, part in parts.items()}
+    return type(value).__tensor_unflatten__(copies, context, value.shape, value.stride())

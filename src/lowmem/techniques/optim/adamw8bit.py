@@ -50,6 +50,7 @@ class HostAdamW8bit(Optimizer, OnePass):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
+        torch.optim.AdamW([torch.empty(0)], lr, tuple(betas), eps, weight_decay)  # raises ValueError: out of range
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -284,6 +284,7 @@ ARGUMENTS: dict[str, Any] = {
     "eps": NotNegative,
     "weight_decay": NotNegative,
     "clip_threshold": Positive,
+    "decay_rate": _words("a number of at most 0, such as -0.8", float, le=0, allow_inf_nan=False),
     "embedding_bits": _words("8 or 32, the bits of the optimizer state of embeddings", Literal[8, 32]),
     "relative_step": _words("false, since lr and scheduler set the learning rate", Literal[False]),
     "warmup_steps": Whole,

@@ -1,0 +1,296 @@
+"""torch's own inputs of optimizers (`optim_db`) with every optimizer of conf/optim, on the device and from masters."""
+
+import copy
+import inspect
+import sys
+import unittest
+import warnings
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import host_masters
+from lowmem.config.declarations import techniques
+from lowmem.offload.master_weights import MasterWeights
+from lowmem.step.gradients import norm_of_all
+from lowmem.system.errors import Refused
+from lowmem.techniques.optim import adamw8bit, build
+from lowmem.techniques.optim.build import MakeOptimizer
+from lowmem.techniques.precision.fp32_weights import FullPrecision
+from lowmem.training.build import optimizer
+from typed import typed_run
+
+pytestmark = pytest.mark.matrix
+OPTIMIZERS = list(techniques("optim"))
+# torch's optimizers with the same arguments; AdamW for all that are not here
+TORCHS = {"adafactor": ("Adafactor",), "muon": ("Muon", "AdamW"), "sgd": ("SGD",)}
+RENAMED = {"adafactor": {"beta2_decay": "decay_rate", "d": "clip_threshold"}}
+WRITTEN_HERE = ("adamw8bit", "muon")  # classes that check their arguments themselves
+WAYS = ("device", "masters")
+
+
+@pytest.fixture(scope="module")
+def database():
+    """torch's optimizers by name, with their inputs."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
+        if find_spec("expecttest") is None:  # torch's file of all tests imports it, and `optim_db` does not need it
+            stand_in = ModuleType("expecttest")
+            stand_in.TestCase = unittest.TestCase
+            patch.setitem(sys.modules, "expecttest", stand_in)
+        common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
+    # the import makes flags such as cudnn.deterministic read-only for all tests of this process
+    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    return {info.optim_cls.__name__: info for info in common.optim_db}
+
+
+@pytest.fixture
+def made(config, database, monkeypatch):
+    """Offers the classes of conf/optim with torch's inputs."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao's step, which takes seconds
+    return Made(config, database)
+
+
+class Made:
+    def __init__(self, config, database):
+        self.config, self.database = config, database
+
+    def maker(self, optim):
+        return optimizer(self.config(f"optim={optim}", "lr=1e-2"))
+
+    def named(self, optim, arguments):
+        """Returns torch's arguments under our names, or None if the class lacks one."""
+        ours = {RENAMED.get(optim, {}).get(key, key): value for key, value in arguments.items()}
+        offered = inspect.signature(self.maker(optim).make.func).parameters.keys()
+        if optim != "adamw":  # the classes of bitsandbytes and torchao name it and refuse it
+            offered -= {"amsgrad"}
+        return ours if ours.keys() <= offered else None
+
+    def inputs(self, optim):
+        """Yields functions that make the optimizer, one for each of torch's inputs."""
+        maker = self.maker(optim)
+        for info in map(self.database.get, TORCHS.get(optim, ("AdamW",))):
+            for one in info.optim_inputs_func(device="cpu"):
+                if (named := self.named(optim, one.kwargs)) is not None:
+                    make = partial(maker.make.func, **(maker.make.keywords | named))
+                    yield one.desc, MakeOptimizer(make, maker.embedding_bits)
+
+    def errors(self, optim):
+        """Yields (description, parameters or None, arguments) of what torch's constructors refuse."""
+        for info in map(self.database.get, TORCHS.get(optim, ("AdamW",))):
+            for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
+                one = error.optimizer_error_input
+                named = self.named(optim, one.kwargs)
+                if error.error_on.name == "CONSTRUCTION_ERROR" and named is not None:
+                    yield one.desc, one.params, named
+
+
+class Odd(nn.Module):
+    """Large enough for 8 bits; a bias, a number without dimensions, and nothing at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(100, 64)
+        self.linear = nn.Linear(64, 80)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 64))
+
+
+class Training:
+    """A model and its optimizer, on the device or with masters in host memory."""
+
+    def __init__(self, make, way, weights=None):
+        torch.manual_seed(0)
+        self.model, self.masters = Odd(), None
+        for name, p in self.model.named_parameters():
+            p.data.copy_(p.data if weights is None else weights[name])
+        if way == "masters":
+            self.masters: MasterWeights = host_masters.made(self.model)
+            self.optimizer = self.masters.optimizer(make, self.model)
+        else:
+            self.optimizer = FullPrecision().optimizer(make(self.model), self.model, norm_of_all)
+
+    def step(self, seeds):
+        for seed in seeds:
+            draw = torch.Generator().manual_seed(seed)
+            for p in self.model.parameters():
+                p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+                if self.masters is not None:
+                    self.optimizer.collect(p)
+            self.optimizer.step()
+        return self
+
+    def weights(self):
+        full = (lambda p: p) if self.masters is None else self.masters.full_precision
+        return {name: full(p).detach().clone() for name, p in self.model.named_parameters()}
+
+
+def through_a_file(state, tmp_path):
+    torch.save(state, tmp_path / "state")
+    return torch.load(tmp_path / "state", weights_only=True)
+
+
+COPIES = {"as it is": lambda state, _: state, "deepcopy": lambda state, _: copy.deepcopy(state), "file": through_a_file}
+
+
+def differing(make, way, copied):
+    """Returns the weights that differ after a round trip of the optimizer's state."""
+    first = Training(make, way).step(range(3))
+    second = Training(make, way, first.weights())
+    second.optimizer.load_state_dict(copied(first.optimizer.state_dict()))
+    before = first.weights()
+    one, two = first.step(range(3, 6)).weights(), second.step(range(3, 6)).weights()
+    assert all(not torch.equal(one[name], before[name]) for name in one if one[name].numel())
+    assert all(weight.isfinite().all() for weight in one.values())
+    return {name for name in one if not torch.equal(one[name], two[name])}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_an_optimizer_continues_with_the_same_bits_from_its_state_dict(made, tmp_path, optim, way, copied):
+    if optim == "adamw4bit" and copied == "deepcopy":
+        pytest.skip("torchao 0.18 cannot clone 4-bit state")
+    found = {desc: differing(make, way, lambda s: COPIES[copied](s, tmp_path)) for desc, make in made.inputs(optim)}
+    assert len(found) >= 3 and not any(found.values()), found
+
+
+@pytest.mark.wrong
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optim", [optim for optim in OPTIMIZERS if optim != "sgd"])  # it has no state
+def test_a_state_dict_that_is_not_restored_is_caught(made, optim, way):
+    def without_state(state):
+        return state | {"state": {}}
+
+    assert {"tokens.weight", "linear.weight"} <= differing(made.maker(optim), way, without_state)
+
+
+@pytest.mark.wrong
+def test_a_restored_state_in_the_memory_of_the_saved_one_is_caught(made, monkeypatch):
+    """The deliberately wrong variant: `Tensor.to` of torchao's 4-bit state does not copy."""
+    monkeypatch.setattr(build, "_copied", lambda value, device: value.to(device, copy=True))
+    assert differing(made.maker("adamw4bit"), "device", lambda state: state)
+
+
+# --- copies of the optimizer itself ----------------------------------------------------------------------------------
+
+COPIED = [
+    optim
+    if optim in ("adafactor", "adamw", "adamw8bit", "muon", "sgd")
+    else pytest.param(
+        optim,
+        marks=pytest.mark.xfail(
+            raises=(AttributeError, NotImplementedError), strict=True, reason="its library cannot copy an optimizer"
+        ),
+    )
+    for optim in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize("optim", COPIED)
+def test_a_deepcopy_of_an_optimizer_continues_with_the_same_bits(made, optim):
+    def step(model, stepped, seeds):
+        for seed in seeds:
+            draw = torch.Generator().manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=draw)
+            stepped.step()
+        return list(model.parameters())
+
+    for desc, make in made.inputs(optim):
+        model = Odd()
+        ours = make(model)
+        step(model, ours, range(3))
+        other, theirs = copy.deepcopy((model, ours))
+        assert all(map(torch.equal, step(model, ours, range(3, 6)), step(other, theirs, range(3, 6)))), desc
+
+
+# --- groups and missing gradients ------------------------------------------------------------------------------------
+
+
+def moved(make, way, prepare):
+    """Returns the names of weights that a step has moved. Args: prepare: called before it, with the training."""
+    training = Training(make, way).step(range(2))
+    before = training.weights()
+    prepare(training)
+    return {name for name, weight in training.step([2]).weights().items() if not torch.equal(weight, before[name])}
+
+
+def stop_vectors(training):
+    for group in training.optimizer.param_groups:
+        group["lr"] = group["lr"] * (group["role"] != "vector")  # torchao: a tensor
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_each_group_of_parameters_steps_with_its_own_lr(made, optim, way):
+    for desc, make in made.inputs(optim):
+        assert moved(make, way, stop_vectors) == {"tokens.weight", "linear.weight"}, desc
+    every = {"tokens.weight", "linear.weight", "linear.bias", "scalar"}
+    assert moved(made.maker(optim), way, lambda training: None) == every  # else nothing was shown
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_a_step_without_gradients_changes_nothing(made, optim):
+    for desc, make in made.inputs(optim):
+        training = Training(make, "device").step(range(2))
+        before = training.weights()
+        training.optimizer.zero_grad()
+        training.optimizer.step()
+        assert all(map(torch.equal, training.weights().values(), before.values())), desc
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def typed_words(optim, arguments, own):
+    """Returns the words with which a user types these arguments; None: they are tensors."""
+    if not arguments or "tensor(" in str(arguments):
+        return None
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    words = [f"{'' if key in own else '+'}optim.{key}={value}".replace(" ", "") for key, value in values.items()]
+    return [f"optim={optim}", *words]
+
+
+NEGATIVE = [{key: -1.0} for key in ("lr", "eps", "weight_decay", "momentum")]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_arguments_that_torch_refuses_are_refused_when_typed(made, small, optim):
+    run = made.config(f"optim={optim}")
+    wrong = [named for _, _, named in made.errors(optim)] + [n for n in NEGATIVE if made.named(optim, n)]
+    typed = [words for one in wrong if (words := typed_words(optim, one, run.optim.plain())) is not None]
+    assert len(typed) >= 3
+    for words in typed:
+        with pytest.raises(Refused, match=r"^optim\.\w+=.*: give "):
+            typed_run([*small, *words])
+
+
+def accepted(made, optim):
+    """Returns descriptions of torch's wrong inputs with which a class makes an optimizer nevertheless."""
+    cls = made.maker(optim).make.func
+    found = set()
+    inputs = [*made.errors(optim), *((str(one), None, one) for one in NEGATIVE if made.named(optim, one))]
+    for desc, params, named in inputs:
+        with warnings.catch_warnings(action="error"):
+            try:
+                cls(params if params is not None else [nn.Parameter(torch.ones(2, 3))], **({"lr": 1e-2} | named))
+                found.add(desc)
+            except (ValueError, TypeError, UserWarning):
+                pass
+    return found - {"only support 2D parameters"}  # torch's Muon; ours steps vectors with AdamW
+
+
+@pytest.mark.parametrize("optim", WRITTEN_HERE)
+def test_a_class_written_here_refuses_what_torch_refuses(made, optim):
+    assert accepted(made, optim) == set()
+
+
+@pytest.mark.wrong
+def test_a_class_that_checks_nothing_is_caught(made, monkeypatch):
+    """The deliberately wrong variant: the 8-bit AdamW as it was."""
+    monkeypatch.setattr(adamw8bit.torch.optim, "AdamW", lambda *_: None)
+    assert {"weight_decay should > 0", "beta1 should be between 0 and 1"} <= accepted(made, "adamw8bit")

@@ -15,7 +15,6 @@ from torch import nn
 
 import host_masters
 from lowmem.config.declarations import techniques
-from lowmem.offload.master_weights import MasterWeights
 from lowmem.step.gradients import norm_of_all
 from lowmem.system.errors import Refused
 from lowmem.techniques.optim import adamw8bit, build
@@ -108,7 +107,7 @@ class Training:
         for name, p in self.model.named_parameters():
             p.data.copy_(p.data if weights is None else weights[name])
         if way == "masters":
-            self.masters: MasterWeights = host_masters.made(self.model)
+            self.masters = host_masters.made(self.model)
             self.optimizer = self.masters.optimizer(make, self.model)
         else:
             self.optimizer = FullPrecision().optimizer(make(self.model), self.model, norm_of_all)

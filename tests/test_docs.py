@@ -77,10 +77,13 @@ def test_documented_techniques_save_what_they_declare_and_their_tests_pass(copy)
 
 
 def test_generated_tests_of_the_documented_techniques_pass(copy):
-    """They are those that are generated for their names, and what the page itself tests."""
+    """They are generated for their names, or stand on the page itself. Wrong variants are of the matrix's tier."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
+    wrong = "wrong_variant_of_a_technique and (unit or every_other or odd)"
+    wrong_code, of_wrong = run(copy, "python -m pytest -m matrix tests/test_parity.py -rA", "-k", wrong)
+    code, said = code or wrong_code, said + of_wrong
     assert code == 0, said
     passed = [line for line in said.splitlines() if line.startswith("PASSED")]
     for name in ("unit", "every_other", "odd"):

@@ -5,8 +5,11 @@ precision asks for: never two copies in host memory. A random start is drawn in 
 that dtype: the same seed is the same start, whatever the precision.
 """
 
+import inspect
 import logging
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -191,11 +194,22 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
         raise Refused(f"model.architecture: {model_type} does not accept these values. {_last_line(error)}") from None
 
 
+def _is_read(config: PretrainedConfig, key: str) -> bool:
+    """Returns True if the architecture's code asks its config for a key that the config's class does not declare, such
+    as head_dim of qwen3_moe."""
+    network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if network is None:
+        return False
+    code = inspect.getsource(sys.modules[network.__module__])
+    return re.search(rf"""config, ["']{re.escape(key)}["']|config\.{re.escape(key)}\b""", code) is not None
+
+
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
     """Refuses keys that the architecture lacks: transformers stores any key, so that a typing error would go
     unnoticed."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
+    unknown = [key for key in unknown if not _is_read(config, key)]
     if unknown:
         raise Refused(
             f"model.architecture: {config.model_type} models have no {', '.join(unknown)}. "

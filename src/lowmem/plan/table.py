@@ -11,6 +11,7 @@ from lowmem.config.typed_lines import as_mapping, replaced
 from lowmem.plan import column
 from lowmem.plan.cost.step_time import free_from
 from lowmem.plan.prediction import PHASES, Prediction
+from lowmem.plan.search.extend import network
 from lowmem.plan.search.recipes import Plan, Recipe
 from lowmem.plan.target import Target
 from lowmem.system.units import GIB
@@ -154,11 +155,16 @@ def _ranks(prediction: Prediction) -> str:
 
 def _streams(plan: Plan) -> str:
     recipe = plan.typed.config(as_mapping(plan.recipes[0].overrides))
-    tokens = free_from(plan.machine, recipe.multiplies_in)
+    model = network(recipe)
+    tokens = free_from(plan.machine, recipe.multiplies_in) / model.active_in_blocks
+    computes = ""
+    if model.inactive:
+        active = (model.parameters - model.inactive) / 1e9
+        computes = f" ({active:.1f} of {model.parameters / 1e9:.1f} billion parameters compute a token)"
     unit, micro_batches = ("window", recipe.windows.largest) if recipe.by_layer else ("micro-batch", 1)
     return (
-        f"Streaming is free from about {round(tokens, -1):,.0f} tokens per {unit} on {plan.machine.name}; this "
-        f"recipe has {micro_batches * recipe.batch_size * recipe.seq_len:,}."
+        f"Streaming is free from about {round(tokens, -1):,.0f} tokens per {unit} on {plan.machine.name}"
+        f"{computes}; this recipe has {micro_batches * recipe.batch_size * recipe.seq_len:,}."
     )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem.config.check import check, check_places, settled
 from lowmem.config.typed_lines import composed
-from lowmem.model.linear_layers import routers
+from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed, trainable
 from lowmem.saving.export import Weights
 from lowmem.saving.export_adapter import _write as write

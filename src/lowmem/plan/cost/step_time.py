@@ -136,6 +136,8 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 def free_from(machine: Machine, products: str) -> float:
     """Returns the tokens from which streaming weights costs no time, per micro-batch or, with weights.order=by_layer,
-    per window: for any model, each weight takes two operations per token of the forward pass, and two bytes over the
-    link."""
+    per window. Each weight takes two operations per token of the forward pass, and two bytes over the link.
+
+    This is for a dense model. In a mixture of experts only the active weights compute a token: divide by their share.
+    """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

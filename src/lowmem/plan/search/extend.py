@@ -25,6 +25,7 @@ from lowmem.config.declarations import choice
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
 from lowmem.model.blocks import stack_of
+from lowmem.model.experts import inactive_parameters
 from lowmem.model.loading import describe
 from lowmem.model.trainable import parameters, trainable
 from lowmem.plan.prediction import NotPredicted
@@ -142,6 +143,13 @@ class Network(NamedTuple):
     kinds: list[Hashable]  # for each block what blocks of the same kind share
     parameters: int
     trained: int
+    inactive: int  # parameters that do not compute a token: experts that the router does not choose
+    in_blocks: int
+
+    @property
+    def active_in_blocks(self) -> float:
+        """Returns the share of the blocks' parameters that compute one token."""
+        return 1 - self.inactive / self.in_blocks
 
 
 def network(run: Run, config: PretrainedConfig | None = None) -> Network:
@@ -173,9 +181,12 @@ def _network(model: _Model) -> Network:
     with quietly(), torch.device("meta"):
         of_run = {"dtype": getattr(torch, model.run.loaded_in), "trust_remote_code": model.run.model.trust_remote_code}
         built = AutoModelForCausalLM.from_config(model.config, **of_run)
+        inactive = inactive_parameters(built)
+        in_blocks = sum(p.numel() for block in stack_of(built) for p in block.parameters())
         build.choose_trained(model.run, built)
     kinds = [_kind(block) for block in stack_of(built)]
-    return Network(kinds, parameters(built), sum(p.numel() for _, p in trainable(built)))
+    trained = sum(p.numel() for _, p in trainable(built))
+    return Network(kinds, parameters(built), trained, inactive, in_blocks)
 
 
 def _kind(block: nn.Module) -> Hashable:

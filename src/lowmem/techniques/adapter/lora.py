@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.linear_layers import fused_experts, linear_layers
+from lowmem.model.experts import fused_experts
+from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.contract import Adapter

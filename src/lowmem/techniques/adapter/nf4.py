@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.linear_layers import fused_experts, linear_layers
+from lowmem.model.experts import fused_experts
+from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import Packed, packed, parameters
 from lowmem.system.errors import Refused
 
@@ -125,14 +126,15 @@ class NF4Stack(nn.Module, Packed):
     def __init__(self, experts: Tensor) -> None:
         super().__init__()
         self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
-        self.padded = -(-experts[0].numel() // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert
-        each = [quantised(expert.contiguous()) for expert in experts]
-        for name, size in (("codes", self.padded // 2), ("scales", self.padded // BLOCK)):
-            rows = [F.pad(one[name].flatten(), (0, size - one[name].numel())) for one in each]
-            self.register_buffer(name, torch.cat(rows).view(-1, 1) if name == "codes" else torch.cat(rows))
-        self.register_buffer("scales_of_scales", torch.cat([one["scales_of_scales"] for one in each]))
-        self.register_buffer("table", each[0]["table"])
-        self.register_buffer("mean", torch.stack([one["mean"] for one in each])[:, None])  # (experts, 1)
+        elements = experts[0].numel()
+        self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert
+        codes, scales = _in_codes(F.pad(experts.flatten(1), (0, self.padded - elements)).flatten())
+        scales, own = scales.view(len(experts), -1), -(-elements // BLOCK)
+        # Expert by expert: the mean of a row may be summed in another order than that of a matrix alone.
+        mean = torch.stack([of_expert[:own].mean() for of_expert in scales])[:, None]  # (experts, 1)
+        centred = (scales - mean).index_fill_(1, torch.arange(own, scales.shape[1], device=scales.device), 0.0)
+        for name, tensor in {"codes": codes, **_scales_in_codes(centred.flatten()), "mean": mean}.items():
+            self.register_buffer(name, tensor)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns (experts, rows, columns) in `dtype`."""
@@ -218,14 +220,23 @@ def _dequantised(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> 
 def quantised(matrix: Tensor) -> dict[str, Tensor]:
     """Quantises a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
     own scales, the table of their 256 values, and their mean."""
-    flat = F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK))
+    codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
+    mean = scales.mean()
+    return {"codes": codes, **_scales_in_codes(scales - mean), "mean": mean}
+
+
+def _in_codes(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes (n / 2, 1) and fp32 scales (n / 64,) of n elements."""
     pieces = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
     codes, scales = (torch.cat(each) for each in zip(*pieces, strict=True))
-    mean = scales.mean()
+    return codes, scales
+
+
+def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
     with torch.device("cpu"):  # bitsandbytes reads values there
-        table = create_dynamic_map().to(matrix.device)
-    small, scales_of_scales = ops.quantize_blockwise(scales - mean, table, BLOCKS)
-    return {"codes": codes, "scales": small, "scales_of_scales": scales_of_scales, "table": table, "mean": mean}
+        table = create_dynamic_map().to(centred.device)
+    small, scales_of_scales = ops.quantize_blockwise(centred, table, BLOCKS)
+    return {"scales": small, "scales_of_scales": scales_of_scales, "table": table}
 
 
 def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:

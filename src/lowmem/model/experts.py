@@ -1,0 +1,56 @@
+"""Finds the experts of a mixture-of-experts model and its routers.
+
+transformers stores the experts of one block as stacks of matrices: 3-D parameters (experts, rows, columns) of one
+module. A router computes one score per expert and token, and only the experts with the highest scores compute the
+token. A small change of a router's weights sends tokens to other experts, so routers are never adapted or quantized.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ROUTERS = ("gate", "shared_expert_gate")  # names of routers; so is every name that contains "router"
+# How configs of transformers name the number of experts that compute a token.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def fused_experts(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of modules that hold stacks of experts, each with the names of its 3-D parameters."""
+    stacks = {
+        name: [key for key, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        for name, module in model.named_modules()
+        if "expert" in type(module).__name__.lower()
+    }
+    return {name: keys for name, keys in stacks.items() if keys}
+
+
+def routers(model: nn.Module) -> set[str]:
+    """Return the names of linear layers that belong to a router.
+
+    A layer belongs to a router if its name or the name of a module around it is a router's, or if it stands beside the
+    experts and has one output per expert.
+    """
+    experts = {}
+    for name, keys in fused_experts(model).items():
+        experts[name.rpartition(".")[0]] = getattr(model.get_submodule(name), keys[0]).shape[0]
+    return {
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+        and (
+            any(part in ROUTERS or "router" in part for part in name.split("."))
+            or experts.get(name.rpartition(".")[0]) == _outputs(layer)
+        )
+    }
+
+
+def _outputs(layer: nn.Linear | Conv1D) -> int:
+    return layer.nf if isinstance(layer, Conv1D) else layer.out_features
+
+
+def inactive_parameters(model: PreTrainedModel) -> int:
+    """Return how many parameters do not compute a token: those of all fused experts but the chosen ones."""
+    config = model.config.get_text_config(decoder=True)
+    chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
+    stacks = [getattr(model.get_submodule(name), key) for name, keys in fused_experts(model).items() for key in keys]
+    return sum(p.numel() * max(len(p) - (chosen or len(p)), 0) // len(p) for p in stacks)

@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 
 from conftest import ROOT
 from lowmem.config.settle import run_of
-from lowmem.config.typed_lines import composed
 from lowmem.data.loader import IGNORED
 from lowmem.training import build
-from real_model import folder_or_skip
+from real_model import fitted, folder_or_skip
 
 pytestmark = [pytest.mark.matrix, pytest.mark.process]  # pip fetches the model
 
@@ -28,14 +27,9 @@ def model():
 @pytest.fixture
 def trained(model, tmp_path):
     """(lines) -> (summary, run folder), with the real model."""
-    from lowmem.fit import fit
 
     def run(*lines, folder="run"):
-        base = {"model": "hf", "model.name": model, "batch_size": 2, "val_sequences": 8, "val_every": 1000}
-        base |= {"sample_tokens": 0, "logger": "csv", "device": "cpu", "plan": "off", "scheduler.warmup_steps": 0}
-        base |= {"cache_dir": tmp_path / "cache"} | dict(line.split("=", 1) for line in lines)
-        typed = [f"{key}={value}" for key, value in base.items()]
-        return fit(composed(typed), tmp_path / folder, {}, typed), tmp_path / folder
+        return fitted(model, tmp_path / folder, *lines), tmp_path / folder
 
     return run
 

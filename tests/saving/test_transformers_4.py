@@ -1,13 +1,13 @@
-"""Opens exported folders with transformers 4.57: the same logits and the same tokens as here.
+"""Opens exported folders with transformers 4.57, and an adapter with peft 0.19: the same logits and the same tokens as
+here.
 
 It runs in an environment of its own, with the torch of this one: OLD_TRANSFORMERS=<its python>, or else one is made
 here, which takes a network.
 """
 
+import json
 import os
 import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import opened_by_transformers_4
+from conftest import ROOT
+from environments import python_with
 from lowmem.saving.export import ModelFolder, export
 from lowmem.system.quiet_libraries import quiet
 from opened_by_transformers_4 import TEXT
+from real_model import fitted, folder_or_skip
 
-PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1")
+PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1", "peft==0.19.0")
 # of the largest logit, in fp32: another order of some sums in two blocks; a lost key of the configuration gives 0.01
 ROUNDINGS = 64 * torch.finfo(torch.float32).eps
 WIDTHS = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -63,19 +66,7 @@ pytestmark = [pytest.mark.process, pytest.mark.matrix]
 @pytest.fixture(scope="module")
 def old_python(tmp_path_factory):
     """The Python of an environment with transformers 4, and with torch from here."""
-    if given := os.environ.get("OLD_TRANSFORMERS"):
-        return given
-    place = tmp_path_factory.mktemp("transformers-4")
-    venv.create(place, with_pip=True)
-    python = next(place.glob("*/python"))
-    how = ["-m", "pip", "install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "15"]
-    made = subprocess.run([python, *how, *PACKAGES], capture_output=True, text=True, timeout=900)
-    if made.returncode:
-        pytest.skip(f"there is no network, or no {PACKAGES[0]}: set OLD_TRANSFORMERS=<a python that has it>")
-    packages = next(place.glob("lib/*/site-packages"))
-    others = (path for path in sys.path if path.endswith("site-packages"))
-    (packages / "of_this_one.pth").write_text("\n".join(others))  # behind its own
-    return str(python)
+    return python_with(tmp_path_factory.mktemp("transformers-4"), *PACKAGES, variable="OLD_TRANSFORMERS")
 
 
 def tokenizer(bos):
@@ -120,17 +111,73 @@ def test_transformers_4_computes_equal_logits_and_tokens_from_exported_folders(t
         torch.save(ids, folder / "ids.pt")
         with torch.no_grad():
             ours[folder] = (made(ids).logits, tokens(TEXT).input_ids)
-    script = Path(opened_by_transformers_4.__file__)
-    done = subprocess.run(
-        [old_python, script, *ours],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": ""},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    theirs = opened(old_python, *ours)
     for folder, (logits, tokens) in ours.items():
-        theirs = torch.load(folder / "theirs.pt")
-        assert theirs["tokens"] == tokens, folder.name
-        off = (theirs["logits"] - logits).abs().max() / logits.abs().max()
+        assert theirs[folder]["tokens"] == tokens, folder.name
+        off = distance(theirs[folder]["logits"], logits)
         assert off < ROUNDINGS, (folder.name, off)
+
+
+def opened(python, *folders):
+    """Returns the logits of each folder's `ids.pt` and the tokens of TEXT, as transformers 4 computes them."""
+    script, threads = Path(opened_by_transformers_4.__file__), str(torch.get_num_threads())
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": threads}  # sums in the order of this process
+    done = subprocess.run([python, script, *folders], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {folder: torch.load(folder / "theirs.pt") for folder in folders}
+
+
+def distance(theirs, ours):
+    """Returns the largest difference, in units of the largest logit."""
+    return ((theirs - ours).abs().max() / ours.abs().max()).item()
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+CHAT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n"
+CHATS = ("data=chat", f"data.path={ROOT}/examples/chat.jsonl", "seq_len=64", "val_sequences=2", "lr=1e-4")
+kept = {}
+
+
+def keeps_logits(model, tokenizer):
+    """The metric of a run, which sees the model that is exported."""
+    ids = tokenizer(CHAT, return_tensors="pt")["input_ids"]
+    kept.update(ids=ids, logits=model(input_ids=ids).logits.clone(), tokens=tokenizer(TEXT).input_ids)
+    return {}
+
+
+def test_transformers_4_computes_the_same_of_a_real_model_that_was_trained(tmp_path, old_python):
+    def trained(name, model, *lines):
+        """Returns the exported folder, and the logits of the run's own model."""
+        fitted(model, tmp_path / name, *CHATS, *lines, f"metric={__name__}.keeps_logits")
+        return tmp_path / name / "model", kept["logits"]
+
+    full, logits = trained("full", folder_or_skip(), "max_steps=1")
+    bf16, logits_in_bf16 = trained("bf16", full, "max_steps=1", "precision=bf16-true")
+    adapter, with_adapter = trained("adapter", full, "max_steps=2", "adapter=lora", "lr=1e-3")
+    fitted(full, tmp_path / "merged", *CHATS, "adapter=lora", f"export={tmp_path}/adapter", "merge=true")
+    merged, wrong = tmp_path / "merged" / "model", without_older_keys(full, tmp_path / "wrong")
+    folders = full, bf16, adapter, merged, wrong
+    for folder in folders:
+        torch.save(kept["ids"], folder / "ids.pt")
+    theirs = opened(old_python, *folders)
+    assert all(one["tokens"] == kept["tokens"] for one in theirs.values())
+    assert torch.equal(theirs[full]["logits"], logits)
+    assert torch.equal(theirs[adapter]["logits"], with_adapter)  # above its base, which is `full`
+    assert torch.equal(theirs[bf16]["logits"], logits_in_bf16) and logits_in_bf16.dtype == torch.bfloat16
+    assert distance(theirs[merged]["logits"], with_adapter) < ROUNDINGS
+    # the wrong variants: the base without its adapter, and a configuration without the older spelling of a key
+    for folder, ours in ((full, with_adapter), (wrong, logits)):
+        assert distance(theirs[folder]["logits"], ours) > 1000 * ROUNDINGS
+
+
+def without_older_keys(folder, place):
+    """Makes a folder as transformers 5 writes it, in which transformers 4 finds no base of the rotary positions."""
+    place.mkdir()
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (place / file.name).symlink_to(file)
+    keys = json.loads((folder / "config.json").read_text())
+    del keys["rope_theta"]
+    (place / "config.json").write_text(json.dumps(keys))
+    return place

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from lowmem.config.typed_lines import composed
 from lowmem.system.atomic_files import atomic_write
 
 CACHE = Path(__file__).parents[2] / ".cache" / "real_model"
@@ -50,6 +51,17 @@ def folder_or_skip() -> Path:
         return folder()
     except NotFetched as error:
         pytest.skip(str(error))
+
+
+def fitted(model: Path, place: Path, *lines: str) -> dict:
+    """Returns the summary of a run that starts from a model. Args: place: the run folder; lines: overrides."""
+    from lowmem.fit import fit
+
+    base = {"model": "hf", "model.name": model, "batch_size": 2, "val_sequences": 8, "val_every": 1000}
+    base |= {"sample_tokens": 0, "logger": "csv", "device": "cpu", "plan": "off", "scheduler.warmup_steps": 0}
+    base |= {"cache_dir": place.parent / "cache"} | dict(line.split("=", 1) for line in lines)
+    typed = [f"{key}={value}" for key, value in base.items()]
+    return fit(composed(typed), place, {}, typed)
 
 
 @contextmanager

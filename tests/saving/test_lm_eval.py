@@ -1,0 +1,106 @@
+"""lm-evaluation-harness opens exported folders, and its bits per byte of the same texts are those of `evaluate=`.
+
+Both predict the same tokens: each text behind the begin-of-text token, and its end-of-text token. It runs in an
+environment of its own: LM_EVAL=<its python>, or else one is made here, which takes a network.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from conftest import ROOT
+from environments import python_with
+from real_model import fitted, folder_or_skip
+
+TASKS = ROOT / "examples" / "lm_eval"
+TASK = "lowmem_bits_per_byte"
+# bits per byte: sums of fp32 in another order, 1e-7 for all weights and 5e-7 for a merged adapter; each deliberately
+# wrong comparison is 0.09 or more off
+BOUND = 1e-4
+WRONG = 100 * BOUND
+TEXTS = [
+    "The committee met twice in the spring. It agreed on a budget, and then on nothing else for a year.\n",
+    "Yes",
+    "  Überraschung: 北京的春天很短。 Смотри, как быстро тает снег ❄️ — naïve façade, 3 × 4 = 12 €.",
+    "def mean(values):\n    return sum(values) / len(values)\n\n\nprint(mean([1, 2, 3]))\n\t\n",
+    "Water boils at 100 degrees Celsius at sea level, and at 93 degrees in a town 2,000 metres above it.",
+]
+
+pytestmark = [pytest.mark.process, pytest.mark.matrix]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment with lm-evaluation-harness."""
+    if find_spec("lm_eval"):
+        return sys.executable
+    place = tmp_path_factory.mktemp("lm-eval")
+    return python_with(place, "lm-eval[hf]==0.4.13", variable="LM_EVAL", dependencies=True)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """(training texts, validation texts), each a file."""
+    folder = tmp_path_factory.mktemp("texts")
+    chats = map(json.loads, (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40])
+    answers = [chat["messages"][-1]["content"] for chat in chats]
+    for name, content in (("train", answers), ("val", TEXTS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in content))
+    return folder / "train.jsonl", folder / "val.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """The folder of examples, and beside its task the deliberately wrong ones."""
+    folder = shutil.copytree(TASKS, tmp_path_factory.mktemp("tasks") / "lm_eval")
+    task = (folder / f"{TASK}.yaml").read_text()
+    plain = task.replace("!function texts.target", '"{{text}}"')
+    (folder / "no_end.yaml").write_text(plain.replace(f"task: {TASK}", "task: no_end"))
+    counted = "\n".join(line for line in task.splitlines() if "process_results" not in line)
+    (folder / "bytes_of_the_end.yaml").write_text(counted.replace(f"task: {TASK}", "task: bytes_of_the_end"))
+    return folder
+
+
+def scored(python, model, texts, out, tasks=TASKS, names=TASK):
+    """Returns the bits per byte of each task, as the command of docs/evaluation.md computes them."""
+    line = [python, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--include_path", tasks]
+    line += ["--model_args", f"pretrained={model},dtype=float32,add_bos_token=False", "--tasks", names]
+    line += ["--metadata", json.dumps({"texts": str(texts)}), "--output_path", out]
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "HF_DATASETS_CACHE": str(out.parent / "datasets")}
+    done = subprocess.run(list(map(str, line)), env=os.environ | offline, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (file,) = out.rglob("results*.json")
+    return {name: result["bits_per_byte,none"] for name, result in json.loads(file.read_text())["results"].items()}
+
+
+def test_a_trained_model_has_the_same_bits_per_byte(tmp_path, python, texts, tasks):
+    model, (train, val) = folder_or_skip(), texts
+    data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256")
+    untrained = fitted(model, tmp_path / "untrained", *data, f"evaluate={model}", "data.bos=true")
+    at_end = fitted(model, tmp_path / "run", *data, "data.bos=true", "max_steps=2", "lr=1e-4")
+    ours, without_bos = (
+        fitted(model, tmp_path / f"evaluated {bos}", *data, f"evaluate={tmp_path}/run/model", f"data.bos={bos}")
+        for bos in ("true", "false")
+    )
+    theirs = scored(
+        python, tmp_path / "run" / "model", val, tmp_path / "scored", tasks, f"{TASK},no_end,bytes_of_the_end"
+    )
+    right = theirs.pop(TASK)
+    assert abs(right - ours["bits_per_byte"]) < BOUND and abs(right - at_end["bits_per_byte"]) < BOUND
+    # the untrained model; texts without their first token, or without the end; and the end's bytes among the texts'
+    wrong = [untrained["bits_per_byte"], without_bos["bits_per_byte"], *theirs.values()]
+    assert len(wrong) == 4 and min(abs(ours["bits_per_byte"] - one) for one in wrong) > WRONG, wrong
+
+
+def test_a_merged_adapter_has_the_bits_per_byte_of_its_run(tmp_path, python, texts):
+    model, (train, val) = folder_or_skip(), texts
+    data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256", "data.bos=true")
+    lora = ("adapter=lora", "merge=true", "max_steps=2", "lr=1e-3")
+    ours = fitted(model, tmp_path / "run", *data, *lora)
+    theirs = scored(python, tmp_path / "run" / "model", val, tmp_path / "scored")
+    assert abs(theirs[TASK] - ours["bits_per_byte"]) < BOUND

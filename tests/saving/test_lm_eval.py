@@ -78,7 +78,7 @@ def scored(python, model, texts, out, tasks=TASKS, names=TASK):
     return {name: result["bits_per_byte,none"] for name, result in json.loads(file.read_text())["results"].items()}
 
 
-def test_a_trained_model_has_the_same_bits_per_byte(tmp_path, python, texts, tasks):
+def test_lm_eval_scores_a_trained_model_as_evaluate(tmp_path, python, texts, tasks):
     model, (train, val) = folder_or_skip(), texts
     data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256")
     untrained = fitted(model, tmp_path / "untrained", *data, f"evaluate={model}", "data.bos=true")
@@ -97,10 +97,11 @@ def test_a_trained_model_has_the_same_bits_per_byte(tmp_path, python, texts, tas
     assert len(wrong) == 4 and min(abs(ours["bits_per_byte"] - one) for one in wrong) > WRONG, wrong
 
 
-def test_a_merged_adapter_has_the_bits_per_byte_of_its_run(tmp_path, python, texts):
+def test_lm_eval_scores_an_adapter_alone_and_merged_as_its_run(tmp_path, python, texts):
     model, (train, val) = folder_or_skip(), texts
-    data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256", "data.bos=true")
-    lora = ("adapter=lora", "merge=true", "max_steps=2", "lr=1e-3")
-    ours = fitted(model, tmp_path / "run", *data, *lora)
-    theirs = scored(python, tmp_path / "run" / "model", val, tmp_path / "scored")
-    assert abs(theirs[TASK] - ours["bits_per_byte"]) < BOUND
+    data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256", "data.bos=true", "adapter=lora")
+    ours = fitted(model, tmp_path / "run", *data, "max_steps=2", "lr=1e-3")["bits_per_byte"]
+    fitted(model, tmp_path / "merged", *data, f"export={tmp_path}/run", "merge=true")
+    alone = scored(python, f"{model},peft={tmp_path}/run/model", val, tmp_path / "alone_scored")
+    merged = scored(python, tmp_path / "merged" / "model", val, tmp_path / "merged_scored")
+    assert abs(alone[TASK] - ours) < BOUND and abs(merged[TASK] - ours) < BOUND, (ours, alone, merged)

@@ -146,7 +146,7 @@ def keeps_logits(model, tokenizer):
     return {}
 
 
-def test_transformers_4_computes_the_same_of_a_real_model_that_was_trained(tmp_path, old_python):
+def test_transformers_4_computes_equal_logits_of_a_trained_model_and_its_adapter(tmp_path, old_python):
     def trained(name, model, *lines):
         """Returns the exported folder, and the logits of the run's own model."""
         fitted(model, tmp_path / name, *CHATS, *lines, f"metric={__name__}.keeps_logits")

@@ -22,7 +22,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 FENCED = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"(?<![\w/.\-=\[{(,])[+~]?([a-z_]\w*(?:[./]\w+)*)=([^\s`|]*)")
-FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html", ".log", ".ckpt", ".pickle")
+FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html", ".log", ".ckpt", ".pickle", ".gguf")
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

@@ -34,9 +34,13 @@ BASE = [
     *("val_every=1000", "save_every=1000", "logger=none", "sample_tokens=0", "plan=off", "lr=5e-5"),
 ]
 HELD_OUT = 8  # of these many folders one is held out
+OPTIMIZERS = {
+    **dict.fromkeys(("adam8bit", "adamw8bit", "adamw4bit", "adafactor", "muon"), ()),
+    "lion8bit": ("lr=1e-5",),
+    "sgd": ("lr=0.02",),
+}
 PARTS: Mapping[str, Mapping[str, list[str]]] = {
     "untrained": {UNTRAINED: ["max_steps=1", "lr=1e-12"]},
-    "lr": {f"lr={lr}": [f"lr={lr}"] for lr in ("1e-5", "2e-5", "5e-5", "1e-4")},
     "seeds": {
         f"precision={precision} seed={seed}": [f"precision={precision}", f"seed={seed}"]
         for seed in SEEDS
@@ -44,21 +48,15 @@ PARTS: Mapping[str, Mapping[str, list[str]]] = {
     },
     "precision": {f"precision={name}": [f"precision={name}"] for name in ("16", "16-true")},
     "optim": {
-        f"optim={optim} precision={precision}": [f"optim={optim}", f"precision={precision}", *lines]
-        for optim, lines in {
-            "adam8bit": [],
-            "adamw8bit": [],
-            "adamw4bit": [],
-            "adafactor": [],
-            "lion8bit": ["lr=1e-5"],
-            "muon": ["lr=5e-5"],
-            "sgd": ["lr=0.02"],
-        }.items()
-        for precision in ("32", "bf16-master")
+        f"optim={name} precision=bf16-master": [f"optim={name}", "precision=bf16-master", *lines]
+        for name, lines in OPTIMIZERS.items()
     },
     "adapter": {
         f"adapter={name} precision=bf16": [f"adapter={name}", "precision=bf16", "lr=5e-4"]
         for name in ("lora", "dora", "qlora")
+    },
+    "lr": {
+        f"lr={lr} precision=bf16": [f"lr={lr}", "precision=bf16"] for lr in ("1e-5", "2e-5", "5e-5", "1e-4", "2e-4")
     },
     "weights": {
         "weights=streamed precision=bf16-master optim=adamw8bit clip=null": [
@@ -66,6 +64,7 @@ PARTS: Mapping[str, Mapping[str, list[str]]] = {
             "gradient_checkpointing=every_layer",
         ]
     },
+    "optim_in_fp32": {f"optim={name}": [f"optim={name}", *lines] for name, lines in OPTIMIZERS.items()},
 }
 
 

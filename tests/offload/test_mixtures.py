@@ -1,0 +1,38 @@
+"""Mixtures of experts with streamed weights: their bits are those of resident weights, in both orders."""
+
+import pytest
+from benchmarks.architectures import shrunk
+
+import parity
+import streams
+from streams import lines, trained
+
+# Each stores or computes its experts in another way.
+FAMILIES = {
+    "deepseek_v3": "a dense first block, shared experts",
+    "gpt_oss": "stacks (experts, in, out) with biases",
+    "jetmoe": "experts of attention too, one product after the other",
+    "qwen3_next": "a gate of shared experts, linear attention",
+    "llama4_text": "every expert computes all tokens",
+    "mixtral": "fused stacks alone",
+}
+
+
+@pytest.fixture(autouse=True)
+def families(monkeypatch):
+    for name in FAMILIES:
+        keys = {key: value for key, value in shrunk(name).items() if key != "model_type"}
+        monkeypatch.setitem(streams.MODELS, name, keys | {"vocab_size": parity.VOCABULARY, "pad_token_id": None})
+
+
+@pytest.mark.rows("gpt_oss-none-by_layer", "gpt_oss-qlora-by_micro_batch")
+@pytest.mark.parametrize("order", ["by_layer", "by_micro_batch"])
+@pytest.mark.parametrize("adapter", ["none", "qlora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_mixture_equals_a_resident_one(config, family, adapter, order):
+    adapted = [] if adapter == "none" else [f"adapter={adapter}", "adapter.r=4"]
+    asked = lines(family, "max_steps=2", *adapted, policy="every_layer")
+    resident = trained(config, ["weights=resident"], family, asked)
+    streamed = trained(config, ["weights=streamed", f"weights.order={order}"], family, asked)
+    assert streamed.module.weights.fetched > 0
+    assert streamed.same(resident)

@@ -155,6 +155,8 @@ def test_advice_suggests_only_unused_techniques_and_composes():
         ("qwen3-0.6b", 596.05),
         ("qwen3-8b", 8190.74),
         ("qwen2.5-1.5b-instruct", 1543.71),
+        ("qwen3-30b-a3b", 30532.12),
+        ("gpt-oss-20b", 20914.76),
     ],
 )
 def test_architecture_has_the_parameter_count_of_the_published_model(model, millions):

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
+with torch.device("cpu"):  # read once: a trace would count the hundreds of numbers for every matrix
+    SCALES = create_dynamic_map().tolist()  # the 256 values of a scale in 8 bits
 PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
 
 
@@ -131,7 +133,7 @@ class NF4Stack(nn.Module, Packed):
         codes, scales = _in_codes(F.pad(experts.flatten(1), (0, self.padded - elements)).flatten())
         scales, own = scales.view(len(experts), -1), -(-elements // BLOCK)
         # Expert by expert: the mean of a row may be summed in another order than that of a matrix alone.
-        mean = torch.stack([of_expert[:own].mean() for of_expert in scales])[:, None]  # (experts, 1)
+        mean = torch.stack([of_expert.mean() for of_expert in scales[:, :own]])[:, None]  # (experts, 1)
         centred = (scales - mean).index_fill_(1, torch.arange(own, scales.shape[1], device=scales.device), 0.0)
         for name, tensor in {"codes": codes, **_scales_in_codes(centred.flatten()), "mean": mean}.items():
             self.register_buffer(name, tensor)
@@ -233,8 +235,7 @@ def _in_codes(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
-    with torch.device("cpu"):  # bitsandbytes reads values there
-        table = create_dynamic_map().to(centred.device)
+    table = torch.tensor(SCALES, dtype=torch.float32, device=centred.device)
     small, scales_of_scales = ops.quantize_blockwise(centred, table, BLOCKS)
     return {"scales": small, "scales_of_scales": scales_of_scales, "table": table}
 

@@ -1,4 +1,5 @@
-"""Writes files and folders atomically: beside their place first, then synced, then renamed into it."""
+"""Writes files and folders atomically: a draft is written beside the target, synced, and renamed to the target's
+name."""
 
 import os
 import re
@@ -12,13 +13,13 @@ from lowmem.system.errors import DENIED, FULL
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; the file or folder is renamed to `path` at the end.
+    """Yields a draft path to write to. When the `with` ends, the draft is renamed to `path`.
 
-    After an error the draft is deleted, since it may fill the disk, and `path` is unchanged. If the process was killed
-    while a folder was replaced, `put_back` restores the old one.
+    After an error the draft is deleted (the disk may be full), and `path` is unchanged. If the process is killed while
+    a folder is being replaced, `put_back` restores the old folder.
 
     Raises:
-        OSError: with the name of `path`, if a library could not write.
+        OSError: a library could not write; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
@@ -30,7 +31,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
             for file in draft.rglob("*") if draft.is_dir() else [draft]:
                 _sync(file)
             if path.is_dir() or (path.exists() and draft.is_dir()):
-                os.replace(path, old_of(path))  # a rename cannot replace a folder, nor a file by one
+                os.replace(path, old_of(path))  # a rename replaces neither a folder nor, with a folder, a file
             os.replace(draft, path)
     except BaseException:
         delete(draft)
@@ -45,7 +46,7 @@ def put_back(path: Path) -> None:
     if path.exists():
         delete(old_of(path))
     else:
-        with suppress(FileNotFoundError):  # most often there is none
+        with suppress(FileNotFoundError):  # usually the file does not exist
             os.replace(old_of(path), path)
 
 
@@ -54,13 +55,13 @@ def draft_of(path: Path) -> Path:
 
 
 def old_of(path: Path) -> Path:
-    """Returns the place of a folder while another one replaces it."""
+    """Returns where the old folder of `path` is kept while it is being replaced."""
     return path.with_name(f".{path.name}.old")
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Raises an OSError with the name of `path` for an error that a failed write has caused."""
+    """Turns errors caused by a failed write into an OSError that names the file."""
     try:
         yield
     except Exception as error:
@@ -71,8 +72,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> int | None:
-    """Returns the system's error number if the place cannot be written to: torch's writer hides it in the error's
-    context, safetensors in its text. None: the error has another cause."""
+    """Returns the errno of a failed write, or None if the error has another cause. torch's writer hides the errno in
+    the context of its error, and safetensors in its message."""
     in_text = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else in_text and int(in_text[1])
     if number in FULL | DENIED:
@@ -89,7 +90,7 @@ def _sync(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Deletes a file or a folder, if there is one."""
+    """Deletes a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

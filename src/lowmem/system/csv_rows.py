@@ -1,6 +1,7 @@
-"""Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of its earlier steps.
+"""Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of earlier steps.
 
-A file is replaced atomically: a process that is killed while it resumes leaves the old rows or the new ones.
+Files are replaced atomically: if a process is killed while it resumes, the file has either all old rows or all new
+ones.
 """
 
 import csv
@@ -14,7 +15,11 @@ from lowmem.system.atomic_files import atomic_write
 
 
 def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, csv.DictWriter, dict[str, str]]:
-    """Opens a file for more rows. Args: until: the last step whose old rows stay, with the columns that they have.
+    """Opens a csv file and appends rows to it.
+
+    Args:
+        columns: the columns of new rows. Columns that only old rows have are kept.
+        until: old rows up to this step are kept; 0 drops all rows.
 
     Returns:
         The open file, its writer, and the last value of each column in the old rows.
@@ -33,7 +38,7 @@ def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, 
 
 
 def _complete_rows(file: Path, until: float) -> Iterator[dict[str, str]]:
-    """Yields the rows of steps until `until`. A process that was killed may have cut the last one short."""
+    """Yields the rows up to step `until`, without a last row that a killed process left incomplete."""
     with file.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(line for line in lines if line.endswith("\n")):
             if None not in row and None not in row.values() and int(row["step"]) <= until:
@@ -41,7 +46,7 @@ def _complete_rows(file: Path, until: float) -> Iterator[dict[str, str]]:
 
 
 def cut_after(file: Path, until: int) -> None:
-    """Drops the rows of later steps, and one that was cut short, from a file with a row of JSON in each line."""
+    """Drops rows after step `until`, and an incomplete last row, from a file with one JSON object per line."""
     if file.exists():
         with file.open(encoding="utf-8") as lines:
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= until]

@@ -1,8 +1,8 @@
-"""Makes torch use deterministic algorithms, so that a card gives the same bits each time, too.
+"""Makes torch use deterministic algorithms, so that runs on a GPU are reproducible bit by bit.
 
-Without it some of CUDA's sums are in the order in which blocks of threads end: attention's backward pass, scattered
-additions. A CPU with the same number of threads gives the same bits anyway. It costs time in these operators, and a
-workspace of 32 MiB for cuBLAS (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+By default some CUDA kernels add in the order in which thread blocks finish: the backward pass of attention,
+scatter-add. CPU results are reproducible anyway, for the same number of threads. Deterministic kernels are slower, and
+cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
 """
 
 import os
@@ -14,12 +14,12 @@ import torch
 from lowmem.system.errors import Refused
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-REFUSED = "does not have a deterministic implementation"  # in the words of torch
+REFUSED = "does not have a deterministic implementation"  # quoted from torch's error
 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Args: wanted: False: does nothing.
+    """Enables deterministic algorithms inside the `with`. Args: wanted: False makes this a no-op.
 
     Raises:
         Refused: an operator of the model has no deterministic algorithm.
@@ -29,10 +29,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads it at its first product
+    os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads it before its first matmul
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it only finds errors in kernels, and takes time
-    torch.backends.cudnn.benchmark = False  # else the fastest algorithm of the moment is taken
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only helps to find errors in kernels, and takes time
+    torch.backends.cudnn.benchmark = False  # else cuDNN picks the algorithm that was fastest in a trial
     try:
         yield
     except RuntimeError as error:

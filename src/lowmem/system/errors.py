@@ -10,13 +10,13 @@ from typing import Literal
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # a disk is full, broken or mounted read-only
 DENIED = {errno.EACCES, errno.EPERM}
 
-# CUDA's, Triton's and NCCL's words, and those of cuBLAS, cuDNN and their kin. Few of them are torch.OutOfMemoryErrors.
+# messages of CUDA, Triton, NCCL, cuBLAS, cuDNN and similar libraries; few of these errors are torch.OutOfMemoryError
 _OF_DEVICE = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED")
-_OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")  # torch's allocator for CPUs; the system
+_OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")  # by torch on a CPU; by the system
 
 
 class Refused(Exception):
-    """The run cannot work. The message says what was asked, why it cannot work and what to type instead."""
+    """The run cannot work. The message says what was asked for, why it cannot work, and what to type instead."""
 
 
 class NotFinite(Refused):
@@ -30,15 +30,16 @@ class NotPublished(Refused):
 
 
 class DriveFailed(Refused):
-    """A drive that holds a part of the run failed in the middle of it. `training/training.py` adds how to go on."""
+    """A drive that stores weights or optimizer state failed during the run. `training/training.py` adds how to
+    continue."""
 
 
 class RankLost(Refused):
-    """Another rank is gone or does not answer. The message names the collective that waited for it."""
+    """Another rank has exited or does not answer. The message names the collective that waited for it."""
 
 
 def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
-    """Returns whose memory ran out. None: the error has another cause."""
+    """Returns which memory ran out, or None if the error has another cause."""
     if isinstance(error, RuntimeError | MemoryError) and _OF_DEVICE.search(str(error)):
         return "device"
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -47,10 +48,11 @@ def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
 
 
 def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
-    """Raises Refused if an error comes from a hub's gate: the owner of a repository asks for an agreement first.
+    """Raises Refused if the error says that a Hugging Face repository is gated: its owner asks for an agreement first.
 
     Args:
-        key: the key that names the repository; page: its address behind https://huggingface.co/.
+        key: the key that names the repository.
+        page: the repository's path after https://huggingface.co/.
     """
     from huggingface_hub.errors import GatedRepoError
 
@@ -65,8 +67,8 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
 
 
 def of_place(error: OSError, places: Iterable[str]) -> bool:
-    """Returns True if another place mends the error: a disk is full, access to a file in one of `places` is denied, or
-    one of them does not exist or is not a folder. Other errors are faults of the code, or of the network."""
+    """Returns True if choosing another path fixes the error: a disk is full, access to a file in one of `places` is
+    denied, or one of `places` does not exist or is not a folder. Other errors come from the code or the network."""
     if not error.filename or error.errno in FULL:
         return error.errno in FULL
     file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]

@@ -1,4 +1,4 @@
-"""Lets all processes fail at the same place when one of them does, so that the others do not wait for it for ever."""
+"""Makes all processes fail at the same point when one of them fails, so that the others do not wait for it forever."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +19,13 @@ class Ranks(Protocol):
 
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
-    """Wraps work that every process does, or rank 0 for all of them, however long it takes. At the end each rank tells
-    the others how it went.
+    """Wraps work that every process does, or that rank 0 does for all of them. At the end of the `with`, each rank
+    tells the others whether its work succeeded; the work may take as long as it needs.
 
     Raises:
-        RankLost: rank 0 was stopped meanwhile, or is gone.
-        Exception: the process's own; where its own work went well, that of the first rank that failed: an OSError with
-            its number and file, a sentence for the user, or a RuntimeError that names the rank.
+        RankLost: rank 0 was stopped meanwhile, or has exited.
+        Exception: this process's own error; if its work succeeded, the error of the first rank that failed: an OSError
+            with its errno and file, an error with a message for the user, or a RuntimeError that names the rank.
     """
     failure = None
     with ranks.leave_after_rank_0("do its part"):
@@ -42,7 +42,7 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
 
 
 def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
-    """Returns the class's name and the arguments from which every rank can rebuild it; None: nothing failed."""
+    """Returns the error's class name and the arguments from which every rank can rebuild it; None if nothing failed."""
     if failure is None:
         return None
     if isinstance(failure, OSError):

@@ -1,11 +1,11 @@
-"""Libraries keep files of their own below the home folder, which in a container may be read-only or missing."""
+"""Redirects the caches that libraries keep below the home folder, which may be read-only or missing in a container."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
-# wandb's uploads, matplotlib's settings, what `datasets` notes of local files, and code that is compiled here
+# wandb's uploads, matplotlib's settings, the index that `datasets` keeps of local files, and compiled code
 FOLDERS = (
     "WANDB_DATA_DIR",
     "WANDB_CACHE_DIR",
@@ -17,14 +17,14 @@ FOLDERS = (
 
 
 def replace_if_read_only() -> None:
-    """Points the libraries to a temporary folder where the home folder cannot be written.
+    """Points the libraries to a temporary folder if the home folder cannot be written.
 
-    It has to be called before they are imported. Processes that this one starts get the same folder.
+    Must be called before the libraries are imported. Child processes inherit the folder.
     """
     home = os.path.expanduser("~")  # remains "~" for a user without a home folder, where pathlib raises
     if os.access(home, os.W_OK) or all(name in os.environ for name in FOLDERS):
         return
-    # models that somebody has fetched stay where they are
+    # models that were downloaded before are still found
     os.environ.setdefault("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface")
     folder = tempfile.mkdtemp(prefix="lowmem-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

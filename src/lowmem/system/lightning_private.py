@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 def call_before_optimizer_step(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Calls `on_before_optimizer_step` of callbacks and of the module. Lightning calls it from inside a closure that
-    its optimizers run, five frames below `step`."""
+    """Calls `on_before_optimizer_step` of callbacks and of the module. Lightning calls it from a closure that its
+    optimizers run, five frames below `step`."""
     _call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
     _call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)

@@ -28,8 +28,8 @@ def _this() -> psutil.Process:
 
 @contextmanager
 def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
-    """Allows this process so many open files inside the `with`, or as many as the system permits: most systems start
-    with 1,024."""
+    """Raises the limit of open files to `count` inside the `with`, or to the system's maximum. Most systems start at
+    1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -72,7 +72,8 @@ def reset_peak_rss() -> None:
 
 
 def trim() -> None:
-    """Returns freed heap memory to the system (glibc; a no-op elsewhere), so that the next allocations show."""
+    """Returns freed heap memory to the system (glibc; a no-op elsewhere), so that the memory meter sees the next
+    allocations."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
@@ -82,20 +83,20 @@ _M_ARENA_MAX = -8  # of glibc's mallopt
 
 
 def share_heap() -> None:
-    """Lets threads that start from now on share the heap of the others (glibc; a no-op elsewhere). By itself each has
-    one of its own, and what it has freed is not used for another. glibc never undoes this: threads of later runs share
-    it, too, which costs them time and no memory."""
+    """Makes threads that start from now on share one heap (glibc; a no-op elsewhere). By default each thread has its
+    own heap, and memory that one thread frees is not reused by another. glibc cannot undo this: threads of later runs
+    share the heap, too, which costs them time but no memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
-_MADV_PAGEOUT = 21  # Linux 5.4; what has been written to is kept, so a wrong address costs time and nothing else
+_MADV_PAGEOUT = 21  # Linux 5.4; modified pages are kept, so a wrong address costs time and nothing else
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Drops the pages of a mapped file whose tensors have been copied: they would count as resident until the map is
-    closed (Linux; a no-op elsewhere)."""
+    """Evicts the pages of a mapped file after its tensors have been copied (Linux; a no-op elsewhere). The pages would
+    count as resident memory until the map is closed."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -113,13 +114,13 @@ def seconds_since_start() -> float:
 
 
 def processor() -> str:
-    """Returns the processor's model, as far as the system knows it."""
+    """Returns the processor's model name, if the system knows it."""
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def available_bytes() -> int:
-    """Returns the free memory of the machine, or of the container if that is less."""
+    """Returns the free memory of the machine, or of the container if its limit leaves less."""
     free = psutil.virtual_memory().available
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, limit - used)

@@ -1,4 +1,4 @@
-"""Counts the processors that this process may compute with."""
+"""Counts the processors that this process may use."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable() -> int:
-    """Returns the processors of the container, which are often fewer than those that torch counts."""
+    """Returns the number of processors of the container, which is often lower than the number that torch counts."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text(encoding="utf-8").split()

@@ -1,4 +1,4 @@
-"""Silences remarks of libraries about themselves, and about settings that are intended here."""
+"""Silences warnings that libraries print about themselves, or about settings that lowmem chooses on purpose."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # torch, of torchao's classes
-    warnings.filterwarnings("ignore", message="`broadcast_buffers`")  # its successor is not in older torch
-    # of fully_shard, where ranks have put together what a model returns: nobody here changes logits in place
+    warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # from torch, about torchao's classes
+    warnings.filterwarnings("ignore", message="`broadcast_buffers`")  # older versions of torch lack its replacement
+    # from fully_shard, when ranks gather the outputs of a model: lowmem never changes logits in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     disable_progress_bar()
-    set_verbosity_error()  # load reports: what a file lacks is refused in a sentence
+    set_verbosity_error()  # load reports: lowmem refuses incomplete files with a message of its own
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,7 +1,7 @@
 """Captures and restores the random states from which dropout draws: the CPU's, and with CUDA the device's.
 
-Whatever is computed twice (a checkpointed block, a slice, a resumed run) must draw the same numbers twice. A state is
-what torch's own generators hold: 5 KB for the CPU's, 16 bytes for a card's.
+Computation that runs twice (a checkpointed block, a slice, a resumed run) must draw the same numbers both times. A
+state is what torch's generators store: 5 KB for the CPU, 16 bytes for a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,25 +14,26 @@ States = list[Tensor]  # of the CPU's generator and, with CUDA, the device's
 
 
 def captured(device: torch.device) -> States:
-    """Returns the present states."""
+    """Returns the current states."""
     return [generator.get_state() for generator in generators(device)]
 
 
 def restored(states: Sequence[Tensor], device: torch.device) -> None:
-    """Sets the generators to states that `captured` or `seeded` has returned. Without a state for the device, which a
-    checkpoint of a run on a CPU lacks, only the CPU's generator is set."""
+    """Sets the generators to states that `captured` or `seeded` returned. If `states` has no state for the device, as
+    in a checkpoint of a CPU run, only the CPU's generator is set."""
     for generator, state in zip(generators(device), states, strict=False):
         generator.set_state(state)
 
 
 def seeded(seed: int, device: torch.device) -> States:
-    """Returns the states that a seed of 32 bits sets, and leaves the generators alone."""
+    """Returns the states that a 32-bit seed sets, without changing the generators."""
     return [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators(device)]
 
 
 @contextmanager
 def forked(device: torch.device, states: States | None = None) -> Iterator[None]:
-    """Restores the present states after the `with`. Args: states: those at its beginning; None: the present ones."""
+    """Restores the current states when the `with` ends. Args: states: set at its beginning; None keeps the current
+    states."""
     before = captured(device)
     try:
         if states is not None:

@@ -1,8 +1,8 @@
-"""Reads from the environment which rank this process is, as torchrun's protocol describes it.
+"""Reads from the environment which rank this process is, by torchrun's protocol.
 
-Ranks are started by lowmem's own command (`lowmem.command.launch`), which reads their reports, or by torchrun. There
-they agree through torchrun's store on one output folder, and on the rank that prints an error that all have. This
-module imports torch only if there is a store to ask.
+Ranks are started by lowmem's own command (`lowmem.command.launch`), which collects their reports, or by torchrun. With
+torchrun they agree through its store on one output folder, and on the rank that prints an error that all of them have.
+This module imports torch only if there is a store to ask.
 """
 
 import json
@@ -19,17 +19,17 @@ from pathlib import Path
 from lowmem.system.errors import Refused
 
 OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
-REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor at which it listens
+REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor from which lowmem's command reads reports
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
 LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
-MOST = 4000  # characters of a report: a pipe holds it until the rank has ended
-ORPHANED = 30.0  # seconds for a checkpoint, when the command that started the ranks is gone
-LOOK = 0.1  # seconds between two looks into the store: a signal comes in between
+MOST = 4000  # characters of a report: a pipe buffers it until the rank has exited
+ORPHANED = 30.0  # seconds to write a checkpoint after the command that started the ranks has exited
+LOOK = 0.1  # seconds between two polls of the store, so that signals can be handled
 
 
 def is_rank() -> bool:
-    """Returns whether this process was started as a rank, even as the only one."""
+    """Returns whether this process was started as a rank, even as the only rank."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
 
 
@@ -61,7 +61,7 @@ def folder(run: Path, rank: int) -> Path:
 
 
 def check(devices: int) -> None:
-    """Raises Refused if the number of started processes is not devices=, or not known."""
+    """Raises Refused if the number of started processes is unknown or differs from devices=."""
     if wrong := _no_numbers():
         raise Refused(
             f"{wrong[0]}={os.environ[wrong[0]]}: this is not a number. Start ranks with torchrun; for a run without "
@@ -96,7 +96,7 @@ def check_sweep() -> None:
 
 
 def leashed() -> None:
-    """Ends this process when the command that started it is gone, however that ended: stdin closes with it."""
+    """Ends this process when the command that started it exits for any reason: stdin closes with the command."""
     if of_run() is not None:
         threading.Thread(target=_watch, daemon=True).start()
 
@@ -110,12 +110,12 @@ def _watch() -> None:
 
 
 def report(how: str, message: str = "") -> None:
-    """Reports to the command that started this rank how it ends. Only the first report counts.
+    """Reports to the command that started this rank how the rank ends. Only the first report counts.
 
     Args:
-        how: done, even if threads of libraries fail while the process ends; interrupted, by a signal, with a
-            checkpoint; ended, by a signal, at once; lost, because another rank is gone; not uploaded, but complete;
-            failed.
+        how: "done", even if threads of libraries fail while the process exits; "interrupted": by a signal, with a
+            checkpoint; "ended": by a signal, at once; "lost": another rank has exited; "not uploaded": complete except
+            for the upload; "failed".
         message: the signal, or the error.
     """
     if REPORTS in os.environ:
@@ -124,20 +124,20 @@ def report(how: str, message: str = "") -> None:
 
 
 def _shortened(message: str) -> str:
-    """Returns a traceback without its middle."""
+    """Returns a traceback with its middle cut out."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
 
 
-# --- an error that all ranks have is printed once ------------------------------------------------------------------
+# --- errors that all ranks have are printed once -------------------------------------------------------------------
 
 
 def says(message: str) -> bool:
     """Returns whether this rank prints an error on stderr.
 
-    With lowmem's own command those are the ranks with a log of their own, since the command prints what is reported;
-    with torchrun it is the first rank that has this error.
+    With lowmem's own command, ranks with their own log print it, since the command prints what is reported. With
+    torchrun, the first rank that has the error prints it.
     """
     if of_run() is not None:
         return number() > 0
@@ -150,18 +150,18 @@ def says(message: str) -> bool:
 def _reported_before(message: str) -> bool:
     if size() == 1 or not _of_agent():
         return False
-    with suppress(Exception):  # the store's host is gone
+    with suppress(Exception):  # the host of the store has exited
         return _store().add(sha256(message.encode()).hexdigest(), 1) > 1
     return False
 
 
-# --- a rank of torchrun's ------------------------------------------------------------------------------------------
+# --- ranks started by torchrun -------------------------------------------------------------------------------------
 
-_terminal: list[int] = []  # stderr as it was, of a rank that prints into its own log
+_terminal: list[int] = []  # the original stderr of a rank that prints into its own log
 
 
 def redirected(run: Path) -> None:
-    """Redirects the output of a rank of torchrun's to its own log, as lowmem's own command does."""
+    """Redirects the output of a rank started by torchrun to its own log, as lowmem's own command does."""
     log = folder(run, number()) / LOG
     log.parent.mkdir(exist_ok=True)
     _terminal.append(os.dup(sys.stderr.fileno()))
@@ -169,15 +169,15 @@ def redirected(run: Path) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
-    sys.stdout.reconfigure(line_buffering=True)  # the log has all lines from before a rank was killed
+    sys.stdout.reconfigure(line_buffering=True)  # keeps the last lines in the log if the rank is killed
 
 
 def agreed(claimed: Path | None) -> Path:
-    """Returns the run's folder: rank 0 tells the others which one it has claimed.
+    """Returns the run's folder: rank 0 tells the others which folder it has claimed.
 
     Args:
-        claimed: the folder that this process has claimed; None: it waits for rank 0. If rank 0 is refused, torchrun
-            ends this process.
+        claimed: the folder that this process has claimed. None waits for rank 0; if rank 0 is refused, torchrun ends
+            this process.
     """
     store = _store()
     if claimed is not None:
@@ -190,7 +190,8 @@ def agreed(claimed: Path | None) -> Path:
 
 @cache  # a store closes with its last reference
 def _store():
-    """Returns torchrun's store, or if somebody else has set the environment, rank 0's, which torch's group uses too."""
+    """Returns torchrun's store. If another launcher has set the environment, returns the store of rank 0, which torch's
+    process group uses, too."""
     from datetime import timedelta
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it logs C++ frames twice if a host does not answer
@@ -201,10 +202,10 @@ def _store():
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = number() == 0 and not _of_agent()
     how = {"wait_for_workers": False, "multi_tenant": True, "timeout": timedelta(seconds=60)}
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store and its keys outlive a life
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store and its keys survive a restart
     return PrefixStore(f"launched/{life}", TCPStore(*where, is_master=hosts, **how))
 
 
 def _of_agent() -> bool:
-    """Returns whether torchrun's agent has a store, which outlives a rank."""
+    """Returns whether torchrun's agent hosts the store, which then outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,9 +1,9 @@
-"""Stores bytes on a drive in files without a name, read and written by several threads past the system's page cache.
+"""Stores bytes on a drive in unnamed files, which several threads read and write with direct I/O, past the page cache.
 
-A file without a name exists as long as it is open. So a process leaves nothing behind, however it ends, and two
-processes never share a file. Its space is allocated before anything is written: a full drive is an error then, and not
-later. Memory, offset and length of a direct access are multiples of a page. A file system that refuses direct access
-(some network and overlay ones) is used through the page cache.
+An unnamed file exists as long as it is open. So a process leaves no file behind, however it ends, and two processes
+never share one. Space is allocated before anything is written, so a full drive fails at once and not in the middle of a
+run. Memory, offset and length of direct I/O are multiples of a page. On file systems without direct I/O (some network
+and overlay ones) the page cache is used.
 """
 
 import errno
@@ -19,16 +19,16 @@ from threading import Lock
 import psutil
 
 PAGE = mmap.PAGESIZE
-PIECE = 1 << 23  # bytes that a thread moves at once
-THREADS = 4  # with fewer a fast drive waits for the next request
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows have none
+PIECE = 1 << 23  # bytes that a thread reads or writes at once
+THREADS = 4  # with fewer a fast drive idles between requests
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows lack it
 
 
 class Disk:
-    """The operating system's calls that reach a drive. Tests put others in their place, which fail or do less."""
+    """The system calls that reach a drive. Tests replace them by calls that fail or transfer less."""
 
     def create(self, folder: Path, direct: bool) -> int:
-        """Creates a file without a name. Returns its descriptor."""
+        """Creates an unnamed file and returns its descriptor."""
         flags = os.O_RDWR | (_DIRECT if direct else 0)
         if hasattr(os, "O_TMPFILE"):
             try:
@@ -54,7 +54,7 @@ class Disk:
 
 
 def is_memory(folder: Path) -> bool:
-    """Returns whether a folder's files are in the host's memory, as those of tmpfs are."""
+    """Returns whether a folder is in host memory, such as one on tmpfs."""
     place = folder.resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((mounts[path] for path in (place, *place.parents) if path in mounts), "")
@@ -62,29 +62,31 @@ def is_memory(folder: Path) -> bool:
 
 
 def pages(size: int) -> int:
-    """Returns a size in bytes, rounded up to full pages."""
+    """Returns a size in bytes, rounded up to a multiple of a page."""
     return -(-size // PAGE) * PAGE
 
 
 def buffer(size: int) -> mmap.mmap:
-    """Returns memory that starts at a page. Pages that nobody has written to take no memory."""
+    """Returns page-aligned memory. Pages take no memory until they are written."""
     return mmap.mmap(-1, pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Drive:
     """A folder of a drive, and the threads that read and write there.
 
-    Args: folder: made if it is missing; disk: the calls that reach it.
+    Args:
+        folder: created if it is missing.
+        disk: the system calls that reach the drive.
 
     Raises:
-        OSError: the folder cannot be made or written to.
+        OSError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path, disk: Disk | None = None) -> None:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
-        self._lock = Lock()  # of the pool and the counts: weights are read by another thread than the one that steps
+        self._lock = Lock()  # guards the pool and the counts: the thread that reads weights is not the one that steps
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()
 
@@ -109,7 +111,7 @@ class Drive:
         return True
 
     def start(self, move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> "Moving":
-        """Starts to read or write memory from a place of a file on, in pieces."""
+        """Starts to read or write memory in pieces, from position `start` of a file."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, "drive")
@@ -128,14 +130,14 @@ class Drive:
             self.written_bytes += written
 
     def close(self) -> None:
-        """Ends the threads, which start again with the next access."""
+        """Stops the threads. The next access starts them again."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
 
 
 class Moving:
-    """An access that is under way."""
+    """An access in progress."""
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
@@ -144,18 +146,19 @@ class Moving:
         return all(piece.done() for piece in self._pieces)
 
     def result(self) -> None:
-        """Returns when it is complete. Raises: OSError: of any piece, once nothing moves any more."""
+        """Waits until the access is complete. Raises: OSError: a piece failed; by then no other piece is in
+        progress."""
         for piece in wait(self._pieces).done:
             piece.result()
 
 
 class ScratchFile:
-    """A file without a name. All starts and lengths are multiples of a page."""
+    """An unnamed file. All offsets and lengths are multiples of a page."""
 
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.create(drive.folder, drive.direct)
-        self.close = weakref.finalize(self, os.close, self._file)  # at the latest; what is mapped stays
+        self.close = weakref.finalize(self, os.close, self._file)  # at the latest; maps stay valid
 
     def grow(self, size: int) -> None:
         """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""
@@ -172,14 +175,14 @@ class ScratchFile:
         return self.drive.start(self.drive.disk.write, self._file, data, start)
 
     def mapped(self, size: int) -> mmap.mmap:
-        """Returns a view of the file's first bytes, which cannot be written to; it may outlive this object."""
+        """Returns a read-only map of the file's first bytes, which may outlive this object."""
         view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        view.madvise(mmap.MADV_SEQUENTIAL)  # the system reads further ahead
+        view.madvise(mmap.MADV_SEQUENTIAL)  # increases the system's read-ahead
         return view
 
     def check(self) -> None:
-        """Reads everything once, through the page cache if there is no other way. A mapped page that the drive cannot
-        read would end the process with a signal, without a word. Raises: OSError."""
+        """Reads the whole file once, through the page cache if direct I/O is not available. If the drive could not read
+        a mapped page, the process would end with a signal and without a message. Raises: OSError."""
         memory = buffer(PIECE)
         for start in range(0, self.size, PIECE):
             part = memoryview(memory)[: min(PIECE, self.size - start)]
@@ -190,7 +193,8 @@ class ScratchFile:
 
 
 def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:
-    """Reads or writes all of it: the system may do less than it was asked for. What is left begins at a page again."""
+    """Reads or writes all bytes of `memory`, since a system call may transfer fewer than it was asked for. After a
+    partial transfer the rest starts at a page boundary again."""
     done = 0
     while done < len(memory):
         count = move(file, memory[done:], start + done)

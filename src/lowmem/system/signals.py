@@ -1,6 +1,6 @@
 """Handles signals that end a program: Ctrl-C, a closed terminal, and the SIGTERM of a cluster or a spot machine.
 
-They are handled from the first line of a command on, so this module imports nothing heavy.
+Signals are handled from the first line of a command on, so this module imports nothing heavy.
 """
 
 import signal
@@ -12,13 +12,14 @@ from contextlib import contextmanager
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 received: list[signal.Signals] = []  # by this command
-ECHO_SECONDS = 0.2  # `timeout`, a process group and the sweep of a job deliver one signal twice, at once
+# `timeout`, a process group and a sweep that stops a job deliver one signal twice within this time
+ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """A signal ends the program where it stands. It is no `Exception`, so that `except Exception` does not stop it.
+    """A signal that ends the program at once. It is not an `Exception`, so that `except Exception` does not catch it.
 
-    The exit code is the one that shells use: 128 plus the number of the signal.
+    The exit code is the usual one of shells: 128 plus the number of the signal.
     """
 
     def __init__(self, sent: signal.Signals, why: str = "") -> None:
@@ -32,13 +33,13 @@ def at_once(sent: signal.Signals) -> None:
 
 @contextmanager
 def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
-    """Hands these signals to `handler` inside the `with`. An ignored signal (nohup, `&`) stays ignored.
+    """Passes these signals to `handler` inside the `with`. Signals that are ignored (nohup, `&`) stay ignored.
 
     Yields:
-        a function that installs the handlers again if other code has replaced them.
+        A function that installs the handlers again if other code has replaced them.
     """
     previous = {sent: signal.getsignal(sent) for sent in ENDING}
-    # Python handles signals in its main thread alone; None: a handler of C's, which could not be restored
+    # Python handles signals in its main thread alone; None: a handler written in C, which could not be restored
     ours = [sent for sent, before in previous.items() if before not in (signal.SIG_IGN, None)]
     ours = ours if threading.current_thread() is threading.main_thread() else []
     last = -ECHO_SECONDS
@@ -63,9 +64,9 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 
 
 def ending(error: BaseException | None) -> Ended | None:
-    """Returns the signal that caused an error: C++ code and cleanup code may turn it into another error, and Ctrl-C in
-    a terminal ends the compilers that this process has started, too."""
-    seen: set[int] = set()  # errors may be the context of each other
+    """Returns the signal that caused an error, or None. C++ code and cleanup code may turn a signal into another error,
+    and Ctrl-C in a terminal also ends the compilers that this process has started."""
+    seen: set[int] = set()  # two errors may be each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):
             return error

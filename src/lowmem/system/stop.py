@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 
 
 class Stop(Callback):
-    """Ends training between windows and an evaluation between micro-batches. A second signal ends the program at once.
+    """Ends training between windows, and an evaluation between micro-batches. A second signal ends the program at once.
 
-    It is the first callback: no other one sees the beginning of an evaluation that this one stops.
+    This callback comes first: if it stops an evaluation, no other callback sees the evaluation begin.
 
     Args:
-        keeps: the run writes checkpoints; without them a signal has nothing to wait for.
+        keeps: whether the run writes checkpoints. Without checkpoints a signal ends the run at once.
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self.signal: signal.Signals | None = None  # that any process got, once all know of it
-        self._sent: signal.Signals | None = None  # that this process got
+        self.signal: signal.Signals | None = None  # received by any process, once all processes know of it
+        self._sent: signal.Signals | None = None  # received by this process
         self._keeps, self._trainer, self._alone = keeps, None, True
         self._take: Callable[[], None] = lambda: None
 
@@ -32,7 +32,7 @@ class Stop(Callback):
         return self.signal is not None
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._take()  # Lightning has put a handler of its own before ours, which calls a collective
+        self._take()  # Lightning has installed a handler before this one, which calls a collective
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._take()  # the evaluation may be the only work
@@ -48,21 +48,21 @@ class Stop(Callback):
             trainer.should_stop = True
 
     def _agree(self, module: LightningModule) -> None:
-        """Lets all ranks end after the same window, whichever of them got the signal."""
+        """Makes all ranks end after the same window, whichever rank received the signal."""
         if number := module.ranks.all_max(self._sent or 0):
             self.signal = signal.Signals(number)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._agree(module)
         if self.interrupted:
-            raise StopIteration  # ends the loop over micro-batches, as a loader does that has no more
+            raise StopIteration  # ends the loop over micro-batches, like an exhausted loader
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals inside the `with`: during `Trainer.fit`, which restores the handlers that it found, and while
-        the summary is written.
+        """Handles signals inside the `with`: during `Trainer.fit`, which restores the previous handlers, and while the
+        summary is written.
 
-        A handler that stays would swallow the next signal and keep this callback and its model alive.
+        A handler that stays installed would swallow the next signal and keep this callback and its model alive.
         """
         with signals.handled(self._stop) as self._take:
             try:
@@ -71,8 +71,8 @@ class Stop(Callback):
                 self._trainer = None
 
     def waits_no_longer(self, known: bool) -> None:
-        """Lets signals end the program at once from now on: the rest can be repeated. Args: known: the summary says
-        `interrupted`."""
+        """Lets signals end the program at once from now on, since the remaining work can be repeated. Args: known:
+        whether the summary already says `interrupted`."""
         self._trainer = None
         if self.interrupted and not known:
             raise signals.Ended(self.signal)
@@ -85,7 +85,7 @@ class Stop(Callback):
         self._sent = sent
         if self._alone:
             self.signal = sent
-            self._trainer.should_stop = True  # set here, so that even a late signal ends this window's training
+            self._trainer.should_stop = True  # set here, so that a late signal ends training, too
         log.info(
             f"{sent.name}: stopping after this step with a checkpoint. Send it again to stop at once without a "
             "checkpoint."

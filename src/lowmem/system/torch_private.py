@@ -14,21 +14,21 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-# An operator with its types, what dispatch modes are handed. Instead: `torch.ops.aten.mm.default`'s own type.
+# An operator with its types, as dispatch modes receive it. Instead: `torch.ops.aten.mm.default`'s own type.
 from torch._ops import OpOverload
 
-# Tensors with shape, dtype and storage and no memory: the planner's runs. Instead: the meta device, and a stand-in for
-# what asks on which device a tensor is.
+# Tensors with shape, dtype and storage but without memory, for the planner. Instead: the meta device, and a replacement
+# for code that asks a tensor for its device.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-# A group of processes that are not there: the planner's runs on several devices. Instead: those processes.
+# A process group without processes, for the planner's runs on several devices. Instead: those processes.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Sees each operator: the meter, the planner and selective checkpointing. torch's notes on extending it name this one;
-# there is no other.
+# Sees each operator: used by the meter, the planner and selective checkpointing. torch's notes on extending it
+# recommend this class. Instead: nothing.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-# Tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
+# Finds tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
@@ -84,8 +84,8 @@ __all__ = (
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-# torch's operators of attention, by kernel: `F.scaled_dot_product_attention` is what the public calls, and it ends in
-# one of these, the only ones that a dispatch mode sees.
+# torch's attention operators, by kernel. The public function `F.scaled_dot_product_attention` calls one of them, and a
+# dispatch mode sees only these.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ATTENTION_FLASH = aten._scaled_dot_product_flash_attention.default
@@ -98,19 +98,20 @@ ATTENTION_BACKWARD = (
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
-# Products and a softmax, where no kernel will do: a dispatch mode sees those, but for an inference, where it sees this.
+# Attention as matmuls and a softmax, if no kernel supports the inputs. A dispatch mode sees the matmuls and the softmax
+# in training, and this operator in inference.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
-READ_A_NUMBER = aten._local_scalar_dense.default  # what `.item()` and `bool()` call
-NONZERO = aten.nonzero.default  # what a mixture calls whose experts take turns: which are used, and by which tokens
-COMPARES = (aten.equal.default, aten.allclose.default)  # what `torch.equal` and `torch.allclose` call
-MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # what `torch.tensor` calls
-ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # what fully_shard divides gradients with
-WAITS = torch.ops._c10d_functional.wait_tensor.default  # what yields a tensor that others send, when it has come
-SPLIT = aten.split_with_sizes.default  # what other mixtures call, with the tokens of each expert
-ASKS_FOR_DEVICE = torch.ops.prim.device.default  # what C++ calls to learn where a tensor without memory would lie
-GROUPED_PRODUCTS = aten._grouped_mm.default  # what transformers' mixtures of experts call
+READ_A_NUMBER = aten._local_scalar_dense.default  # called by `.item()` and `bool()`
+NONZERO = aten.nonzero.default  # called by mixtures that compute expert by expert, to find the tokens of each
+COMPARES = (aten.equal.default, aten.allclose.default)  # called by `torch.equal` and `torch.allclose`
+MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # called by `torch.tensor`
+ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # called by fully_shard to reduce and scatter gradients
+WAITS = torch.ops._c10d_functional.wait_tensor.default  # called before a received tensor is used
+SPLIT = aten.split_with_sizes.default  # called by other mixtures, to split the tokens by expert
+ASKS_FOR_DEVICE = torch.ops.prim.device.default  # called by C++ code to ask for the device of a tensor without memory
+GROUPED_PRODUCTS = aten._grouped_mm.default  # called by the mixtures of experts of transformers
 CAUSAL = "transformers.masking_utils", "causal_mask_function"
-SEPARATES = {  # with what transformers makes a mask that shows a token its document up to itself
+SEPARATES = {  # the functions from which transformers builds a causal mask that separates documents
     CAUSAL,
     *((CAUSAL[0], name) for name in ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")),
     (CAUSAL[0], "remap_positions_for_packed_sequence"),
@@ -118,20 +119,20 @@ SEPARATES = {  # with what transformers makes a mask that shows a token its docu
 
 
 class LeanFakeTensorMode(FakeTensorMode):
-    """A mode of tensors without memory on a CPU, for callers that know the outputs of an operator. Instead: the public
-    mode, with which a trace takes three times as long."""
+    """A mode of CPU tensors without memory, for callers that know the outputs of an operator. Instead: the public mode,
+    with which a trace takes three times as long."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled within, and to make sure of it takes as long as an operator
+        return False  # nothing is compiled here, and the check takes as long as an operator
 
     @cached_property
     def same_of_all(self) -> dict:
         return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
 
     def holding(self, tensor: Tensor) -> FakeTensor:
-        """Returns a fake tensor with the storage of a meta tensor. The class's own constructor takes as long as the
-        rest of an operator, to set attributes that are the same for each tensor of a mode."""
+        """Returns a fake tensor with the storage of a meta tensor. The constructor of the class takes as long as the
+        rest of an operator, since it sets attributes that are equal for all tensors of a mode."""
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)
@@ -139,18 +140,19 @@ class LeanFakeTensorMode(FakeTensorMode):
 
 
 def storage_key(tensor: Tensor | UntypedStorage) -> int:
-    """Returns a key that all tensors of one storage share, as long as it lives. Instead: nothing; `data_ptr` is 0 for
-    every tensor without memory."""
+    """Returns a key that all tensors of one storage share, valid while the storage lives. Instead: nothing; `data_ptr`
+    is 0 for every tensor without memory."""
     return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
 
 
 def schema(func: OpOverload) -> torch.FunctionSchema:
-    """Returns what an operator takes, returns and changes in place. Instead: `str(func)`, parsed by hand."""
+    """Returns the schema of an operator: its arguments, its results and which arguments it changes in place. Instead:
+    `str(func)`, parsed by hand."""
     return func._schema
 
 
 def group_of(boxed: object) -> torch.distributed.ProcessGroup:
-    """Returns the process group that an operator got, boxed or by its name. Instead: nothing public opens the box."""
+    """Returns the process group that an operator received, boxed or as a name. Instead: nothing public unboxes it."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     if isinstance(boxed, str):
@@ -160,7 +162,8 @@ def group_of(boxed: object) -> torch.distributed.ProcessGroup:
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
-    """Sets the time limit of a group's later collectives. Instead: a mesh makes groups with torch's limit alone."""
+    """Sets the timeout of a group's later collectives. Instead: nothing; groups made by a mesh have torch's default
+    timeout."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     with warnings.catch_warnings():
@@ -171,8 +174,8 @@ def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> No
 
 @contextmanager
 def allow_graphs(number: int) -> Iterator[None]:
-    """Lets torch.compile make so many graphs of one function inside the `with`. Instead: an argument of torch.compile,
-    which the lowest version lacks."""
+    """Lets torch.compile make up to `number` graphs of one function inside the `with`. Instead: an argument of
+    torch.compile, which the oldest supported version lacks."""
     from torch._dynamo import config  # takes over a second
 
     before = config.recompile_limit
@@ -184,14 +187,15 @@ def allow_graphs(number: int) -> Iterator[None]:
 
 
 def compilation_errors() -> type[Exception]:
-    """Returns the class of all errors of torch.compile. Instead: nothing public tells them from a model's own."""
+    """Returns the base class of torch.compile's errors. Instead: nothing public distinguishes them from errors of a
+    model."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def within_budget(share: float) -> AbstractContextManager:
-    """Lets graphs that torch.compile makes inside the `with` store a share of the activations' bytes. Instead: an
+    """Limits the activations that graphs compiled inside the `with` store to a share of their bytes. Instead: an
     argument of torch.compile."""
     from torch._functorch import config
 
@@ -199,31 +203,31 @@ def within_budget(share: float) -> AbstractContextManager:
 
 
 def has_memory_budget() -> bool:
-    """Returns whether torch.compile has the setting of `within_budget`. Instead: a list by torch's version."""
+    """Returns whether torch.compile has the setting of `within_budget`. Instead: a table of torch versions."""
     from torch._functorch import config
 
     return hasattr(config, "activation_memory_budget")
 
 
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
-    """Checkpoints code that somebody else calls, such as a model's blocks: the first `next` opens the segment and the
-    second one closes it; `again` recomputes it. Instead: the public checkpoint, which calls a function itself. It
-    serves segments of one block; every_k and sqrt would have to go."""
+    """Checkpoints code that other code calls, such as the blocks of a model: the first `next` opens the segment, the
+    second one closes it, and `again` recomputes it. Instead: the public checkpoint, which calls a function itself. It
+    supports segments of one block only, so every_k and sqrt would have to go."""
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 
-    # Random states are kept by block: some models draw numbers between two blocks.
+    # Random states are saved per block: some models draw random numbers between two blocks.
     return checkpointed(again, preserve_rng_state=False)
 
 
 def in_backward() -> bool:
-    """Returns whether this thread runs a backward pass, recomputation included. Instead: a flag that everything that
+    """Returns whether this thread runs a backward pass, recomputation included. Instead: a flag that all code that
     recomputes would have to set."""
     return torch._C._current_graph_task_id() != -1
 
 
 def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
-    """Returns a function that makes a context for another thread, in which torch's modes are those of this thread: the
-    same objects, which are not entered a second time. Instead: nothing public tells which modes are on."""
+    """Returns a function that makes a context for another thread, in which the torch modes of this thread are active.
+    The mode objects are shared, and not entered a second time. Instead: nothing public tells which modes are active."""
     from torch import overrides as functions
     from torch.utils import _python_dispatch as operators
 
@@ -246,8 +250,8 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
-    """Yields a library whose kernels replace torch's inside the `with`. Args: key: the dispatch key that they are
-    registered for. Instead: dropping the last reference to the library, hoping that nothing else holds one."""
+    """Yields a library whose kernels replace torch's inside the `with`. Args: key: the dispatch key of the kernels.
+    Instead: dropping the last reference to the library, hoping that no other reference exists."""
     ours = torch.library.Library("aten", "IMPL", key)
     try:
         yield ours
@@ -256,27 +260,28 @@ def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Returns whether an operator has a kernel for a dispatch key. Instead: a list by torch's version."""
+    """Returns whether an operator has a kernel for a dispatch key. Instead: a table of torch versions."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
 
 
 def cpu_multiplies_in(name: str) -> bool:
-    """Returns whether this CPU has units for products in fp16 or bf16; True if torch cannot say (built without oneDNN).
-    Instead: the flags in /proc/cpuinfo, by processor."""
+    """Returns whether this CPU has instructions for fp16 or bf16 matmuls; True if torch cannot tell (built without
+    oneDNN). Instead: the flags in /proc/cpuinfo, by processor."""
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return ask is None or ask()
 
 
 def attention_taken(model: nn.Module) -> str:
-    """Returns the name of the attention that transformers uses for a model. Instead: nothing public shows it."""
+    """Returns the name of the attention implementation that transformers uses for a model. Instead: nothing public
+    shows it."""
     return model.config._attn_implementation
 
 
 @contextmanager
 def all_unexpected() -> Iterator[set[str]]:
-    """Yields a set that gets the names of all tensors that transformers finds no place for inside the `with`, also of
-    those that a class declares to be ignored. Instead: an entry of its loading info."""
-    from transformers import PreTrainedModel  # takes seconds, and torch alone is enough for others of this file
+    """Yields a set that collects the names of all unexpected tensors that transformers finds inside the `with`,
+    including names that a model class declares to be ignored. Instead: an entry of transformers' loading info."""
+    from transformers import PreTrainedModel  # takes seconds, and other functions of this file need only torch
 
     found: set[str] = set()
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
@@ -290,21 +295,21 @@ def all_unexpected() -> Iterator[set[str]]:
 
 
 def boundaries_count_as_real() -> AbstractContextManager:
-    """Answers yes inside the `with` if transformers asks position ids whether a second document begins: tensors without
-    memory have no answer, and it would mask nothing. Instead: an argument for it."""
+    """Makes transformers' check of position ids for a second document return True inside the `with`. Tensors without
+    memory have no values to check, and transformers would not mask documents. Instead: an argument of transformers."""
     return patch("transformers.masking_utils.find_packed_sequence_indices", _documents)
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Returns the number of each token's document in its row, (B, T), as transformers counts them."""
+    """Returns the index of each token's document in its row, (B, T), as transformers counts them."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
 
 def hand_on_first_tokens() -> None:
-    """Tells transformers from now on whether a second document begins if position ids have `counted_first`: it would
-    read the ids themselves, for which the host waits for a card. Masks get it, too. Instead: an
-    argument for it."""
+    """Tells transformers from now on whether a row has a second document, if the position ids have `counted_first`.
+    Otherwise transformers reads the ids itself, and the host waits for the GPU. Masks get `counted_first`, too.
+    Instead: an argument of transformers."""
     from transformers import masking_utils
 
     asked = masking_utils.find_packed_sequence_indices
@@ -323,13 +328,14 @@ def hand_on_first_tokens() -> None:
 
 
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
-    """Returns the `counted_first` that a mask of transformers was made with, if in rows of that many tokens the mask
-    separates documents and does nothing else; else None. Instead: asking the mask, which reads the device."""
+    """Returns the `counted_first` from which a mask of transformers was made, if for rows of `tokens` tokens the mask
+    is causal, separates documents and does nothing else; else None. Instead: evaluating the mask, which reads from the
+    device."""
     first, made_by, parts = None, set(), [mask_function]
-    for part in parts:  # it grows
+    for part in parts:  # the list grows during the loop
         if isinstance(part, Tensor):
             first = getattr(part, "counted_first", first)
-        elif isinstance(part, int):  # a window
+        elif isinstance(part, int):  # the size of a sliding window
             if part < tokens:
                 return None
         elif isinstance(part, tuple):
@@ -341,19 +347,19 @@ def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None
 
 
 def tensors_count_as_real() -> AbstractContextManager:
-    """Keeps transformers from taking tensors without memory for a recorded graph, for which it writes out every mask.
-    Instead: an argument for it. A mock would hold all tensors that it is asked about."""
+    """Keeps transformers from treating tensors without memory as a traced graph, for which it materializes every mask.
+    Instead: an argument of transformers. (A mock would keep references to all tensors that it is called with.)"""
     return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Rebuilds DDP's buckets in the order in which gradients came. DDP itself does it once, before the second window.
+    """Rebuilds DDP's buckets in the order in which gradients became ready. DDP does so once, before the second window.
     Instead: leaving it to DDP."""
     ddp.reducer._rebuild_buckets()
 
 
 def check_reduced(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Checks that the last backward pass has averaged all gradients. DDP itself checks it only before the next one,
+    """Checks that the last backward pass has averaged all gradients. DDP checks it only before the next forward pass,
     after the step. Instead: leaving it to DDP.
 
     Raises:

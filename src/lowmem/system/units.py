@@ -10,18 +10,19 @@ WORDS = {category: category for category in CATEGORIES} | {"optimizer": "optimiz
 
 
 def share_of_limit(size: int | None, limit: int | None) -> str | None:
-    """Returns a size as per cent of the device's limit, in words; None: there is no limit, or nothing was measured."""
+    """Returns a size as a percentage of the device's limit, in words; None if there is no limit or nothing was
+    measured."""
     return f"{size / limit:.0%} of the device's limit" if size and limit else None
 
 
 def byte_size(size: float) -> str:
-    """Returns bytes for people: "12.3 MiB" below 1 GiB, and "1.234 GiB" from there on."""
+    """Returns a readable size: "12.3 MiB" below 1 GiB, and "1.234 GiB" from there on."""
     size_of_unit, name, digits = unit(size)
     return f"{size / size_of_unit:,.{digits}f} {name}" if size else "0 MiB"
 
 
 def unit(largest: float) -> tuple[int, str, int]:
-    """Returns (bytes, name, decimals) of the unit for a table or a chart with this largest size."""
+    """Returns (bytes, name, decimals) of the unit for a table or a chart whose largest size is `largest`."""
     return (GIB, "GiB", 3) if largest >= GIB else (MIB, "MiB", 1)
 
 
@@ -40,7 +41,7 @@ def quantity(count: int, noun: str) -> str:
 
 
 def steps_or_seconds(every: object) -> tuple[float, float]:
-    """Returns 500 as (500, inf) and "30min" as (inf, 1800.0).
+    """Parses an interval of steps or time. Returns (500, inf) for 500 and (inf, 1800.0) for "30min".
 
     Raises:
         ValueError: another form.

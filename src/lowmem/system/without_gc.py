@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed(message: str = "") -> Iterator[None]:
-    """Pauses the collector. Args: message: printed for people who wait at a terminal.
+    """Pauses the collector. Args: message: printed if users wait at a terminal.
 
-    torch, Lightning and transformers create half a million objects that all stay. Searching them for garbage again and
-    again takes a quarter of the time."""
+    torch, Lightning and transformers create half a million objects that stay alive. Searching them for garbage again
+    and again takes a quarter of the import time.
+    """
     if message and sys.stderr.isatty():
         print(message, file=sys.stderr, flush=True)
     searching = gc.isenabled()

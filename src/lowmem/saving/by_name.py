@@ -1,10 +1,11 @@
 """Converts between shards and the full tensors of a checkpoint, by parameter name.
 
-A checkpoint is the same for every strategy and number of processes. A process has a shard of each parameter, and the
-same shard of its optimizer state, as plain tensors (`local` of `techniques/strategy/contract.py`). When saving, each
-shard gets its place in the full tensor; when loading, each process reads its shard of a full tensor from a file or a
-folder. Where the order of a shard is not the model's (fused layers), `as_dtensor` gathers one tensor at a time, when
-saving and when loading a folder. Loading sends nothing else, and no process holds a second model while it reads.
+A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each
+parameter, and the matching shard of the optimizer state, as plain tensors (`local` of
+`techniques/strategy/contract.py`). When saving, each shard is placed in the full tensor; when loading, each process
+reads its shard of a full tensor from a file or a folder. Where the elements of a shard are in another order than the
+model's (fused layers), `as_dtensor` gathers one tensor at a time, both when saving and when loading a folder. Nothing
+else is sent while loading, and no process holds a second model.
 """
 
 import logging
@@ -68,18 +69,18 @@ def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[st
 def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: dict) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(module.named_parameters())
     for name, tensor in state_dict.items():
-        if tensor.is_meta:  # another process has it
+        if tensor.is_meta:  # its shard is in another process
             continue
         if name in parameters:
             p = parameters[name]
-            # not `tensor`, but the shard that the optimizer steps
+            # the shard that the optimizer steps, which `tensor` may not be
             yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor
 
 
 def _tied(module: LightningModule) -> dict[str, str]:
-    """Returns each further name of a tied parameter -> its first name."""
+    """Returns each additional name of a tied parameter -> its first name."""
     first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}
@@ -89,10 +90,10 @@ def _tied(module: LightningModule) -> dict[str, str]:
 
 
 def load(folder: Path) -> dict:
-    """Returns the checkpoint that `tensors_and_rest` got.
+    """Returns the checkpoint whose parts `tensors_and_rest` separated.
 
     Its tensors have no memory and are read when a shard needs them: `state_dict` is a `checkpoint_folder.Stored`, and
-    so is `stored` beside the optimizer's state.
+    so is `stored` in the optimizer's state.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -130,9 +131,10 @@ def _fill(
     ranks: OneDevice,
     widened: Callable[[Tensor], Tensor] = lambda saved: saved,
 ) -> None:
-    """Copies this process's shard of a saved tensor into `shard`. The tensor is laid out like the parameter `p`.
+    """Copies this process's shard of a saved tensor into `shard`. The saved tensor has the layout of the parameter `p`.
 
-    Args: widened: joins the two halves of a weight, of which a checkpoint in a file may consist.
+    Args:
+        widened: joins the upper and lower halves of a weight, if a checkpoint file stores them separately.
     """
     if not isinstance(tensors, checkpoint_folder.Stored):
         shard.copy_(ranks.shard_of(p, widened(tensors[name])))
@@ -140,12 +142,12 @@ def _fill(
     placed = ranks.as_dtensor(p, shard)
     tensors.read(name, placed)
     read = placed.to_local() if isinstance(placed, DTensor) else ranks.shard_of(p, placed)
-    if read.data_ptr() != shard.data_ptr():  # `as_dtensor` made a tensor of its own, in other memory
+    if read.data_ptr() != shard.data_ptr():  # `as_dtensor` has made a copy in other memory
         shard.copy_(read)
 
 
 class LazyState(Mapping[str, object]):
-    """Holds the optimizer's state of one parameter. Each tensor is read again each time it is accessed."""
+    """The optimizer state of one parameter. Each access reads the tensor from the checkpoint again."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -161,7 +163,7 @@ class LazyState(Mapping[str, object]):
 
 
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
-    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state. Of the
+    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state. From the
     schedules in `checkpoint`, it drops values of parameter groups that this process does not have."""
     (theirs,) = checkpoint["optimizer_states"]
     names = checkpoint["lowmem"].get("stepped")  # None: written by one device, before this key existed
@@ -180,7 +182,7 @@ def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: d
     )
     here = ((number, name, p) for number, (name, p) in enumerate(ours) if not p.is_meta)
     state = {number: LazyState(readers_of(name, p, module.ranks)) for number, name, p in here}
-    if hasattr(optimizer, "get_config"):  # bitsandbytes restores nothing but dicts
+    if hasattr(optimizer, "get_config"):  # bitsandbytes restores only dicts
         state = {number: dict(values) for number, values in state.items()}
     groups = {group["role"]: group for group in theirs["param_groups"]}
     own = optimizer.state_dict()["param_groups"]
@@ -201,7 +203,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # not so: scales per block, means per row
+        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # else: scales per block, means per row
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (
             torch.empty_like(like, device="cpu")
@@ -238,7 +240,8 @@ def _itself(value: object) -> object:
 
 
 def _keep_own_groups(schedules: list[dict], saved_roles: list[str], own_roles: list[str]) -> None:
-    """Changes the schedules: of each list with a value per parameter group, keeps those of this process's groups."""
+    """Keeps, in each list of a schedule with one value per parameter group, the values of this process's groups (in
+    place)."""
     for schedule in schedules if saved_roles != own_roles else ():
         for key, value in schedule.items():
             if isinstance(value, list) and len(value) == len(saved_roles):

@@ -1,8 +1,8 @@
 """Writes checkpoints atomically and always between windows, and verifies them before they are used.
 
 A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`); any number of
-processes can read either. A checkpoint under its final name was complete when it was written. Later damage shows in the
-CRC-32 that torch writes for every tensor into the zip archive, and never checks itself.
+processes can read either. A checkpoint under its final name was complete when it was written. Later damage is found
+with the CRC-32 that torch writes for every tensor into the zip archive but never checks itself.
 """
 
 import hashlib
@@ -40,16 +40,18 @@ _NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint atomically. Lightning's own class builds the file in memory first and does not sync it.
+    """Writes checkpoints atomically. Lightning's own class builds the file in memory first and does not sync it.
 
-    Args: module: whose checkpoints these are; None: there is one process.
+    Args:
+        module: the module whose checkpoints are written and read; None: a single process.
     """
 
     def __init__(self, module: LightningModule | None = None) -> None:
         self.module = module
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        """Writes it; all processes call this. Raises: OSError: on all of them, if one cannot write."""
+        """Writes a checkpoint; all processes call this. Raises: OSError: on all processes, if one of them cannot
+        write."""
         ranks = self.module.ranks if self.module else OneDevice()
         if ranks.divides:
             checkpoint_folder.save(Path(path), *by_name.tensors_and_rest(checkpoint, self.module), ranks)
@@ -66,21 +68,21 @@ class AtomicCheckpointIO(CheckpointIO):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path) -> None:
-        """Renames it before deleting it: a process that is killed meanwhile leaves a draft, and no broken
-        checkpoint."""
+        """Renames a checkpoint before it is deleted: a process that is killed meanwhile leaves a draft, and not a
+        broken checkpoint."""
         if Path(path).exists():
             delete(Path(path).rename(draft_of(Path(path))))
 
 
 class Checkpoints(Callback):
-    """Saves every so many optimizer steps or minutes, and at the end, and deletes old checkpoints.
+    """Saves every `every` optimizer steps or minutes, and at the end, and deletes old checkpoints.
 
     Args:
         every: `save_every`: optimizer steps, or minutes as in 30min.
-        keep: last: the newest two, in case one is damaged; best: the one with the lowest validation loss, saved after
-            its evaluation, and the newest; or the number of the newest.
-        metered: the meter's context around a save.
-        paused: the clock's context around a save, which is not part of a step.
+        keep: "last": the newest two, in case one is damaged; "best": the newest and the one with the lowest validation
+            loss, which is saved after its evaluation; a number: that many of the newest.
+        metered: the memory meter's context around a save.
+        paused: the clock's context around a save, which does not count as part of a step.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Checkpoints(Callback):
         self.steps, self.seconds = steps_or_seconds(every)
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
-        self.ended_by: str | None = None  # the checkpoint that could not be written, which ended training
-        self._since = 0.0  # when the last one was saved or tried
+        self.ended_by: str | None = None  # why training ended: the checkpoint that could not be written
+        self._since = 0.0  # time of the last save, successful or not
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
@@ -110,7 +112,7 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def _late(self, ranks: OneDevice) -> bool:
-        """Returns whether a save is due by the clock of rank 0; the clocks of other ranks differ."""
+        """Returns whether a save is due by the clock of rank 0, since the clocks of ranks differ."""
         return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -123,12 +125,12 @@ class Checkpoints(Callback):
         self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step:  # something else ended training
+        if self.saved_step != trainer.global_step:  # training ended for another reason
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for tensors in (checkpoint["state_dict"], checkpoint.get("rests", {})):
-            page_out(tensor for tensor in tensors.values() if not tensor.is_meta)  # the model has its copies by now
+            page_out(tensor for tensor in tensors.values() if not tensor.is_meta)  # the model has copied them
         self.saved_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict:
@@ -139,8 +141,8 @@ class Checkpoints(Callback):
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
     def save(self, trainer: Trainer) -> None:
-        """Saves. If the checkpoint cannot be written, training ends, older checkpoints stay, and nothing is saved any
-        more: the run then writes its weights alone (`model_folder.without_checkpoint`).
+        """Saves a checkpoint. If it cannot be written, training ends, older checkpoints stay, and nothing more is
+        saved: the run then writes only its weights (`model_folder.without_checkpoint`).
 
         Raises:
             NotFinite: a weight is inf or nan.
@@ -176,14 +178,14 @@ class Checkpoints(Callback):
 
 
 def _all_finite(trainer: Trainer) -> bool:
-    """Returns whether all numbers of this process's weights are finite."""
+    """Returns whether all weights of this process are finite."""
     module = trainer.lightning_module
     weights = (module.stored(module.ranks.local(p)) for p in module.parameters())
     return all(finite(weight) for weight in weights if not weight.is_meta)
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder that were not cut short, oldest first."""
+    """Returns the checkpoints of a folder that are complete, oldest first."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -192,12 +194,12 @@ def _has_its_end(path: Path) -> bool:
         return checkpoint_folder.has_its_end(path)
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # it cannot parse the file
+    except zipfile.BadZipFile:  # not a readable zip archive
         return False
 
 
 def _named(folder: Path) -> list[Path]:
-    for old in folder.glob(".step-*.ckpt.old"):  # left by a process that was killed while it replaced one
+    for old in folder.glob(".step-*.ckpt.old"):  # left by a process that was killed while it replaced a checkpoint
         with suppress(OSError):  # the folder belongs to another user
             put_back(folder / old.stem.removeprefix("."))
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
@@ -208,10 +210,10 @@ def _step(path: Path) -> int:
 
 
 def intact(path: Path) -> bool:
-    """Returns whether all content of the file or folder is as it was written.
+    """Returns whether the content of the file or folder is exactly what was written.
 
-    A CRC-32 finds any flipped bit and any changed run of up to four bytes, and of every other damage, such as a page
-    of zeros, all but one in 4 billion. It reads 1 GB in 0.3 s, where a cryptographic digest takes a second.
+    A CRC-32 finds any flipped bit and any changed run of up to four bytes; it misses one in 4 billion of other damages,
+    such as a page of zeros. It reads 1 GB in 0.3 s; a cryptographic digest takes a second.
     """
     if path.is_dir():
         return checkpoint_folder.intact(path)
@@ -225,7 +227,7 @@ def intact(path: Path) -> bool:
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the newest intact checkpoint of the run's folder, from which `resume=auto` goes on, or None."""
+    """Returns the newest intact checkpoint of the run's folder, which `resume=auto` uses, or None."""
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
@@ -235,10 +237,10 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(named: str, key: str = "resume") -> Path:
-    """Returns the checkpoint that was typed for `key=`, or the newest one of a typed run folder.
+    """Returns the checkpoint that was typed for `key=`; for a run folder, its newest checkpoint.
 
     Raises:
-        Refused: there is none, or it is cut short or damaged.
+        Refused: the checkpoint does not exist, is cut short or is damaged.
     """
     path, typed = Path(named).expanduser(), f"{key}={named}"
     if path.is_dir() and not _is_one(path):
@@ -257,12 +259,12 @@ def find(named: str, key: str = "resume") -> Path:
 
 
 def _is_one(folder: Path) -> bool:
-    """Returns whether a folder is a checkpoint, and no run folder."""
+    """Returns whether a folder is a checkpoint, and not a run folder."""
     return (folder / checkpoint_folder.INDEX).exists() or _NAME.fullmatch(folder.name) is not None
 
 
 def _instead(key: str, broken: Path | None = None) -> str:
-    """Returns the words to type instead of a checkpoint that cannot be used."""
+    """Returns advice on what to type instead of a checkpoint that cannot be used."""
     others = [path for path in complete(broken.parent) if path != broken] if broken else []
     if good := next(filter(intact, reversed(others)), None):
         return f"Type {in_shell(key, good)}."
@@ -270,13 +272,13 @@ def _instead(key: str, broken: Path | None = None) -> str:
 
 
 class Saved:
-    """Holds a checkpoint's content, read from the mapped file or the folder's index before the model is built.
+    """The content of a checkpoint, read from the mapped file or the folder's index before the model is built.
 
     Args:
-        key: the setting that named it, for messages.
+        key: the setting that named the checkpoint, for messages.
 
     Raises:
-        Refused: the file is no checkpoint, or of another model, optimizer, tokenizer or order of the data.
+        Refused: the file is not a checkpoint, or belongs to another model, optimizer, tokenizer or order of the data.
     """
 
     def __init__(self, path: Path, key: str = "resume") -> None:
@@ -289,17 +291,17 @@ class Saved:
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
             self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # of the next step
-            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: written without
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: the run had none
             self.begin = ours.get("begin")  # of every text; None: tokens were made by the rule of an earlier lowmem
-            self.template = ours.get("template")  # of conversations; None: there were none
-            self.start = ours.get("start")  # digest of the weights at the beginning, with which a loss compares
+            self.template = ours.get("template")  # chat template; None: the run had no conversations
+            self.start = ours.get("start")  # digest of the initial weights, which a loss uses as reference
             self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
-        except Exception as error:  # torch raises a dozen errors for a file of another kind
+        except Exception as error:  # torch raises a dozen kinds of errors for other files
             raise Refused(f"{self.asked}: this is not a lowmem checkpoint ({type(error).__name__}).") from None
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Checks that the weights are those of this model, and that it was trained with this tokenizer."""
+        """Checks that the weights belong to this model, and that the model was trained with this tokenizer."""
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
@@ -338,7 +340,7 @@ class Saved:
         return "the trained weights of this run" if self._partial(module) else "this model"
 
     def check_training(self, module: LightningModule, train: WindowLoader) -> None:
-        """Checks that optimizer and data are the same, so that training goes on where it stopped."""
+        """Checks that optimizer and data are unchanged, so that training continues where it stopped."""
         if self.order != (order := _comparable(self.order, train.order)):
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
@@ -357,20 +359,20 @@ class Saved:
             )
 
 
-# What an order depends on, by the key that is typed for it; everything else is data=.
+# Settings that determine the order of the data -> the key to type. Any other difference is one of data=.
 _TYPED = {
     "seq_len": "seq_len",
     "seed": "seed",
     "packing": "data.packing",
     "too_long": "data.too_long",
-    "together": "batch_size",  # on all devices
+    "together": "batch_size",  # in all processes together
     "block": "data.block",
     "val_rows": "data.val_rows",
 }
 
 
 def _comparable(saved: object, own: object) -> object:
-    """Returns `own` without digests of texts, which older checkpoints lack."""
+    """Returns `own` without the digests of texts if `saved`, of an older checkpoint, lacks them."""
     if isinstance(saved, dict) and isinstance(own, dict):
         return {key: _comparable(saved.get(key), value) for key, value in own.items() if key in saved or key != "text"}
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
@@ -379,7 +381,7 @@ def _comparable(saved: object, own: object) -> object:
 
 
 def _differences(saved: dict, own: dict) -> tuple[str, str]:
-    """Returns the differences of two orders of data, as a sentence and as keys to type."""
+    """Returns how two orders of data differ: a sentence, and the keys to type."""
     saved, own = ({"packing": "joined"} | order for order in (saved, own))
     shared = [key for key in _TYPED if key in saved and key in own and saved[key] != own[key]]
     differ = [f"{_TYPED[key]} was {saved[key]} in that run and is {own[key]} now" for key in shared]
@@ -390,5 +392,5 @@ def _differences(saved: dict, own: dict) -> tuple[str, str]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a digest that is the same for tokenizers with the same ids for the same tokens."""
+    """Returns a digest that is equal for tokenizers that map tokens to the same ids."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

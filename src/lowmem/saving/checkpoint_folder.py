@@ -1,13 +1,15 @@
-"""Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the ones it needs.
+"""Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the shards it
+needs.
 
 torch's distributed checkpoint plans which process writes which piece of a tensor, and from which pieces a reader with
-other shards takes them. This module does the input and output, and no process holds more than its own shards:
+other shards assembles its own. This module does the input and output, and no process holds more than its own shards:
 
-    part-00000.bin ...   numbers as they lie in memory, one file per process; a reader maps it and copies what it needs
-    index.pt             everything else, and each piece's place in its tensor, its file and its CRC-32
+    part-00000.bin ...   the bytes of tensors, one file per process; a reader maps it and copies what it needs
+    index.pt             everything else, and for each piece its offsets in the tensor, its file and its CRC-32
 
 torch's own storage holds a copy of everything it writes until the file is closed, reads full pieces, unpickles its
-index with any code in it, and has no digests. Source: torch.distributed.checkpoint's `StorageWriter` and planners.
+index together with any code in it, and has no digests. Source: torch.distributed.checkpoint's `StorageWriter` and
+planners.
 """
 
 import os
@@ -37,12 +39,12 @@ from lowmem.system.fail_together import Ranks, fail_together
 from lowmem.system.process import page_out
 
 INDEX = "index.pt"
-ALIGNED = 64  # bytes: at such a place numbers of any dtype may begin
-AT_ONCE = 1 << 22  # bytes that are read for a digest
+ALIGNED = 64  # bytes: alignment of pieces, suitable for every dtype
+AT_ONCE = 1 << 22  # bytes that are read at once for a digest
 
 
 class Piece(NamedTuple):
-    """Describes the place of a tensor's piece in a file."""
+    """The location of a tensor's piece in a file."""
 
     file: str
     start: int  # bytes
@@ -57,9 +59,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
     """Writes a checkpoint atomically; all processes call this. When it returns, `path` is complete and synced.
 
     Args:
-        tensors: by name: DTensors, of which each process writes its shard, once if several have the same one; and plain
-            tensors, which are the same everywhere.
-        content: tensors and plain values besides; rank 0's is written.
+        tensors: name -> tensor. Of a DTensor each process writes its shard (replicated shards are written once); a
+            plain tensor is equal in all processes.
+        content: further tensors and plain values; those of rank 0 are written.
 
     Raises:
         OSError: on every process, if one cannot write. The draft is deleted, and `path` is unchanged.
@@ -70,14 +72,14 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
             if ranks.rank == 0:
                 draft.mkdir()
         with fail_together(ranks), _one_error(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process that is alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process
             planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(dict(tensors), storage_writer=_Writer(draft, ranks.rank, content), planner=planner)
 
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Raises one of the errors of all processes, which torch collects in an error that is no `Exception`."""
+    """Raises the first of the processes' errors, which torch wraps in an error that is not an `Exception`."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -85,7 +87,7 @@ def _one_error() -> Iterator[None]:
 
 
 class _Writer(dcp.StorageWriter):
-    """Writes a process's file. Args: rank: of this process; content: of the index, besides the places of tensors."""
+    """Writes the file of one process. Args: rank: of this process; content: written to the index besides the pieces."""
 
     def __init__(self, folder: Path, rank: int, content: dict) -> None:
         self.folder, self.rank, self.content = folder, rank, content
@@ -95,10 +97,10 @@ class _Writer(dcp.StorageWriter):
         return False  # the constructor gets the folder
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Does nothing: a writer is made for each checkpoint."""
+        """No-op: each checkpoint has a new writer."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: object, **__: object) -> None:
-        """Does nothing: the folder exists."""
+        """No-op: the folder exists."""
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         return plan
@@ -119,7 +121,7 @@ class _Writer(dcp.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index; rank 0 calls this once all have written."""
+        """Writes the index; rank 0 calls this once all processes have written."""
         pieces = {result.index: tuple(result.storage_data) for some in results for result in some}
         tensors = {name: _entry(name, tensor, pieces) for name, tensor in metadata.state_dict_metadata.items()}
         index = self.folder / INDEX
@@ -131,7 +133,7 @@ class _Writer(dcp.StorageWriter):
 
 
 def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
-    """Writes a tensor and returns its place. One tensor is on the host at a time."""
+    """Writes a tensor and returns its location. Only one tensor is on the host at a time."""
     numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     stream.write(bytes(-stream.tell() % ALIGNED))
     start = stream.tell()
@@ -140,7 +142,7 @@ def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
 
 
 def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex, tuple]) -> dict:
-    """Returns a tensor's entry of the index, whose pieces are (place in the tensor, shape, `Piece`)."""
+    """Returns a tensor's entry in the index. Its pieces are (offsets in the tensor, shape, `Piece`)."""
     chunks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks)
     placed = [(offsets, sizes, pieces[MetadataIndex(name, torch.Size(offsets))]) for offsets, sizes in chunks]
     return {"shape": tuple(tensor.size), "dtype": tensor.properties.dtype, "pieces": placed}
@@ -150,14 +152,14 @@ def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex,
 
 
 class Stored(Mapping[str, Tensor]):
-    """Maps names to the tensors of a folder, with shape and dtype but without memory. `read` copies from them."""
+    """Maps names to the tensors of a folder, which have shape and dtype but no memory. `read` copies from the files."""
 
     def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
         self.folder, self.tensors, self.prefix = folder, tensors, prefix
         self._mapped: dict[str, Tensor] = {}
 
     def under(self, prefix: str) -> Self:
-        """Returns the tensors whose names begin with a prefix, by the rest of their names."""
+        """Returns the tensors whose names begin with a prefix, under their names without the prefix."""
         own = {name: entry for name, entry in self.tensors.items() if name.startswith(f"{self.prefix}{prefix}")}
         return type(self)(self.folder, own, f"{self.prefix}{prefix}")
 
@@ -172,10 +174,10 @@ class Stored(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fills a tensor from the files. Nothing is sent, and only the bytes that `into` needs are read.
+        """Fills a tensor from the files. Reads only the bytes that `into` needs, and sends nothing between processes.
 
         Args:
-            into: has the full shape: a DTensor, whose local shard is filled, or a plain tensor.
+            into: a DTensor, whose local shard is filled, or a plain tensor of the full shape.
         """
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: into}, Metadata({name: self._metadata(name)}), is_coordinator=True)
@@ -195,7 +197,7 @@ class Stored(Mapping[str, Tensor]):
         return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns the piece that begins there, and its full file, both as mapped memory."""
+        """Returns the piece that begins at `offsets`, and its full file, both as mapped memory."""
         entry = self.tensors[self.prefix + name]
         sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
         if piece.file not in self._mapped:
@@ -206,7 +208,7 @@ class Stored(Mapping[str, Tensor]):
 
 
 def load(folder: Path) -> tuple[dict, Stored]:
-    """Returns the content that `save` got, and the tensors."""
+    """Returns the content and the tensors that `save` wrote."""
     index = torch.load(folder / INDEX, map_location="cpu", weights_only=True, mmap=True)
     return index["content"], Stored(folder, index["tensors"])
 
@@ -219,7 +221,7 @@ def has_its_end(folder: Path) -> bool:
         return all((folder / file).stat().st_size >= end for file, end in _ends(load(folder)[1]).items())
     except PermissionError:
         raise
-    except Exception:  # a broken index raises one of a dozen errors
+    except Exception:  # a broken index raises a dozen kinds of errors
         return False
 
 
@@ -235,7 +237,7 @@ def _pieces(stored: Stored) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns whether all content is as it was written, by CRC-32, as in a file of torch's."""
+    """Returns whether all content is exactly what was written, by CRC-32, as for a checkpoint file."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:
             if archive.testzip() is not None:

@@ -1,10 +1,10 @@
-"""Writes a trained model as a folder in Hugging Face's format, file by file: there is never a second model in memory.
+"""Writes a trained model as a folder in Hugging Face's format, file by file, without a second model in memory.
 
-transformers writes it, from tensors that are made when their file is written. Each knows its shape and dtype before. If
-transformers computes with one, as with the experts of a mixture, which files hold separately, it is made at once. So
-the peak over the model is one file, and for a mixture its experts.
+transformers writes the folder from lazy tensors: each knows its shape and dtype, and is computed when its file is
+written. If transformers computes with a tensor before, as with fused experts that files store separately, the tensor is
+computed at once. So the peak over the model is one file, and for a mixture of experts its experts.
 
-If the model is sharded, the first process writes, and gathers one weight after the other from the others (`Weights`).
+If the model is sharded, the first process writes, and gathers one weight at a time from the others (`Weights`).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ from lowmem.system.fail_together import fail_together
 from lowmem.system.torch_private import tree_map_only
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 
-CARD = "README.md"  # what the hub shows of a model
-FILE_BYTES = 2 * 10**9  # at most, or one tensor where that is larger
+CARD = "README.md"  # the hub shows it as the model card
+FILE_BYTES = 2 * 10**9  # the most per file, unless a single tensor is larger
 _SAYS = {  # queries that a tensor without memory can answer
     *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
     *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),
@@ -32,7 +32,7 @@ _SAYS = {  # queries that a tensor without memory can answer
 
 
 class Later(Tensor):
-    """Defers a tensor until something computes with it."""
+    """A lazy tensor: its values are computed when an operation needs them."""
 
     compute: Callable[[], Tensor]
 
@@ -52,10 +52,11 @@ class Later(Tensor):
 
 class Weights:
     """Reads a model's weights at full precision. If the model is sharded, the first process gathers full weights into
-    host memory, and the others answer it within `fail_together`.
+    host memory, one by one; the other processes take part in each gather within `writing`.
 
     Args:
-        shard: returns this process's shard of a parameter at full precision; anything, if it has none of it.
+        shard: returns this process's shard of a parameter at full precision; any value, if the process has no shard of
+            it.
         ranks: the strategy that shards the model.
     """
 
@@ -66,14 +67,14 @@ class Weights:
         ranks: OneDevice = ONE_DEVICE,
     ) -> None:
         self.shard, self.ranks = shard, ranks
-        network.state_dict()  # makes an engine divide weights that it gathered for a forward pass
+        network.state_dict()  # makes a sharding engine free the full weights that it gathered for a forward pass
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # of parameters that replace some of the model's
+        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # for parameters that replace some of the model's
 
     def full(self, p: nn.Parameter) -> Tensor:
-        """Returns a full weight; the first process calls this. A parameter that is not the model's was made here, and
-        is complete."""
+        """Returns a full weight; the first process calls this. Parameters that do not belong to the model were created
+        by the export, and are complete."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._send_name(self._names[p]))
@@ -83,8 +84,8 @@ class Weights:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Yields whether this process writes, in the body of the `with`. The others answer until it has finished, or
-        has failed, and then fail with the same error."""
+        """Yields True in the process that writes. The other processes take part in its gathers until the writer has
+        finished; if the writer fails, they fail with the same error."""
         with fail_together(self.ranks):
             if self.ranks.rank == 0:
                 try:
@@ -97,7 +98,8 @@ class Weights:
                 yield False
 
     def _send_name(self, name: str | None) -> str | None:
-        """Returns the next parameter's name; the first process sends it, which may take a while."""
+        """Returns the next parameter's name, which the first process sends; the others wait for as long as it
+        writes."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)
@@ -108,16 +110,16 @@ class Weights:
 
 
 class ModelFolder(NamedTuple):
-    """Describes a folder to write: its path, and its content besides the weights."""
+    """A folder to write: its path, and its content except the weights."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
-    dtype: str | None = None  # of the written weights, such as bfloat16; None: as they are
+    dtype: str | None = None  # of the written weights, such as bfloat16; None: unchanged
     card: str = ""  # README.md
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """Yields a folder for the weights; it is renamed to `path` once everything is in it."""
+        """Yields a folder for the weights, which is renamed to `path` once it is complete."""
         with atomic_write(self.path) as draft:
             draft.mkdir(exist_ok=True)
             yield draft
@@ -129,10 +131,11 @@ class ModelFolder(NamedTuple):
 def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
     """Writes weights (safetensors), configuration and tokenizer, atomically.
 
-    Args: weights: the model's own reader; None: its parameters are at full precision.
+    Args:
+        weights: reads the model's weights; None: the parameters are at full precision.
 
     Raises:
-        OverflowError: the folder's dtype cannot hold a number.
+        OverflowError: a weight is out of range of the folder's dtype.
     """
     weights, dtype = weights or Weights(network), folder.dtype
     rounding = Rounding(getattr(torch, dtype)) if dtype else None
@@ -148,14 +151,14 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
 
 
 def _is_tied(network: PreTrainedModel) -> bool | None:
-    """Returns whether embedding and head share their weight, whatever the configuration says; None: there is no
-    head."""
+    """Returns whether embedding and output layer share their weight, whatever the configuration says; None if the model
+    has no output layer."""
     head = network.get_output_embeddings()
     return None if head is None else head.weight is network.get_input_embeddings().weight
 
 
 def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> dict[str, Later]:
-    """Maps each name of every parameter to a tensor that is read when its shard is written."""
+    """Maps each parameter name, tied names included, to a lazy tensor that is computed when its file is written."""
 
     def later(name: str, p: nn.Parameter) -> Later:
         if rounding is None:
@@ -166,7 +169,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors without the names that loading ties to another one: transformers would compare them."""
+    """Returns the tensors without the names that transformers ties to another one when it loads: it would compare (and
+    so compute) them."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

@@ -1,8 +1,8 @@
-"""Writes an exported model folder as a GGUF file, too, which llama.cpp and the programs around it read.
+"""Writes an exported model folder as a GGUF file as well, for llama.cpp and programs based on it.
 
-The file is made from the folder's own files, one tensor in memory at a time. Before it gets its name, llama.cpp must
-compute with it what transformers computes with the folder: rows in a wrong order or a tokenizer of another kind give
-plausible nonsense and no error. Where llama.cpp is not installed, the name says that the file is not verified.
+The file is converted from the folder's own files, one tensor in memory at a time. Before the file is renamed to its
+final name, its log-probabilities in llama.cpp are compared with those of the folder in transformers: swapped rows or a
+wrong tokenizer give plausible nonsense and no error. If llama.cpp is not installed, the file name says "unverified".
 """
 
 import json
@@ -29,18 +29,21 @@ log = logging.getLogger(__name__)
 
 NAME, UNVERIFIED = "model.gguf", "model.unverified.gguf"
 CONVERTER = "convert_hf_to_gguf.py of llama.cpp"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names, and GGUF's
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the names of safetensors and GGUF
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Family(NamedTuple):
-    """Describes how llama.cpp stores an architecture.
+    """How llama.cpp stores an architecture.
 
-    Args: name: llama.cpp's; transposed: the endings of weights that transformers keeps as (inputs, outputs); pairs:
-    rotary embeddings turn neighbours in place of halves, so the rows of queries and keys have another order; of_config:
-    GGUFWriter's method -> its value; fixed: key of the configuration -> the values that llama.cpp computes with, which
-    a file cannot name.
+    Args:
+        name: llama.cpp's name of the architecture.
+        of_config: returns method of GGUFWriter -> its value, from the model's configuration.
+        fixed: key of the configuration -> the values that llama.cpp supports; a GGUF file cannot store any other.
+        transposed: suffixes of weights that transformers stores as (inputs, outputs).
+        pairs: rotary embeddings rotate adjacent elements, and not elements of the two halves, so rows of queries and
+            keys are reordered.
     """
 
     name: str
@@ -85,7 +88,7 @@ _GELU = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
 }
-FAMILIES = {  # transformers' model_type -> llama.cpp's
+FAMILIES = {  # transformers' model_type -> how llama.cpp stores the model
     "llama": Family("llama", _of_llama, _SILU, pairs=True),
     "qwen2": Family("qwen2", _of_llama, _SILU),
     "qwen3": Family("qwen3", _of_llama, _SILU | {"attention_bias": (False,)}),
@@ -94,7 +97,7 @@ FAMILIES = {  # transformers' model_type -> llama.cpp's
 
 
 def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises Refused for a model that this module cannot write, before it is trained."""
+    """Raises Refused for a model that this module cannot convert. Called before training."""
     why, family = None, FAMILIES.get(config.model_type)
     if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
@@ -115,13 +118,13 @@ def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write(folder: Path) -> Path:
-    """Writes the GGUF file of an exported model into its folder. Returns its path.
+    """Writes the GGUF file of an exported model into its folder and returns its path.
 
     Args:
-        folder: a model in Hugging Face's format, of which `check` has approved.
+        folder: a model in Hugging Face's format that passed `check`.
 
     Raises:
-        Refused: llama.cpp computes something else than transformers.
+        Refused: log-probabilities of llama.cpp and transformers differ.
     """
     for old in (folder / NAME, folder / UNVERIFIED):
         old.unlink(missing_ok=True)
@@ -173,7 +176,7 @@ def _write(folder: Path, file: Path) -> None:
 
 
 class Stored(NamedTuple):
-    """Describes a tensor of the file. Args: name: transformers' name; dtype: in the file; read: returns its values."""
+    """A tensor of the GGUF file. Args: name: its name in transformers; dtype: in the file; read: returns its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -186,7 +189,7 @@ class Stored(NamedTuple):
 
 
 def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[Stored]:
-    """Yields the tensors of the file, in the dtypes of the folder; vectors are in fp32, as llama.cpp wants them."""
+    """Yields the tensors of the file, with the dtypes of the folder. Vectors are in fp32, as llama.cpp requires."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -200,7 +203,7 @@ def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator
                 dtype = torch.float32 if len(shape) == 1 else dtype
                 yield Stored(name, tuple(shape), dtype, partial(_read, file, name, change))
     if _rope(config) == "llama3":
-        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)  # (half of a head,)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)  # (head_dim / 2,)
         plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(scaled)) / len(scaled))
         yield Stored("rope_freqs.weight", tuple(scaled.shape), torch.float32, lambda: plain / scaled)
 
@@ -212,8 +215,8 @@ def _read(file: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> T
 
 
 def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Returns rows of queries or keys in llama.cpp's order: those that turn together are neighbours. In transformers
-    they are half a head apart."""
+    """Reorders rows of queries or keys for llama.cpp, where a rotated pair is adjacent. In transformers the two rows of
+    a pair are half a head apart."""
     halves = tensor.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(tensor.shape)
 
@@ -226,9 +229,11 @@ def _rope(config: PreTrainedConfig) -> str:
 
 
 def _pre(tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns llama.cpp's name for how a tokenizer cuts a text into words; None if it has none that is known here.
+    """Returns llama.cpp's name of a tokenizer's pre-tokenization (how it splits a text into words); None if it is not
+    supported here.
 
-    Args: tokenizer: the content of tokenizer.json.
+    Args:
+        tokenizer: the content of tokenizer.json.
     """
     if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         return None
@@ -248,7 +253,8 @@ def _pre(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
-    """Adds the tokenizer to a `GGUFWriter`. Rows of the embedding that have no token get a name of their own."""
+    """Adds the tokenizer to a `GGUFWriter`. Embedding rows without a token are named [PAD0], [PAD1] and so on, by
+    id."""
     import gguf
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -263,9 +269,9 @@ def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
     writer.add_token_types(kinds)
     logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of default ids in config.json beyond the vocabulary
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
-    # llama.cpp has a default of its own for each kind of tokenizer
+    # otherwise llama.cpp uses the default of the tokenizer's kind
     special.add_special_token["bos"] = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     special.add_to_gguf(writer, quiet=True)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     if others := {*(ends if isinstance(ends, list) else [ends])} - {tokenizer.eos_token_id, None}:
-        writer.add_eot_token_id(min(others))  # the end of the chat template's turn
+        writer.add_eot_token_id(min(others))  # the token that ends a turn of the chat template

@@ -9,10 +9,12 @@ log = logging.getLogger(__name__)
 
 
 def push(folder: Path, name: str, again: str) -> None:
-    """Uploads a folder, to a new private repository if there is none.
+    """Uploads a folder to the Hugging Face hub. If the repository does not exist, a private one is created.
 
     Args:
-        folder: model/ of a run; again: the `export=` to type after an error.
+        folder: model/ of a run.
+        name: the repository on the hub.
+        again: the `export=` to type after an error.
 
     Raises:
         NotPublished: why, and what to type.
@@ -23,7 +25,7 @@ def push(folder: Path, name: str, again: str) -> None:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
-    except Exception as error:  # no network, no token, no right, no room, or no such name: each has its own class
+    except Exception as error:  # network, token, permission, quota or name: each raises another class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotPublished(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "

@@ -1,7 +1,8 @@
-"""Compares what llama.cpp computes with a GGUF file with what transformers computes with the folder it was made from.
+"""Compares a GGUF file in llama.cpp with the folder it was converted from in transformers: tokens and
+log-probabilities.
 
-llama.cpp runs in a process of its own, since an error in native code ends its process. Both models are in host memory,
-the one of transformers in fp32.
+llama.cpp runs in a separate process, because an error in native code ends its process. Both models are in host memory;
+the model in transformers is in fp32.
 """
 
 import json
@@ -17,15 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.system.errors import Refused
 
-# words, numbers, code, several scripts and whitespace, which tokenizers split in different ways
+# words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # the largest log-probabilities of a position, which are compared
-# llama.cpp rounds the inputs of products with 16-bit weights to 16 bits, and reads GELU from a table in fp16. How much
-# that changes depends on the model, so the tolerance is this many times what 16-bit products change in transformers.
+TOP = 20  # compared per position: the largest log-probabilities
+# Rounding explains some difference: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits, and reads
+# GELU from a table in fp16. Its size depends on the model, so the tolerance is FACTOR times the difference between fp32
+# and 16-bit matmuls in transformers.
 FACTOR = 2.0
-CONTEXT = 512  # tokens, of llama.cpp's context
-PARTS = 6  # beginnings of TEXT that llama.cpp splits into tokens itself
-SAME = 1e-3  # nats between two answers of llama.cpp to the same tokens, which it may compute in batches of another size
+CONTEXT = 512  # context length of llama.cpp, in tokens
+PARTS = 6  # number of prefixes of TEXT that llama.cpp tokenizes itself
+SAME = 1e-3  # nats: tolerance between two results of llama.cpp for the same tokens, whose batches may have other sizes
 
 
 def is_installed() -> bool:
@@ -33,11 +35,11 @@ def is_installed() -> bool:
 
 
 def compare(file: Path, folder: Path) -> None:
-    """Compares the tokens of TEXT, and the log-probabilities of the next token at each of its positions.
+    """Compares the tokens of TEXT, and the log-probabilities of the next token at each position.
 
     Raises:
-        Refused: why the file is wrong: llama.cpp cannot open it, reads other tokens, or its log-probabilities differ by
-            more than rounding.
+        Refused: llama.cpp cannot open the file, splits TEXT into other tokens, or its log-probabilities differ by more
+            than rounding explains.
     """
     texts, tokens = _tokenized(folder)
     ids = tokens[-1]
@@ -65,9 +67,9 @@ def compare(file: Path, folder: Path) -> None:
 
 
 def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
-    """Returns beginnings of TEXT and their tokens; the longest one has as many as the model has positions for."""
+    """Returns prefixes of TEXT and their tokens. TEXT is shortened until its tokens fit the model's context."""
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    text = TEXT + (tokenizer.eos_token or "")  # a special token is not made of letters
+    text = TEXT + (tokenizer.eos_token or "")  # special tokens are not built from characters
     while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
         text = text[: len(text) // 2]
     texts = [text[: len(text) * part // PARTS] for part in range(1, PARTS + 1)]
@@ -75,15 +77,15 @@ def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
 
 
 def _apart(one: dict, other: dict) -> float:
-    """Returns the largest difference of the log-probabilities that two answers have in common. llama.cpp gives none if
-    the next token is an incomplete character."""
+    """Returns the largest difference between log-probabilities of tokens that are in both answers. llama.cpp returns no
+    log-probabilities if the next token is an incomplete character."""
     theirs = dict(other["top"])
     return max((abs(value - theirs[token]) for token, value in one["top"] if token in theirs), default=0.0)
 
 
 @torch.no_grad()
 def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the next token, (T, vocabulary) each: computed in fp32, and in 16 bits."""
+    """Returns log-probabilities of the next token, (T, vocabulary) each, computed in fp32 and in 16 bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     stored_in_bf16 = AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
@@ -94,7 +96,7 @@ def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor
     return exact, rounded
 
 
-# The server of llama.cpp listens at a free port of 127.0.0.1, and is asked in its own process.
+# llama.cpp's server listens on a free port of 127.0.0.1; the child process both starts and queries it
 _CHILD = """
 import json, sys
 import xllamacpp as llama

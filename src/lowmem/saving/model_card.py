@@ -1,7 +1,7 @@
 """Writes README.md of model/: what the model is, its data and recipe, and its measurements.
 
-It is a function of summary.json alone. It names the device and nothing else of the machine; a path becomes its last
-name.
+The card depends on summary.json alone. The device is the only detail of the machine in it, and paths are shortened to
+their last component.
 """
 
 import re
@@ -20,7 +20,7 @@ PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # a path on 
 
 
 def card(summary: Mapping) -> str:
-    """Returns the front matter that the hub reads, and Markdown after it."""
+    """Returns the model card: the front matter that the hub reads, then Markdown."""
     head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
     head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
     known = {name: value for name, value in head.items() if value is not None}
@@ -29,7 +29,7 @@ def card(summary: Mapping) -> str:
 
 
 def _tags(summary: Mapping) -> list[str]:
-    """Returns the tags, without those of choices that do nothing."""
+    """Returns the name of the adapter as a tag, if the run trained an adapter."""
     return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
 
 
@@ -56,7 +56,7 @@ def _sections(summary: Mapping) -> Iterator[str]:
 
 
 def _evaluated(sets: Sequence[Mapping]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Returns the head and the rows of a table of the validation sets."""
+    """Returns the header and the rows of the table of validation sets."""
     names = [name for name in sets[0] if name != "name"]
     of_tokens = "perplexity" in names
     head = ("loss (nats per token)" if name == "loss" and of_tokens else name.replace("_", " ") for name in names)
@@ -83,8 +83,8 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def command(overrides: list[str]) -> str:
-    """Returns the command to type for such a run, without local folders. A file or folder becomes its name in <>, to be
-    replaced by whoever copies the command."""
+    """Returns the command that repeats the run, without local folders. A file or folder is shown as its name in <>, for
+    the reader to replace."""
     typed = set(map(key, overrides))
     implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}  # by typing the other one
     lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
@@ -92,7 +92,7 @@ def command(overrides: list[str]) -> str:
 
 
 def without_place(line: str, data_of_hub: bool) -> str:
-    """Returns a line without local folders; a hub id stays."""
+    """Returns an override without local folders. Hub ids are kept."""
     name, equals, value = line.partition("=")
     if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
         return f"{name}{equals}<{PurePath(value).name}>"

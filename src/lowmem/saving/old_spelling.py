@@ -1,8 +1,8 @@
-"""Rewrites the files of an exported folder in the oldest spelling that says the same, so that others read them too.
+"""Rewrites the files of an exported folder so that older programs can read them, too.
 
-transformers 5 writes names that transformers 4, and the servers and converters of its time, do not know: they fail, or
-take a default without a word. config.json gets old keys beside the new ones, and tokenizer_config.json old keys in
-place of new ones. transformers 5 reads both.
+transformers 5 writes names that transformers 4, and servers and converters of that time, do not know: they fail, or use
+a default silently. config.json gets the old keys in addition to the new ones; in tokenizer_config.json old keys replace
+new ones. transformers 5 reads both.
 """
 
 import json
@@ -16,14 +16,14 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
 PLAIN = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in transformers 4 and 5
 _NEW = {"TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend"}  # since transformers 5
-_ALSO = {  # a key's older name, by architecture
+_ALSO = {  # older names of keys, by model_type
     "gpt2": {"n_ctx": "n_positions"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
 _PLAIN_ROTARY = {"rope_theta": ("rope_theta",), "partial_rotary_factor": ("partial_rotary_factor",)}
 _OF_NEOX = {"rotary_emb_base": ("rope_theta",), "rotary_pct": ("partial_rotary_factor",)}
 _OF_GEMMA = {"rope_theta": ("rope_theta",), "rope_local_base_freq": ("sliding_attention", "rope_theta")}
-_ROTARY = {  # names by architecture, and where their numbers are in rope_parameters; others have _PLAIN_ROTARY
+_ROTARY = {  # model_type -> older key -> its place in rope_parameters; other models use _PLAIN_ROTARY
     "gpt_neox": _OF_NEOX,
     "gpt_neox_japanese": _OF_NEOX,
     "gemma3_text": _OF_GEMMA,
@@ -35,11 +35,12 @@ _ROTARY = {  # names by architecture, and where their numbers are in rope_parame
     "olmo3": _PLAIN_ROTARY,
 }
 _PREDICTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # layers that predict later tokens
-_ON_TOKENIZERS = ("is_local", "local_files_only")  # how the tokenizer was found here
+_ON_TOKENIZERS = ("is_local", "local_files_only")  # how this machine found the tokenizer
 
 
 def rewrite_config(folder: Path, tied: bool | None) -> None:
-    """Rewrites config.json. Args: tied: whether embedding and head share their weight; None: there is no head."""
+    """Rewrites config.json. Args: tied: whether embedding and output layer share their weight; None: no output
+    layer."""
 
     def rewritten(config: dict) -> dict:
         return old_config(config if tied is None else _with_tie(config, tied))
@@ -48,8 +49,8 @@ def rewrite_config(folder: Path, tied: bool | None) -> None:
 
 
 def old_config(config: dict) -> dict:
-    """Returns the configuration with older keys beside the newer ones, of a text model inside it as well. Layers that
-    predict several tokens are not promised: no causal model class holds their weights."""
+    """Returns the configuration with the older keys added, also in a nested text configuration. The number of
+    multi-token prediction layers is set to 0, because no causal model class holds their weights."""
     config = {key: old_config(value) if _is_config(value) else value for key, value in config.items()}
     config |= {old: config[new] for old, new in _ALSO.get(config.get("model_type"), {}).items() if new in config}
     config |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
@@ -62,7 +63,7 @@ def _is_config(value: object) -> bool:
 
 
 def _with_tie(config: dict, tied: bool) -> dict:
-    """Returns the configuration with the tie as the weights are, of a text model inside it as well."""
+    """Returns the configuration with `tie_word_embeddings` set to `tied`, also in a nested text configuration."""
     inner = {key: _with_tie(value, tied) for key, value in config.items() if _is_config(value) and key == "text_config"}
     return config | inner | {"tie_word_embeddings": tied}
 
@@ -71,7 +72,7 @@ def _rotary(config: dict) -> dict:
     """Returns the older keys of rotary position embeddings."""
     rope, names = config.get("rope_parameters"), _ROTARY.get(config.get("model_type"))
     if not rope or (names is None and any(isinstance(value, dict) for value in rope.values())):
-        return {}  # kinds of layers have their own numbers, in an architecture that is newer than transformers 4
+        return {}  # rope_parameters per layer type: the architecture is newer than transformers 4
     main, keys = rope.get("full_attention", rope), {}
     for name, (*kinds, key) in (names or _PLAIN_ROTARY).items():
         place = rope[kinds[0]] if kinds else main
@@ -80,20 +81,20 @@ def _rotary(config: dict) -> dict:
 
 
 def _scaling(rope: dict, config: dict) -> dict | None:
-    """Returns how positions are scaled, if they are."""
+    """Returns the older `rope_scaling`, or None if positions are not scaled."""
     rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     kind = rest.pop("rope_type", "default")
     if kind == "default" and not rest:
         return None
-    if config.get("model_type") == "phi3":  # transformers 4 takes no other key
+    if config.get("model_type") == "phi3":  # transformers 4 accepts no other key
         return {"type": kind} | {key: rest[key] for key in ("short_factor", "long_factor") if key in rest}
     return {"rope_type": kind, "type": kind} | rest
 
 
 def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrites tokenizer_config.json: the class that the tokenizer came with if that opens the folder as the same
-    tokenizer, else `PLAIN`."""
-    if not tokenizer.is_fast:  # its class reads files of its own
+    """Rewrites tokenizer_config.json. The tokenizer keeps its original class if that class opens the folder as the same
+    tokenizer; otherwise the class is `PLAIN`."""
+    if not tokenizer.is_fast:  # its class reads other files
         return
     came_with = _class_of(tokenizer)
     _rewrite(folder / TOKENIZER, lambda config: old_tokenizer(config, tokenizer, came_with))
@@ -102,19 +103,20 @@ def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the class that the tokenizer's own folder names, without the names that transformers 5 has invented."""
-    said, place = None, tokenizer.name_or_path  # "" if it was made here
-    with suppress(OSError):  # its folder is gone
+    """Returns the class named in the tokenizer's original folder, or `PLAIN` if the name was introduced by transformers
+    5."""
+    said, place = None, tokenizer.name_or_path  # "" if the tokenizer was made by this run
+    with suppress(OSError):  # its folder has been deleted
         said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None
     return PLAIN if said is None or said in _NEW else said
 
 
 def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -> dict:
-    """Returns tokenizer_config.json in its old spelling. Args: name: the tokenizer's class."""
+    """Returns tokenizer_config.json with old keys. Args: name: the tokenizer's class."""
     config = {key: value for key, value in config.items() if key not in _ON_TOKENIZERS} | {"tokenizer_class": name}
-    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 reads a dict of names
+    if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 expects a dict of names
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if name != PLAIN:  # some classes of transformers 4 ask these, and not tokenizer.json
+    if name != PLAIN:  # some classes of transformers 4 read these keys, and not tokenizer.json
         ids = tokenizer("a").input_ids
         config |= {"add_bos_token": ids[:1] == [tokenizer.bos_token_id]}
         config |= {"add_eos_token": ids[-1:] == [tokenizer.eos_token_id]}
@@ -122,7 +124,7 @@ def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -
 
 
 def _opens_as(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the folder's tokenizer computes as this one."""
+    """Returns whether the folder opens as a tokenizer identical to `tokenizer`."""
     opened = AutoTokenizer.from_pretrained(folder)
     return opened.is_fast and opened.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
@@ -134,5 +136,5 @@ def _rewrite(file: Path, change: Callable[[dict], dict]) -> None:
 
 
 def _number(value: dict) -> dict | float:
-    """Returns inf and nan as numbers, for which transformers 5 writes objects."""
+    """Converts transformers 5's objects for inf and nan to floats."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -1,8 +1,8 @@
-"""Saves and restores the random states of dropout, so that a resumed run draws what the unbroken one would have drawn.
+"""Saves and restores the random states of dropout, so that a resumed run draws the same numbers as an unbroken run.
 
-With another number of processes, or other shards, the old states do not fit. Then each process seeds anew with the
-seed, the step and the index of its data. Dropout's masks differ from the unbroken run's then; everything else is the
-same to the bit.
+If the number of processes or the sharding has changed, the saved states do not fit. Then each process is seeded with
+the seed, the step and the index of its data. Dropout masks then differ from the unbroken run's; everything else is
+equal to the bit.
 """
 
 import logging
@@ -21,16 +21,21 @@ KINDS = ("cpu", "cuda")  # names of the generators in a checkpoint, in the order
 
 
 def capture(ranks: OneDevice, device: torch.device) -> dict:
-    """Returns the states of all processes with their roles, the same on every process, for a checkpoint."""
+    """Returns the states of all processes with their data ranks, for a checkpoint; the result is equal on every
+    process."""
     own = dict(zip(KINDS, captured(device), strict=False)) | {"data_rank": ranks.data_rank}
     return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Restores the states. Args: saved: the result of `capture`, with other keys; window: the number of windows
-    done."""
+    """Restores the states.
+
+    Args:
+        saved: the result of `capture`, which may have further keys.
+        window: the number of completed windows.
+    """
     every = saved["random_states"]
-    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # written when there was only one
+    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of a version that saved one process only
     if not _same(every, saved.get("strategy"), ranks):
         log.info(
             "resume=: dropout masks will differ from an unbroken run, because the checkpoint has the random states of "
@@ -44,7 +49,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
-    """Returns whether each process has a saved state of the same data and the same shard of the model. The strategy
-    names the shard, unless processes differ by their data alone."""
+    """Returns whether each process has a saved state for its data and its shard of the model. The strategy's name
+    stands for the sharding; it does not matter if processes differ in their data alone."""
     data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
     return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

@@ -1,4 +1,4 @@
-"""Assigns colours, in memory.png and on the comparison page: one colour is a category or a run, never both."""
+"""Defines the colours of memory.png and of the comparison page. No colour stands for both a category and a run."""
 
 OF_CATEGORY = {
     "weights": "#3b6fb6",
@@ -7,7 +7,7 @@ OF_CATEGORY = {
     "activations": "#3f9d6b",
     "other": "#9a9a9a",
 }
-# More than 30 (CIE76) from every category and 25 from each other: nobody could tell more of them apart.
+# At least 30 (CIE76) from every category and 25 from each other. More colours could not be told apart.
 OF_RUNS = ("#cf1f4a", "#12a5b0", "#9aa800", "#e86fc0", "#9c5a33", "#5ad1ff", "#ff6f61", "#a8005c")
-INK = "#5b7083"  # what is neither: the runs that are not picked out, the process, the allocator
+INK = "#5b7083"  # neither category nor run: runs in the background, the process, the allocator
 LIMIT = "#c0392b"

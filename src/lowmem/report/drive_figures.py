@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def log_access(drive: Drive | None) -> None:
-    """Logs where a drive is and how it is accessed."""
+    """Logs the drive's folder and whether it is accessed directly or through the page cache."""
     if drive is None:
         return
     how = "direct I/O, which bypasses the page cache"
@@ -26,8 +26,13 @@ def log_access(drive: Drive | None) -> None:
 
 
 def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None) -> dict | None:
-    """Returns the summary's figures of a drive. Those of a step are medians, which leave out the first step: it makes
-    the state. Args: rows: of memory.csv; seconds: per step."""
+    """Returns the drive's figures for the summary. Per-step figures are medians over all steps except the first, which
+    creates the optimizer state.
+
+    Args:
+        rows: of memory.csv.
+        seconds: per step.
+    """
     if drive is None:
         return None
     columns = [f"drive_{name}" for name in ("bytes", *(f"{way}_bytes" for way in WAYS))]
@@ -46,7 +51,7 @@ def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None)
 
 
 def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
-    """Yields the rows of the summary's table. Args: numbers: `figures`."""
+    """Yields rows of the summary's table. Args: numbers: the result of `figures`."""
     if numbers is None:
         return
     yield "on the drive", f"{byte_size(numbers['bytes'])}{'' if numbers['direct'] else ' (buffered)'}"
@@ -56,6 +61,6 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
 
 
 def rate(numbers: Mapping, way: str) -> str:
-    """Returns the rate over the time of a step, with its unit. Args: way: read or written."""
+    """Returns the average rate during a step, with its unit. Args: way: "read" or "written"."""
     per_second = numbers[f"{way}_gb_per_second"]
     return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

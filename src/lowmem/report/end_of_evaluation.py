@@ -1,4 +1,4 @@
-"""Lets callbacks compute with the model at the end of an evaluation, without any effect on training."""
+"""Lets callbacks compute with the model at the end of an evaluation without affecting training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,18 +12,19 @@ from lowmem.system.stop import Stop
 
 
 class EndOfEvaluation:
-    """Prepares such computations. Args: seed: of their random numbers, the same at every evaluation and rank."""
+    """Runs computations at the end of an evaluation. Args: seed: of their random numbers, equal for every evaluation
+    and rank."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, stop: Stop, meter: MemoryMeter) -> None:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter
 
     def stopped(self) -> bool:
-        """Returns whether the run is to end, so that nothing more is computed."""
+        """Returns whether the run is ending, so that further computations are skipped."""
         return self.stop.interrupted
 
     @contextmanager
     def computing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Measures the memory of forward passes inside the `with`, and restores random states afterwards."""
+        """Meters the memory of forward passes inside the `with`, and restores the random states when it ends."""
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext() if trainer.sanity_checking else self.meter.evaluating()
         with metered, torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():

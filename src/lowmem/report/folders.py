@@ -1,6 +1,6 @@
-"""Reads the folders of earlier runs and sweeps, finished, failed or still running.
+"""Reads the folders of earlier runs and sweeps: finished, failed or still running.
 
-The process that starts a sweep's jobs reads them too, so this module imports nothing heavy.
+The process that starts the jobs of a sweep reads them, too, so this module imports nothing heavy.
 """
 
 import csv
@@ -20,24 +20,24 @@ from lowmem.system import folder_locks
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, duration, unit
 
-FAILED = "failed.txt"  # in a run's folder: why
+FAILED = "failed.txt"  # in a run's folder: why the run failed
 WIDTH = 80  # characters of a row
-LINE = 240  # characters of a reason on the terminal
+LINE = 240  # maximum characters of a reason on the terminal
 QUIET = 600  # seconds without a write after which the state of a run on another machine is unknown
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Describes a run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
+    """A run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
 
     folder: Path
     overrides: list[str]
     summary: dict | None
     status: str  # done, interrupted, failed, running, broken or unknown
-    reason: str = ""  # of all but done
+    reason: str = ""  # for every status except done
 
     def rows(self, file: str) -> list[dict[str, str]]:
-        """Returns the rows of metrics.csv or memory.csv, without a last line that was cut short."""
+        """Returns the rows of metrics.csv or memory.csv, without an incomplete last line."""
         try:
             with (self.folder / file).open(newline="", encoding="utf-8", errors="replace") as lines:
                 return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
@@ -46,8 +46,8 @@ class RunFolder:
 
 
 def load(folder: Path) -> RunFolder:
-    """Reads a folder in any state."""
-    locked = folder_locks.is_locked(folder)  # asked first: a run writes its summary before it releases the lock
+    """Reads the folder of a run in any state."""
+    locked = folder_locks.is_locked(folder)  # checked first: a run writes its summary before it releases the lock
     overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
         return RunFolder(
@@ -60,13 +60,14 @@ def load(folder: Path) -> RunFolder:
             overrides = [str(line) for line in summary["overrides"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
-        by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem knew Ctrl-C alone
+        by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem recorded only Ctrl-C
         return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
     return RunFolder(folder, overrides, None, *_without_summary(folder, locked))
 
 
 def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
-    """Returns the status and its reason. A living run holds its folder's lock, which other machines may not see."""
+    """Returns the status and its reason. A running process locks its folder, but other machines may not see the
+    lock."""
     if locked:
         return "running", "no summary.json yet"
     if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
@@ -81,10 +82,10 @@ def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
 
 
 def runs_below(folder: Path) -> list[RunFolder]:
-    """Returns the run of `folder`, or the runs below it in the order of their numbers.
+    """Returns the run in `folder`, or all runs below it, in numerical order.
 
     Raises:
-        Refused: there are none.
+        Refused: no run was found.
     """
     if not folder.exists():
         raise Refused(f"{folder}: this folder does not exist. Runs are in outputs/ and multirun/.")
@@ -101,8 +102,8 @@ def runs_below(folder: Path) -> list[RunFolder]:
 
 
 def sweep_of(folder: Path) -> Path | None:
-    """Returns the folder of the sweep that started the job in `folder`, which lies any number of levels below it: a
-    slash in hydra.sweep.subdir makes levels. None: the job is of no sweep."""
+    """Returns the folder of the sweep that started the job in `folder`; None if the job does not belong to a sweep. The
+    job's folder may be several levels below, since hydra.sweep.subdir may contain slashes."""
     return next((above for above in folder.parents if (above / "multirun.yaml").is_file()), None)
 
 
@@ -114,17 +115,17 @@ def differing(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _learned_rate(summary: dict) -> float:
-    """Returns the rate of tokens with a label, which an earlier version called `tokens_per_second`."""
+    """Returns tokens with a label per second, which an earlier version stored as `tokens_per_second`."""
     ours = "learned_tokens_per_second"
     return summary[ours if ours in summary else "tokens_per_second"]
 
 
-# column -> how it is read from a summary, and written
+# column -> (its value from a summary, its format)
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
-    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0: evaluated only
+    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0: the run only evaluated
     "learned tokens/s": (lambda s: _learned_rate(s) or None, "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
@@ -134,8 +135,8 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the names of the figures: those of a drive and of pairs only if a run has them, and the rate of learned
-    tokens only if some tokens have no label."""
+    """Returns the columns of the table. Figures of a drive and of preference pairs are included if a run has them, and
+    the rate of learned tokens if some tokens have no label."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
     found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
     return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]
@@ -154,7 +155,7 @@ def figure(run: RunFolder, column: str) -> float | None:
 
 
 def number(value: object) -> float | None:
-    """Returns a finite number that a file of a run holds; None for any other content."""
+    """Converts a value from a run's file to a finite float; None for any other content."""
     try:
         value = float(value)
     except (OverflowError, TypeError, ValueError):
@@ -163,7 +164,8 @@ def number(value: object) -> float | None:
 
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns a table with a row per run: its differing overrides beside its figures, or below them if too wide."""
+    """Returns a table with a row per run: its differing overrides and its figures, in two lines if the row is too
+    wide."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     written_columns = dict(written(runs, column) for column in columns(runs))
     shown, figures = [*written_columns], zip(*written_columns.values(), strict=True)
@@ -181,7 +183,7 @@ def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns why runs are not done: a line per reason, with the runs that share it."""
+    """Returns why runs are not done: a line per reason, with the runs that share the reason."""
     shared: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if run.reason:
@@ -190,7 +192,7 @@ def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns a line about runs whose tokens mean something else than those of the other runs."""
+    """Returns a note about runs whose tokens are not comparable with those of the other runs."""
     learned_only = {
         name: "learned_tokens" not in run.summary for name, run in zip(names, runs, strict=True) if run.summary
     }
@@ -203,7 +205,7 @@ def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
-    """Returns the title of a column and its figure for each run; bytes are in MiB if all are below 1 GiB."""
+    """Returns the title of a column and its figure for each run. Bytes are in MiB if all values are below 1 GiB."""
     values, form, title = [figure(run, column) for run in runs], FIGURES[column][1], column
     if column.endswith("GiB"):
         size, name, digits = unit(max((value * GIB for value in values if value is not None), default=GIB))
@@ -213,7 +215,7 @@ def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns columns. The first row's words are wider than the figures below, so they take two lines."""
+    """Aligns columns. Titles are wider than the figures below them, so each title takes two lines."""
     heads = [cell.rpartition(" ") for cell in rows[0]]
     rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -226,7 +228,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _hydras_config(folder: Path) -> set[str]:
-    """Returns the lines of Hydra's config for the run; none if Hydra has written none."""
+    """Returns the lines of Hydra's config of the run; an empty set if the file is missing."""
     try:
         text = (folder / ".hydra" / "hydra.yaml").read_text(errors="replace", encoding="utf-8")
     except OSError:
@@ -235,7 +237,7 @@ def _hydras_config(folder: Path) -> set[str]:
 
 
 def typed_in(folder: Path) -> list[str]:
-    """Returns the overrides of this folder's command; none if they are not known."""
+    """Returns the overrides of the command that created this folder; empty if unknown."""
     try:
         return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
     except (OSError, Refused):
@@ -262,7 +264,7 @@ def _order(folder: Path) -> tuple:
 
 
 def line(text: str) -> str:
-    """Returns the essential line of an error: the first of a sentence, the last of a traceback."""
+    """Returns the most informative line of an error: the first line of a message, or the last one of a traceback."""
     lines = text.splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0][:LINE]
 

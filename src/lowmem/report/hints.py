@@ -1,4 +1,4 @@
-"""Prints in which folder a run goes on, where its files are, and the commands that use them."""
+"""Prints the folder in which a run continues, the run's files, and commands that use them."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def tell_files(output_dir: Path) -> None:
-    """Prints the run's folder, and in the same line its files and folders."""
+    """Prints the run's folder and the files and folders in it, on one line."""
     paths = sorted(path for path in output_dir.iterdir() if path.name[0] != ".")
     print(folded(f"wrote {_shown(output_dir)}/: {', '.join(path.name + '/' * path.is_dir() for path in paths)}"))
 
@@ -29,9 +29,12 @@ def tell_export(output_dir: Path) -> None:
 def tell_commands(
     output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int, prompt: Callable[[], str]
 ) -> None:
-    """Prints commands to copy: they generate text, evaluate the run and resume it. Args: prompt: returns a beginning of
-    a text for the first command."""
-    if not (output_dir / ".hydra").is_dir():  # a notebook's run: nobody typed a command to repeat
+    """Prints commands to copy, which generate text, evaluate the run and resume it.
+
+    Args:
+        prompt: returns the start of a text, for the command that generates.
+    """
+    if not (output_dir / ".hydra").is_dir():  # a run from a notebook: there is no command to repeat
         return
     shown, lines = _shown(output_dir), []
     if (output_dir / "model").is_dir() and not summary["interrupted"]:
@@ -44,7 +47,7 @@ def tell_commands(
 
 
 def tell_folders(run: Run, output_dir: Path) -> None:
-    """Logs if a run is resumed in a new folder, and where `export=` writes."""
+    """Logs that a run is resumed in a new folder, and the folder that `export=` writes."""
     if run.export is not None:
         instead = " and replaces the old one" if (output_dir / "model").exists() else ""
         log.info(f"export={run.export}: writes {_shown(output_dir / 'model')}{instead}.")
@@ -58,7 +61,8 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 
 def tell_lr(run: Run) -> None:
-    """Logs if an adapter of a published model has the step size that the model's own weights want."""
+    """Logs a warning if an adapter is trained with the learning rate that is meant for all weights of a published
+    model."""
     if run.adapter_class.freezes_base and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
             f"lr={run.lr} is meant for training all weights. Adapters need a learning rate ten times as high or more: "
@@ -67,8 +71,11 @@ def tell_lr(run: Run) -> None:
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs if the run ends in its warmup, or if it resumes another one whose schedule differs. Args: resumed: the
-    setting that named the other run, its steps, and the learning rate that its next step would have had."""
+    """Logs a warning if the run ends during its warmup, or resumes a run whose schedule differs.
+
+    Args:
+        resumed: the setting that named the resumed run, its steps, and the learning rate of its next step.
+    """
     schedule, last = preview(instantiate(run.scheduler), run.optim.arguments.get("lr", run.lr)), run.max_steps - 1
     if schedule is None:
         return
@@ -84,7 +91,7 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
         return
     asked, steps, before = resumed
     now = schedule.at(steps)
-    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # else it stays as it was typed
+    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # else the schedule is unchanged
         log.info(
             f"{asked}: the learning rate of step {steps + 1} is {now:.3g} and would have been {before:.3g} in that "
             "run, because a different max_steps=, epochs=, lr= or scheduler= changes the schedule. For a constant "
@@ -93,7 +100,7 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
 
 
 def tell_compilation(run: Run) -> None:
-    """Logs why nothing happens in the first step of an optimizer that is compiled."""
+    """Logs that the first step takes long because it compiles the optimizer."""
     if run.technique("optim").generates_code:
         log.info(
             "optim: the first step compiles this optimizer once per weight shape, which takes 3 to 5 s each (about 30 "

@@ -1,7 +1,7 @@
-"""Writes loss, speed and learning rate into metrics.csv, the loggers and the progress bar.
+"""Writes loss, speed and learning rate to metrics.csv, the loggers and the progress bar.
 
-The x-axis is the optimizer step. Values are read from the device at log points only, so that a GPU is not made to wait
-at every step.
+The x-axis is the optimizer step. Values are read from the device at log points only, so that the GPU is not
+synchronized at every step.
 """
 
 import math
@@ -34,12 +34,13 @@ COLUMNS = (
     "auxiliary_loss",
     "learned_tokens",
 )
-# The first steps allocate the optimizer's state, warm caches up and are all measured by the meter.
+# The first steps allocate the optimizer state and warm up caches, and the meter measures all of them.
 WARM_UP_STEPS = 3
-LONG = 60  # seconds of training from which on its duration is announced
-# Format of the progress bars. At 80 columns 10,000 steps of ten hours leave room for the figures; tqdm's does not.
+LONG = 60  # a training that takes longer than this many seconds announces its duration
+# Format of the progress bars. With 80 columns, the figures still fit for 10,000 steps in ten hours; tqdm's default does
+# not.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
-SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar where the output is not a terminal
+SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar if the output is not a terminal
 
 
 class Metrics(Callback):
@@ -47,8 +48,8 @@ class Metrics(Callback):
 
     Args:
         sets: name of a validation set -> its conversion of nats per token to bits per byte.
-        meter: its peak is shown in the progress bar.
-        resumed_at: the step until which `file` keeps its rows.
+        meter: the memory meter, whose peak is shown in the progress bar.
+        resumed_at: rows of `file` up to this step are kept.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class Metrics(Callback):
         resumed_at: int,
     ) -> None:
         self.log_every, self.sets, self.meter = log_every, sets, meter
-        self.own: Mapping[str, float] = {}  # a user's metric, as it was last measured
-        self.evaluated: list[dict[str, object]] = []  # of each set, at the last evaluation
+        self.own: Mapping[str, float] = {}  # the latest values of a user's metric
+        self.evaluated: list[dict[str, object]] = []  # results of each set in the latest evaluation
         self.first_step_seconds: float | None = None
-        self.step_seconds: list[float] = []  # of every window but the warm-up, if the run is longer than that
-        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # of the same windows
+        self.step_seconds: list[float] = []  # of every window after the warm-up, or of all windows in a shorter run
+        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # of the windows in step_seconds
         self.val_loss = float("nan")
-        self._lr, self.highest_lr = 0.0, 0.0  # of the window's step, and of all steps of this process
-        self.auxiliary_loss: float | None = None  # what a model adds to the loss of its tokens
+        self._lr, self.highest_lr = 0.0, 0.0  # of the current window, and the highest of this process
+        self.auxiliary_loss: float | None = None  # such as the router loss that a model adds to the loss of its tokens
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
-        self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 where a model adds nothing
+        self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 if the model adds none
         self._loss_weight = 0
         self._since = 0.0
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
@@ -90,7 +91,7 @@ class Metrics(Callback):
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])  # before the schedule moves on; torchao: a tensor
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        if outputs["stepped"]:  # the loss of a window that overflowed may be infinite, and changed nothing
+        if outputs["stepped"]:  # the loss of an overflowed window may be infinite, and its update was skipped
             self._loss_sum += outputs["loss"] * outputs["weight"]
             self._loss_weight += outputs["weight"]
             if outputs["auxiliary_loss"] is not None:
@@ -107,7 +108,7 @@ class Metrics(Callback):
     def _count_time(self, tokens: int, learned_tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
-        if self._windows == WARM_UP_STEPS + 1:  # what was counted until here stands for a shorter run only
+        if self._windows == WARM_UP_STEPS + 1:  # drop the warm-up's windows; only shorter runs report them
             self.step_seconds, self._seconds, self._tokens, self._learned_tokens = [], 0.0, 0, 0
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
@@ -133,13 +134,13 @@ class Metrics(Callback):
         for way, size in self.meter.moved_bytes.items():
             metrics[f"drive_{way}_gb_per_second"] = size / self.step_seconds[-1] / 1e9
         self._write(trainer, module, "train", metrics)
-        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # a bar would show it
+        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # the bar would show it
             self._logged_duration = True
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training left.")
         device, size = self.meter.peak_bytes["device"], self.meter.size
-        peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # device is None: not measured
+        peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # device: None if it was not measured
         share = f" ({share})" if (share := share_of_limit(device, size)) else ""
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak}{share}"
@@ -149,7 +150,7 @@ class Metrics(Callback):
         self._bar.close()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Shows the bar of the evaluation in place of the training's, which stands still."""
+        """Shows the progress bar of the evaluation instead of the one of training."""
         if not trainer.sanity_checking:
             micro_batches = sum(trainer.num_val_batches)
             if self._bar:
@@ -166,28 +167,28 @@ class Metrics(Callback):
             return
         self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
-        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks watch it there
-        if module.val_loss is None:  # the evaluation was cut short
+        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's own callbacks read it there
+        if module.val_loss is None:  # the evaluation was interrupted
             return
         losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
         self.evaluated = [
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # an accuracy of answers of one kind compares nothing, and early stopping does not see it
+        # with answers of a single kind, an accuracy compares nothing, and early stopping does not see it
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
         self._write(trainer, module, "val", metrics | self.own)
         message = "; ".join(map(_evaluated, self.evaluated))
-        if self._bar:  # in training
+        if self._bar:  # during training
             message = f"loss {self.train_loss:.3f}, {message}, {self._speed()}"
         tqdm.write(f"step {trainer.global_step}: {message}")
         self._since = time.perf_counter()  # an evaluation is not part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
-        """Writes a row of the file, and the same to the loggers under the split's name: `train_loss` as train/loss. A
-        value that is None is empty there, and absent here."""
+        """Writes metrics to the file and to the loggers. Loggers get `train_loss` as train/loss. A metric that is None
+        is left empty in the file and is not logged."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
@@ -210,15 +211,15 @@ class Metrics(Callback):
         before = time.perf_counter()
         try:
             yield
-        finally:  # training goes on after a save that failed
+        finally:  # also if a save failed, since training may continue
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
-        """Returns the rate of the tokens that the model computes, without padding."""
+        """Returns tokens per second: all tokens that the model computes, without padding."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def learned_tokens_per_second(self) -> float:
-        """Returns the rate of the tokens with a label."""
+        """Returns tokens with a label per second."""
         return self._learned_tokens / self._seconds if self._seconds else 0.0
 
     def _speed(self) -> str:
@@ -235,12 +236,12 @@ class Metrics(Callback):
 
 
 def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
-    """Returns what is shown beside a loss of tokens. Args: loss: nats per token that counts."""
+    """Returns the metrics that are derived from a token loss. Args: loss: nats per token with a label."""
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "bits_per_byte": bits_per_byte}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
-    """Returns the columns of a set; the first set's have the plain names."""
+    """Yields the columns of a validation set. Only columns of further sets end with the set's name."""
     end = f"_{results['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 

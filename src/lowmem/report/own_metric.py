@@ -1,6 +1,6 @@
 """Calls a user's own `metric=module.function`, (model, tokenizer) -> {name: value}, at the end of each evaluation.
 
-It is called once before the first step as well, where an error costs no training.
+The function is called once before the first step as well, so that an error in it costs no training time.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float
 
 
 class OwnMetric(Callback):
-    """Calls the function. Args: name: of the function, for messages; metrics: receives the values."""
+    """Calls the user's metric. Args: name: of the function, for messages; metrics: stores the values."""
 
     def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
         self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end
@@ -27,7 +27,7 @@ class OwnMetric(Callback):
         if self.at_end.stopped():
             return
         with self.at_end.computing(trainer, module):
-            torch.manual_seed(self.at_end.seed)  # all ranks make the same forward passes
+            torch.manual_seed(self.at_end.seed)  # all ranks draw the same numbers and make the same forward passes
             values = self._called(module.model)
         if not trainer.sanity_checking:
             self.metrics.own = values
@@ -44,7 +44,7 @@ class OwnMetric(Callback):
                 "metric=null; debug=true prints the traceback."
             ) from error
         finally:
-            for p, required in requires_grad.items():  # a metric may have frozen all of them
+            for p, required in requires_grad.items():  # the metric may have frozen them
                 p.requires_grad_(required)
         if not isinstance(values, Mapping) or not all(map(_is_figure, values.items())):
             raise Refused(

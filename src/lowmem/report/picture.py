@@ -1,8 +1,8 @@
-"""Draws memory.png: which category filled the memory, inside one step and over the run.
+"""Draws memory.png: which categories fill the memory, within one step and over the run.
 
-On the left and at the top right the same colours are the same categories, live on the device side. The other memory of
-the process and of CUDA's allocator is no category: it is drawn in black, and the process's memory, most of which may be
-libraries, has its own scale. So has a drive, if the run has one. All use the unit of the device's peak.
+The charts on the left and at the top right show live bytes on the device by category, in the same colours. Memory
+outside the categories (of the process and of CUDA's allocator) is drawn in black. The process's memory, which may be
+mostly libraries, has its own scale; a drive's, too, if the run uses one. All charts use the unit of the device's peak.
 """
 
 import textwrap
@@ -26,24 +26,24 @@ from lowmem.report import drive_figures
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, WORDS, unit
 
-if TYPE_CHECKING:  # takes a third of a second, and W&B alone needs it
+if TYPE_CHECKING:  # takes a third of a second, and only W&B needs it
     import plotly.graph_objects
 
 IN_A_STEP = (
     "forward",
     "backward",
     "step",
-)  # an evaluation at a step without samples of training would draw a false dip
-LINE = 170  # characters of a line of the footer, which has two
-STRETCHES = 300  # of a run's steps that are drawn: a plot over the run is 500 pixels wide
+)  # a point from an evaluation would be a misleading dip
+LINE = 170  # characters per line of the footer, which has two lines
+STRETCHES = 300  # number of intervals of steps that are drawn: the charts over the run are 500 pixels wide
 COLUMNS = (
     *("live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "held_bytes", "rss_peak_bytes"),
     *("device_percent", "drive_bytes", *(f"drive_{way}_bytes" for way in drive_figures.WAYS)),
-)  # what is drawn over the run
+)  # columns of memory.csv that are drawn over the run
 
 
 def memory_picture(file: Path, *arguments, **options) -> None:
-    """Writes the picture. Args: as for `drawn`."""
+    """Writes the picture. Args: see `drawn`."""
     figure = drawn(*arguments, **options)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -57,8 +57,15 @@ def drawn(
     limit: int | None = None,
     on_drive: Mapping | None = None,
 ) -> plt.Figure:
-    """Draws the picture. Args: rows: of memory.csv, `thinned`; title: the chosen techniques; typed: other overrides;
-    limit: bytes of the card or of `memory.limit`; on_drive: the summary's figures of a drive."""
+    """Draws the picture.
+
+    Args:
+        rows: of memory.csv, thinned out by `thinned`.
+        title: the chosen techniques.
+        typed: other overrides.
+        limit: bytes of the card or of `memory.limit`.
+        on_drive: the summary's figures of a drive.
+    """
     columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
     size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
     places = [["inside", "device"], ["inside", "process"], *([["inside", "drive"]] if on_drive else [])]
@@ -85,10 +92,11 @@ def drawn(
 
 
 def thinned(rows: Iterable[dict], last: int) -> list[dict]:
-    """Returns all rows of the highest steps of each stretch, one step for each column that is drawn.
+    """Thins out the rows of memory.csv. Of each interval of steps, keeps all rows of the step with the highest value,
+    for each column that is drawn.
 
     Args:
-        rows: of memory.csv, in order; they need not be in memory at once.
+        rows: of memory.csv, in order; an iterator is read lazily.
         last: the last step.
     """
     step, kept = itemgetter("step"), []
@@ -105,8 +113,8 @@ def _highest(column: str, rows: list[dict]) -> int:
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict]) -> None:
-    """Sends the picture to the loggers that show pictures, and to W&B also a chart of `rows`, which are memory.csv's,
-    `thinned`."""
+    """Sends the picture to the loggers that show pictures; W&B also gets a chart of `rows`, the rows of memory.csv
+    after `thinned`."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
@@ -117,7 +125,7 @@ def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict])
 
 
 def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
-    """Returns a chart of the categories on the device over the run, stacked, each step at its peak."""
+    """Returns a stacked chart of the categories on the device over the run, at the peak of each step."""
     from plotly import graph_objects
 
     top = _peaks(rows)
@@ -137,7 +145,7 @@ def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
 
 
 def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
-    """Draws the title, and below it the legend, where it covers no mark."""
+    """Draws the title, and below it a legend that covers no data."""
     axes.set_title(title, fontsize=11, pad=24)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.985), "ncols": 5, "frameon": False}
     axes.legend(handles=handles, fontsize=9, **place)
@@ -170,7 +178,7 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
-    """Marks the beginning of each phase, with its name on its own line: a short phase's name would cover the next."""
+    """Marks where each phase begins. Each name has its own line, since names of short phases would overlap."""
     starts = {}
     for i, point in enumerate(timeline):
         starts.setdefault(point.phase, i)
@@ -236,8 +244,8 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
 
 
 def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, int]) -> None:
-    """Marks the limit with a line if it is near, and with a word if it is far above the bytes. Args: highest: per cent
-    of it that were used."""
+    """Marks the limit: with a line if it is near the data, or with a text if it is far above. Args: highest: the peak,
+    in per cent of the limit."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high

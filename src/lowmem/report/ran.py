@@ -1,12 +1,12 @@
-"""Names what ran in the words that were typed: for a picture's title, a run's name and its tags."""
+"""Describes a run by the choices that were typed, for a picture's title, a run's name and its tags."""
 
 from collections.abc import Mapping, Sequence
 
-IDLE = (None, "none", "null", "auto")  # choices that do nothing
+IDLE = (None, "none", "null", "auto")  # choices without an effect
 
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
-    """Returns `group=choice` for every group with a choice that has an effect, the model first.
+    """Returns `group=choice` for every group whose choice has an effect, the model first.
 
     Args:
         choices: as Hydra lists them, the last group of the config's defaults first.
@@ -17,5 +17,5 @@ def chosen(choices: Mapping[str, str | None]) -> list[str]:
 
 
 def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:
-    """Returns the typed lines that choose no group."""
+    """Returns the typed overrides that do not choose from a group."""
     return [line for line in overrides if line.lstrip("+").partition("=")[0] not in choices]

@@ -1,7 +1,7 @@
-"""Lets the model continue the same prompts at every evaluation, so that people see whether it learns.
+"""Lets the model continue fixed prompts at every evaluation, so that users see whether it learns.
 
-Each prompt is continued twice: with the likeliest tokens, and with drawn ones. A prompt and its continuation are never
-longer than a sequence of training, so that an evaluation needs no more memory than training.
+Each prompt is continued twice: greedily, and by sampling. A prompt and its continuation are at most as long as a
+training sequence, so that an evaluation needs no more memory than training.
 """
 
 import json
@@ -26,19 +26,20 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
-BEGINNING = 8  # tokens of a text that become its prompt if no label tells where learning begins
-EXAMPLE = 40  # characters of a prompt that is printed in a command
-DOCUMENTS, LONGEST = 8, 2048  # documents that are searched for such a prompt, and tokens of each
+BEGINNING = 8  # tokens of a text that become its prompt if no label marks where learning begins
+EXAMPLE = 40  # maximum characters of a prompt in a printed command
+DOCUMENTS, LONGEST = 8, 2048  # number of documents that are searched for a prompt, and tokens of each that are read
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
 class Samples(Callback):
-    """Writes samples.
+    """Writes samples at each evaluation.
 
     Args:
-        prompts: (1, T) ids each.
-        tokens: of each continuation; 0 writes none.
-        length: of a prompt plus its continuation, which has at most half of it; a longer prompt loses its beginning.
+        prompts: token ids, (1, T) each.
+        tokens: maximum new tokens of each continuation; 0 disables samples.
+        length: maximum tokens of prompt and continuation. The continuation takes at most half; a longer prompt loses
+            its beginning.
         file: gets a line of JSON for each prompt and evaluation.
     """
 
@@ -47,7 +48,7 @@ class Samples(Callback):
     ) -> None:
         self.tokens, self.file, self.at_end = min(tokens, length // 2), file, at_end
         self.prompts = [ids[:, -(length - self.tokens) :] for ids in prompts]
-        self.text: str | None = None  # the first prompt with its last drawn continuation
+        self.text: str | None = None  # the first prompt with its latest sampled continuation
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.sanity_checking or not self.tokens or self.at_end.stopped():
@@ -70,7 +71,7 @@ class Samples(Callback):
             texts[number, temperature] = writer.continuation(self.prompts[number], self.tokens, temperature)
 
         each = list(product(range(len(self.prompts)), (0.0, TEMPERATURE)))
-        # one seed for all: the continuation of a prompt must not depend on the others
+        # every prompt starts from this seed, so that its continuation does not depend on other prompts
         module.run_at_once([partial(write, *one) for one in each], at_end.seed)
         rows = []
         for number, ids in enumerate(self.prompts):
@@ -81,8 +82,8 @@ class Samples(Callback):
 
 
 def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:
-    """Sends samples to the loggers that show texts. Each evaluation has its own table: W&B would upload a growing one
-    again and again."""
+    """Sends samples to the loggers that show texts. Each evaluation has its own table, since W&B would upload a growing
+    table again and again."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             texts = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
@@ -92,11 +93,11 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
 
 
 def prompts(setting: list | str) -> list[Prompt]:
-    """Returns the prompts of `sample_prompts`: a list, or the lines of a file; a line of a .jsonl is a text, or has
-    `prompt` or `messages`.
+    """Returns the prompts of `sample_prompts`: a list, or the lines of a file. A line of a .jsonl file is a text or has
+    the field `prompt` or `messages`.
 
     Raises:
-        Refused: the file cannot be read, a line is no prompt, or there is none.
+        Refused: the file cannot be read, a line is not a prompt, or the list is empty.
     """
     listed = setting if isinstance(setting, list) else _read(Path(setting).expanduser())
     for number, prompt in enumerate(listed, start=1):
@@ -120,7 +121,7 @@ def _is_messages(prompt: object) -> bool:
 
 
 def _read(file: Path) -> list:
-    """Returns the prompts of a file, whose lines are those that data= would read."""
+    """Returns the prompts of a file. A .jsonl file is split into lines as data= does."""
     try:
         if file.suffix.lower() in RECORDS:
             return [_of_json(line, number, file) for number, line in numbered(file)]
@@ -141,17 +142,19 @@ def _of_json(line: bytes, number: int, file: Path) -> object:
 
 
 def example(tokens: Tokens) -> str:
-    """Returns a prompt to copy, in one line: the first user message of a conversation, or the first words of a text."""
+    """Returns a one-line prompt for a printed command: the first user message of a conversation, or the first words of
+    a text."""
     for split in (tokens.val, tokens.train):
         for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
             stop = min(stop, start + LONGEST)
             if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learnt(start, stop), tokens)):
                 return words
-    return "Hello"  # the data have no text
+    return "Hello"  # the data contain no text
 
 
 def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
-    """Returns the first user message of a document, the text before its first learned token, or its beginning."""
+    """Returns the first user message of a document; without one, the text before its first learned token; without one,
+    the document."""
     tokenizer = tokens.tokenizer
     if tokens.template is not None and (turn := user_turn(tokenizer)):
         _, header, rest = tokenizer.decode(ids, skip_special_tokens=False).partition(turn.header)
@@ -163,13 +166,13 @@ def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
 
 
 def _first_words(text: str) -> str:
-    """Returns complete words of a text, without quotes around them, which the command line would remove."""
+    """Returns the first complete words of a text, without surrounding quotes, which the shell would remove."""
     plain = " ".join(printable(text).replace("\N{REPLACEMENT CHARACTER}", " ").split()).strip("'\" ")
     return textwrap.shorten(plain, EXAMPLE, placeholder="").rstrip("'\" ") or plain[:EXAMPLE]
 
 
 def beginning(micro_batch: MicroBatch) -> Tensor:
-    """Returns the ids of a prompt, (1, T): the first tokens of a text, or the tokens of a conversation or a record that
-    precede those that are learnt."""
+    """Returns the ids of a prompt, (1, T): of a conversation or a record the tokens before the first learned token, of
+    a plain text its first tokens."""
     learnt = int((micro_batch.labels[0] != IGNORED).int().argmax())
     return micro_batch.input_ids[:1, : learnt + 1 if learnt else BEGINNING]

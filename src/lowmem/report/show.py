@@ -1,6 +1,5 @@
-"""Prints the first sequences as training reads them: learnt text is marked, and a rule separates documents. People see
-whether a template, a field or a split is right before they spend hours on it.
-"""
+"""Prints the first sequences as training reads them: learned text is marked, and a rule separates documents. Users can
+check a template, a field or a split before they train for hours."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -19,13 +18,19 @@ LEARNT = ("[", "]")
 LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
-AT_ONCE = 1 << 22  # tokens whose learnt bits are read at once
-LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
+AT_ONCE = 1 << 22  # number of tokens whose label bits are read at once
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and so the most tokens
 
 
 class Row(NamedTuple):
-    """A row. Args: ids: of its tokens, without padding; learnt: (len(ids),) True for tokens that count in the loss;
-    starts: indices at which documents begin; padding: the number of padding tokens."""
+    """A row of tokens.
+
+    Args:
+        ids: of its tokens, without padding.
+        learnt: (len(ids),), True for tokens that count in the loss.
+        starts: indices at which documents begin.
+        padding: the number of padding tokens.
+    """
 
     ids: Sequence[int]
     learnt: Sequence[bool]
@@ -47,7 +52,7 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns a row, or those of an example's answers, by what is added to the title."""
+    """Returns suffix of the title -> row: a single row, or one row for each answer of an example."""
     batch = rows.micro_batch(np.array([index]))
     if not batch.titles:
         return {"": row_of(rows, index)}
@@ -56,20 +61,20 @@ def rows_of(rows: Rows, index: int) -> dict[str, Row]:
 
 
 def _answer(ids: Tensor, labels: Tensor) -> Row:
-    """Returns the row of an answer, which ends with it."""
+    """Returns the row of an answer, cut after its last learned token."""
     learnt = [False, *(labels != IGNORED).tolist()]
     stop = len(learnt) - learnt[::-1].index(True)
     return Row([*ids.tolist(), int(labels[-1])][:stop], learnt[:stop], [0], max(0, len(ids) - stop))
 
 
 def row_of(rows: Rows, index: int) -> Row:
-    """Returns a row without its padding, and with the label of its last token appended if there is one."""
+    """Returns a row without its padding. If the last label is learned, its token is appended."""
     batch, starts = rows.micro_batch(np.array([index])), rows.starts(index)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     learnt = [False, *(label != IGNORED for label in labels)]
     if learnt[-1]:
         return Row([*ids, labels[-1]], learnt, starts)
-    last = starts[-1]  # where positions begin anew and nothing is learnt: a document has something to learn
+    last = starts[-1]  # padding restarts positions and has no learned token, unlike a document
     restarts = last > 0 and batch.position_ids is not None and batch.position_ids[0, last] == 0
     is_padding = restarts and not any(learnt[last:])
     stop = last if is_padding else len(ids)
@@ -77,7 +82,7 @@ def row_of(rows: Rows, index: int) -> Row:
 
 
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
-    """Returns counts of rows and tokens; for a mixture those of each source, and its share."""
+    """Yields counts of rows and tokens; for a mixture, the counts and the share of each source."""
     if isinstance(rows, Mixed):
         for source_name, source in zip(rows.names, rows.parts, strict=True):
             yield from counts(source, source_name)
@@ -91,7 +96,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
 def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
-    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # one without tokens stands for no answer
+    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # a dropped answer is a document without tokens
     phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learnt / tokens:.0%} learned)"]
     phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
@@ -106,7 +111,7 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:
-    """Returns a row as text, with `marks` around the learnt tokens."""
+    """Returns a row as text, with `marks` around learned text."""
     text, marked = "", False
     changes = {i for i in range(1, len(row.ids)) if row.learnt[i] != row.learnt[i - 1]}
     for first, _, piece in pieces(row.ids, tokenizer, changes.union(row.starts)):
@@ -125,9 +130,10 @@ def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str]
 def pieces(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, cuts: Collection[int] = ()
 ) -> Iterator[tuple[int, int, str]]:
-    """Yields (first, stop, text) of the fewest tokens that are complete characters, without crossing a cut.
+    """Yields (start, stop, text) for the shortest runs of tokens that decode to complete characters. No run crosses a
+    cut.
 
-    A token is decoded after the piece before it, since many tokenizers drop the space of a first word.
+    A token is decoded together with the run before it, since many tokenizers drop the space of a first word.
     """
     before, first = 0, 0
     for stop in range(1, len(ids) + 1):
@@ -143,5 +149,5 @@ def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _visible(text: str) -> str:
-    """Returns a text with control characters written out."""
+    """Returns a text in which control characters are escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""Writes summary.json and the table on the terminal: the results of a run, in numbers with units."""
+"""Writes summary.json and prints a table of results, with units."""
 
 import json
 import math
@@ -12,13 +12,14 @@ from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.units import WORDS, byte_size, share_of_limit, unit
 
-RANKS = 8  # at most so many ranks have a line each
+RANKS = 8  # with more ranks, only the lowest and the highest have a line
 OF_RANK = ("device", "host_rss", "weights", "gradients", "optimizer")
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of installed packages: without bitsandbytes or torchao all but their optimizers works."""
+    """Returns the versions of installed packages. bitsandbytes and torchao are optional: only their optimizers need
+    them."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -27,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def write(file: Path, summary: Mapping) -> None:
-    """Writes the file atomically. JSON has no nan, so a missing measurement is null."""
+    """Writes the summary atomically. JSON has no nan, so missing measurements are null."""
     with atomic_write(file) as draft:
         draft.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
@@ -41,7 +42,7 @@ def _plain(value: object) -> object:
 
 
 def table(summary: Mapping) -> str:
-    """Returns the run's figures in two columns."""
+    """Returns the run's figures as a table with two columns."""
     peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
     extra, share = summary["auxiliary_loss"], share_of_limit(peak["device"], summary["device_bytes"])
     rows = [
@@ -68,7 +69,7 @@ def table(summary: Mapping) -> str:
 
 
 def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields the tokens that the model computed, and those with a label if not all of them have one."""
+    """Yields the number of tokens that the model computed, and the number of labelled tokens if it is smaller."""
     tokens, learned = summary["tokens"], summary["learned_tokens"]
     yield "tokens", f"{tokens:,}"
     if learned < tokens:
@@ -81,21 +82,22 @@ def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
     for data_set in sets:
         figures = [(key.replace("_", " "), _number(value, ".4g")) for key, value in data_set.items() if key != "name"]
         if len(sets) == 1:
-            yield from figures[1:]  # the loss stands above
+            yield from figures[1:]  # the loss has its own row
         else:
             yield f"  {data_set['name']}", ", ".join(f"{name} {value}" for name, value in figures)
     yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
 
 
 def _lr_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields a row if no step had the learning rate that was asked for. A resumed run may have had it earlier."""
+    """Yields a row if no step of this process reached the requested learning rate. (A resumed run may have reached it
+    earlier.)"""
     highest, asked = summary["highest_lr"], summary["lr"]
     if 0 < highest < asked and not summary["resumed_from"]:
         yield "highest learning rate", f"{highest:.3g} (lr={asked:g})"
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns phase -> device or host -> (predicted, measured) bytes, where both are known."""
+    """Returns phase -> "device" or "host" -> (predicted, measured) bytes, where both are known."""
     if not summary.get("predicted"):
         return {}
     pairs: dict[str, dict[str, tuple[int, int]]] = {}
@@ -108,7 +110,7 @@ def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, i
 
 
 def plan_ratios(summary: Mapping) -> dict[str, float]:
-    """Returns predicted over measured bytes, as metrics."""
+    """Returns predicted divided by measured bytes, as metrics."""
     return {
         f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
         for phase, sides in predicted_and_measured(summary).items()
@@ -117,8 +119,8 @@ def plan_ratios(summary: Mapping) -> dict[str, float]:
 
 
 def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
-    """Returns a row per phase. The host is left out while Python and its libraries are most of its memory: then the
-    ratio says nothing about the model."""
+    """Returns a row per phase. The host is left out if Python and libraries take most of its memory, since the ratio
+    would then say nothing about the model."""
     least = 2 * summary["rss_before_model_bytes"]
     rows = []
     for phase, sides in predicted_and_measured(summary).items():
@@ -133,12 +135,12 @@ def _pair(side: str, predicted: int, measured: int) -> str:
 
 
 def highest(summary: Mapping, side: str) -> int:
-    """Returns the peak bytes of the rank that has the most. Args: side: device, or host_rss."""
+    """Returns the peak bytes of the rank that uses the most memory. Args: side: "device" or "host_rss"."""
     return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
 
 
 def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
-    """Yields a row for each of several ranks; for many, rows for the lowest and the highest."""
+    """Returns a row for each rank of several; with many ranks, rows for the lowest and the highest."""
     ranks = dict(enumerate(summary.get("ranks", ())))
     if len(ranks) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Makes the logger of Weights & Biases: online only where it works, without a prompt, one run per job."""
+"""Creates the logger of Weights & Biases: online only if that works, without a prompt, one run per job."""
 
 import http.client
 import logging
@@ -22,7 +22,7 @@ from lowmem.report import folders, ran
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2.0
-MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # characters that W&B takes
+MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # characters that W&B allows
 
 
 def logger(  # noqa: PLR0913
@@ -37,11 +37,11 @@ def logger(  # noqa: PLR0913
     """Returns a W&B logger, or None if wandb is not installed (metrics.csv is written anyway).
 
     Args:
-        name: None takes the differing overrides of a sweep's job, or else the run's folder.
-        group: None takes the sweep's folder.
-        tags: None takes the choice of each group, as it is typed.
-        offline: None is online if there is a key and a server that answers within two seconds.
-        run_id: of the W&B run that this one continues; None starts a new one.
+        name: None uses the differing overrides of a sweep's job, or else the name of the run's folder.
+        group: None uses the sweep's folder.
+        tags: None uses the choice of each group, as it is typed.
+        offline: None is online if an API key is set and the server answers within two seconds.
+        run_id: of the W&B run to continue; None starts a new one.
     """
     if find_spec("wandb") is None:
         log.info("wandb is not installed: metrics are only written to metrics.csv and memory.csv.")
@@ -53,7 +53,7 @@ def logger(  # noqa: PLR0913
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
     mode = _mode(folder) if offline is None else ("offline" if offline else "online")
-    run = wandb.init(  # Lightning would pass on a setting that W&B warns about, since it has no effect
+    run = wandb.init(  # Lightning would pass a setting about which W&B warns that it has no effect
         project=project,
         name=name or differs or folder.name,
         group=group or sweep,
@@ -61,9 +61,9 @@ def logger(  # noqa: PLR0913
         dir=folder,
         id=run_id,
         resume="allow" if run_id else None,
-        # `mode` and not an environment variable, which would outlive this job of a multirun
+        # `mode` instead of an environment variable, which would persist into later jobs
         mode=mode,
-        settings=wandb.Settings(silent=True),  # mutes W&B's lines; the one that matters is below
+        settings=wandb.Settings(silent=True),  # mutes W&B's output; lowmem logs the important line itself
     )
     if mode == "online":
         log.info("W&B: %s", run.url)
@@ -73,8 +73,8 @@ def logger(  # noqa: PLR0913
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides, places last; None
-    outside sweeps."""
+    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides, those with paths last;
+    None outside sweeps."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))
@@ -90,12 +90,12 @@ def _is_place(line: tuple[str, str]) -> bool:
 
 
 def _shortened(value: str) -> str:
-    """Returns the last two names of a path on this machine; any other value as it is."""
+    """Shortens a path on this machine to its last two components; returns any other value unchanged."""
     return "/".join(PurePath(value).parts[-2:]) if value.startswith(("/", "~", ".")) else value
 
 
 def _chosen(folder: Path) -> list[str]:
-    """Returns the choices that Hydra has written into the run's folder; none for a run from a notebook."""
+    """Returns the choices that Hydra has written to the run's folder; empty for a run from a notebook."""
     file = folder / ".hydra" / "hydra.yaml"
     return (
         ran.chosen(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
@@ -109,7 +109,7 @@ def _mode(folder: Path) -> str:
         return os.environ["WANDB_MODE"]
     import wandb
 
-    settings = wandb.setup().settings  # environment, settings files and defaults
+    settings = wandb.setup().settings  # environment variables, settings files and defaults
     url = settings.base_url
     if not (settings.api_key or _key_of_netrc(url)):
         why = "no API key"
@@ -122,27 +122,27 @@ def _mode(folder: Path) -> str:
 
 
 def _upload(folder: Path) -> str:
-    """Returns the command that uploads all parts of a run in this folder, a resumed one's too: W&B uploads them in the
-    order of their times, and the later ones go on where the earlier ones end."""
+    """Returns the command that uploads all parts of a run in this folder. A resumed run has several parts; W&B uploads
+    them by time, and each part continues the one before it."""
     return f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
 def _key_of_netrc(url: str) -> bool:
-    """Returns the key that `wandb login` has stored."""
+    """Returns whether `wandb login` has stored a key for this server."""
     from requests.utils import get_netrc_auth
 
     return get_netrc_auth(url) is not None
 
 
 def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
-    """Returns whether the server answers in time. It asks in a thread: looking up a name has no time limit."""
+    """Returns whether the server answers in time. The request runs in a thread, since name lookups have no timeout."""
     answered: list[bool] = []
 
     def ask() -> None:
         try:
             urllib.request.urlopen(url, timeout=seconds).close()
         except urllib.error.HTTPError:
-            pass  # an error page is an answer too
+            pass  # an error page counts as an answer
         except (OSError, http.client.HTTPException):
             return
         answered.append(True)

@@ -1,6 +1,6 @@
-"""Makes the page's charts as figures of plotly: each run has a colour, and bytes have one unit on the page.
+"""Draws the charts of the comparison page with plotly. Each run has a colour, and all bytes on the page have one unit.
 
-Labels are not drawn beside marks, since fifty would cover each other: a mark shows its run when it is touched.
+Labels are not drawn next to marks, since fifty labels would overlap: hovering over a mark shows its run.
 """
 
 import html
@@ -13,12 +13,12 @@ from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
 from lowmem.report.compare.figures import AXES, Curve, Figures
 from lowmem.system.units import CATEGORIES
 
-LINE = 30  # characters of a label where it is touched: a phone has room for these
+LINE = 30  # characters per line of a hover label, which fits a phone
 Unit = tuple[int, str, int]  # (bytes, name, digits)
 
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
-    """Returns a colour for each run. Few runs have distinct colours; among many only the Pareto front stands out."""
+    """Gives each run a colour. Few runs are all highlighted; among many, only runs of the Pareto front are."""
     for i, run in enumerate(sorted(every, key=lambda run: run not in front)):
         run.colour = OF_RUNS[i % len(OF_RUNS)]
         run.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or run in front)
@@ -80,7 +80,7 @@ def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 
 def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
-    """Draws predicted over measured bytes: a row per phase, with a dot per run."""
+    """Draws predicted divided by measured bytes: a row per phase, with a dot per run."""
     size, name, digits = unit
     phases = [*dict.fromkeys(phase for run in every for phase in run.planned)]
     runs = {i: run for i, run in enumerate(every) if run.planned}
@@ -103,7 +103,7 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 
 def inside(unit: Unit) -> go.Figure:
-    """Returns an empty chart of one step: the page fills in the chosen run."""
+    """Returns an empty chart of one step, which the page fills with the chosen run."""
     label = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
     traces = [
         go.Scatter(
@@ -120,11 +120,11 @@ def inside(unit: Unit) -> go.Figure:
     return _figure(traces, unit[1], barmode="stack", xaxis={"title": ""}, yaxis={"rangemode": "tozero"})
 
 
-# --- what they share ---------------------------------------------------------------------------------------------
+# --- shared by all charts ---------------------------------------------------------------------------------------
 
 
 def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
-    """Returns a figure. Args: above: the title of the y-axis, written above the chart, where a phone has room."""
+    """Returns a figure. Args: above: the title of the y-axis, written above the chart because phones are narrow."""
     at = {"xref": "paper", "yref": "paper", "showarrow": False}
     notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
     if not traces:
@@ -151,7 +151,7 @@ def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
 
 
 def _dots(runs, x: Sequence[float], y: Sequence[float], label: str, at: Sequence[int] | None = None) -> go.Scatter:
-    """Returns one trace of dots. Its customdata holds each dot's run, by which the page finds it."""
+    """Returns one trace of dots. Its `customdata` has the index of each dot's run, which the page looks up."""
     at = list(runs) if at is None else at
     return go.Scatter(
         x=x,
@@ -165,7 +165,7 @@ def _dots(runs, x: Sequence[float], y: Sequence[float], label: str, at: Sequence
 
 
 def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: str, mode: str) -> go.Scatter:
-    """Returns the trace of a run. Its `meta` holds the run, by which the page finds it."""
+    """Returns the curve of a run. Its `meta` has the index of the run, which the page looks up."""
     return go.Scatter(
         x=x,
         y=y,
@@ -179,7 +179,7 @@ def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: 
 
 
 def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
-    """Adds buttons above the chart's right end, each with its changes."""
+    """Adds buttons at the top right of the chart, each with the changes that it makes."""
     buttons = [{"label": label, "method": "update", "args": change} for label, change in choices.items()]
     place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom", "pad": {"b": 4, "r": 0}}
     look = {"bgcolor": "rgba(128,138,150,0.12)", "bordercolor": "rgba(128,138,150,0.3)", "font": {"size": 11}}
@@ -202,7 +202,7 @@ def _opacity(run: Figures) -> float:
 
 
 def _touched(run: Figures) -> str:
-    """Returns a run's label in short lines; plotly reads some HTML."""
+    """Returns a run's label in short lines, as HTML for plotly."""
     return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(run.label, LINE)) or "a run"
 
 

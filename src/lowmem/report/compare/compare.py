@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
-    """Prints the table of runs and writes the page and a csv file.
+    """Prints the table of runs, and writes the page and a csv file.
 
     Returns:
-        The files that were written.
+        The written files.
 
     Raises:
-        Refused: a folder has no run.
+        Refused: a folder contains no run.
     """
     runs = list({run.folder.resolve(): run for folder in paths for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])
@@ -59,7 +59,7 @@ def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Returns names for the folders, relative to the folder that contains all."""
+    """Returns the paths of folders relative to the folder that contains all of them."""
     if len(paths) == 1:
         return [paths[0].resolve().name]
     resolved = [folder.resolve() for folder in paths]
@@ -68,7 +68,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:
-    """Writes all overrides and unrounded figures; bytes are in GiB."""
+    """Writes a csv file with all overrides and unrounded figures; bytes are in GiB."""
     keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
     columns = folders.columns(runs)
     writer = csv.writer(out)

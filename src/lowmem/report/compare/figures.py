@@ -1,4 +1,4 @@
-"""Reads a run's figures and curves from its files; what a file lacks is missing here too."""
+"""Reads a run's figures and curves from its files. Values that a file lacks are left out."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from lowmem.report.folders import RunFolder, number
 from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
-POINTS = 500  # of a curve: about as many as a chart has columns
-AXES = ("tokens", "learned_tokens", "seconds")  # of a loss
+POINTS = 500  # points per curve: about as many as a chart has pixels
+AXES = ("tokens", "learned_tokens", "seconds")  # x-axes of a loss curve
 
 Curve = list[list[float]]  # a list per column
 Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
@@ -18,7 +18,7 @@ Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
 
 @dataclass
 class Figures:
-    """Holds a run's figures. Curves are empty and figures None if nothing was measured."""
+    """A run's figures. Without measurements a curve is empty and a figure is None."""
 
     run: RunFolder
     name: str
@@ -31,10 +31,10 @@ class Figures:
     device: float | None
     host: float | None
     drive: float | None
-    drive_rate: float | None  # GB/s, read and written
+    drive_rate: float | None  # GB/s, read plus written
     peak: dict[str, float]  # by category
     loss: Curve  # tokens, learned tokens, seconds, loss
-    evaluations: Curve  # the same
+    evaluations: Curve  # tokens, learned tokens, seconds, loss
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
     drive_bytes: Curve
@@ -42,14 +42,14 @@ class Figures:
     inside: Stack  # of one step, at every allocation
     steps: Stack
     phases: Stack
-    on: str  # which device
+    on: str  # device name
     colour: str = ""  # on the page
-    stands_out: bool = False  # drawn in that colour; among many runs most are not
+    stands_out: bool = False  # drawn in `colour`; if there are many runs, most are grey
 
 
 def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
-    for row in metrics:  # of an earlier version, whose `tokens` are learned tokens
+    for row in metrics:  # in an earlier version `tokens` were learned tokens
         row["learned_tokens"] = row.get("learned_tokens") or row.get("tokens")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}
@@ -74,7 +74,8 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
 
 
 def front(every: Sequence[Figures]) -> list[Figures]:
-    """Returns the Pareto front, the smallest first: no other run is at least as fast with no more memory."""
+    """Returns the Pareto front, the smallest run first: no other run is at least as fast without needing more
+    memory."""
     measured = [run for run in every if run.device is not None and run.tokens_per_second is not None]
 
     def beaten(run: Figures) -> bool:
@@ -100,7 +101,7 @@ def _planned(summary: dict) -> dict[str, tuple[float, float]]:
 
 
 def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns a curve of the rows that have all of the columns, always with the last one."""
+    """Returns a curve of the rows that have all columns. The last of these rows is always included."""
     complete = [[number(row.get(column)) for column in columns] for row in rows]
     complete = [row for row in complete if None not in row]
     complete = complete[:: -math.ceil(len(complete) / POINTS)][::-1] if complete else []
@@ -108,7 +109,7 @@ def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns (steps, bytes) of the first column that was measured."""
+    """Returns (steps, bytes) of the first column that has measurements."""
     for column in columns:
         by_step: dict[float, float] = {}
         for row in rows:
@@ -121,7 +122,8 @@ def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
-    """Returns categories over the phases, from the last sample of each, or over the steps, from the highest phase."""
+    """Returns categories by phase, from the last sample of each phase, or by step, from the phase with the highest
+    bytes."""
     largest: dict[str, list[float]] = {}
     for row in rows:
         sizes = [number(row.get(f"{category}_bytes")) for category in CATEGORIES]
@@ -137,6 +139,6 @@ def _inside(rows: Sequence[dict[str, str]]) -> Stack:
 
 
 def _thinned(stack: Stack) -> Stack:
-    """Returns the highest point of each stretch, so that no peak is lost."""
+    """Keeps the highest point of each interval, so that no peak is lost."""
     stretch = max(1, math.ceil(len(stack) / POINTS))
     return [max(stack[i : i + stretch], key=lambda row: sum(row[1])) for i in range(0, len(stack), stretch)]

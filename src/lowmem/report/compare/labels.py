@@ -1,4 +1,4 @@
-"""Labels runs among many others by the overrides that differ, as short as possible."""
+"""Labels runs by the overrides in which they differ, as short as possible."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from lowmem.config.typed_lines import as_mapping
 from lowmem.report import folders
 from lowmem.report.folders import RunFolder
 
-LONG = 20  # characters of a value
+LONG = 20  # characters; longer values are shortened
 MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)  # says nothing without its key
 
 
@@ -16,7 +16,7 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """Returns a unique label for each run.
 
     Args:
-        names: of the runs, all different, for runs with the same overrides.
+        names: unique names of the runs, used if runs have equal overrides.
     """
     keys = folders.differing(runs)
     typed = [as_mapping(run.overrides) for run in runs]
@@ -30,7 +30,7 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def shortened(values: Sequence[str]) -> list[str]:
-    """Shortens long values: it removes common folders or words at their ends, and then the middle."""
+    """Shortens long values: removes common folders or words at their ends, and then the middle."""
     short = list(values)
     for separators in ("/", "/_ -"):
         if max(map(len, short), default=0) > LONG and len(set(short)) > 1:
@@ -45,14 +45,14 @@ def _without_ends(values: Sequence[str], separators: str) -> list[str]:
 
 
 def _shared(values: Sequence[str], separators: str) -> int:
-    """Returns the number of characters that all values begin with, up to the last separator."""
+    """Returns the length of the common prefix of all values, up to its last separator."""
     alike = takewhile(lambda characters: len({*characters}) == 1, zip(*values, strict=False))
     shared = [characters[0] for characters in alike]
     return max((i + 1 for i, character in enumerate(shared) if character in separators), default=0)
 
 
 def _column(key: str, keys: Sequence[str], values: Sequence[str | None]) -> list[str | None]:
-    """Returns a key's words of each label: a word stands alone, any other value has the end of its key."""
+    """Returns each run's part of the label for a key: a word alone, or any other value with the end of its key."""
     last = key.rpartition(".")[2]
     name = last if [other.rpartition(".")[2] for other in keys].count(last) == 1 else key
     typed = list(dict.fromkeys(value for value in values if value is not None))

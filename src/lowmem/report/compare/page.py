@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 
 
 def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns the page. Args: names: of the runs."""
+    """Returns the page as HTML. Args: names: of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
-    every.sort(key=lambda figures: figures.device or float("inf"))  # the smallest first, the unfinished last
+    every.sort(key=lambda figures: figures.device or float("inf"))  # the smallest first, unfinished runs last
     best = front(every)
     charts.paint(every, best)
     size = unit(max((figures.device or 0 for figures in every), default=0))
@@ -50,16 +50,16 @@ def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def _written(name: str, figure: go.Figure) -> str:
-    """Returns a chart as plotly writes it, filling the box that the style gives it."""
+    """Returns the chart `figure` as HTML, scaled to the box that the style sheet defines."""
     look = {"displayModeBar": False, "responsive": True}
     return figure.to_html(config=look, include_plotlyjs=False, full_html=False, div_id=name)
 
 
-# --- in words ----------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------
 
 
 def _lead(every: Sequence[Figures]) -> str:
-    """Returns the number of runs, and their common overrides, which the page shows only here."""
+    """Returns the number of runs and the overrides that all of them share, which the page shows only here."""
     states = [figures.run.status for figures in every]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
     typed = [figures.run.overrides for figures in every]
@@ -71,7 +71,7 @@ def _lead(every: Sequence[Figures]) -> str:
 
 
 def _line_of_front(figures: Figures, size: Unit) -> str:
-    """Returns a run's line of the Pareto front's legend, which has a line per run below its chart."""
+    """Returns a line of the legend of the Pareto front, which has a line per run below the chart."""
     at = f"{_size(figures.device, size)} {size[1]}, {figures.tokens_per_second:,.0f} tokens/s"
     return f"<li>{_swatch(figures.colour if figures.stands_out else None)}{_label(figures)} <small>{at}</small></li>"
 
@@ -82,7 +82,7 @@ def _typed(figures: Figures) -> str:
 
 
 def _label(figures: Figures) -> str:
-    """Returns a label with grey keys, which breaks only between words."""
+    """Returns a label with grey keys that wraps between words only."""
     words = (word.rpartition("=") for word in figures.label.split(" "))
     return " ".join(f"<span><em>{escape(key + equals)}</em>{escape(value)}</span>" for key, equals, value in words)
 
@@ -99,7 +99,7 @@ def _size(size: float | None, size_unit: Unit) -> str:
 
 
 def _table(every: Sequence[Figures], size: Unit) -> str:
-    """Returns the table in one unit, with a row per run. On a phone a row has the label above the figures."""
+    """Returns the table in one unit, with a row per run. On a phone the label is above the figures."""
     numbers = {
         f"device {size[1]}": lambda figures: (figures.device, _size(figures.device, size)),
         f"host {size[1]}": lambda figures: (figures.host, _size(figures.host, size)),
@@ -118,7 +118,7 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
     if any(figures.drive is not None for figures in every):
         numbers[f"drive {size[1]}"] = lambda figures: (figures.drive, _size(figures.drive, size))
         numbers["drive GB/s"] = lambda figures: (figures.drive_rate, _number(figures.drive_rate, ".2f"))
-    words = {}  # columns that say the same of every run are left out
+    words = {}  # columns with one value for all runs are left out
     if len({figures.on for figures in every if figures.on}) > 1:
         words["hardware"] = lambda figures: (figures.on, figures.on)
     if any(figures.run.reason for figures in every):
@@ -143,7 +143,7 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
 
 
 def _cell(kind: str, value: object, content: str, title: str = "") -> str:
-    """Returns a cell. Args: value: the number or text by which rows are sorted."""
+    """Returns a cell. Args: value: the number or text for sorting."""
     order = "" if value is None else escape(str(value))
     return f'<td class="{kind}" data-value="{order}" title="{escape(title)}">{content}</td>'
 
@@ -176,4 +176,4 @@ def _columns(stack: Stack, size: Unit) -> dict:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value).replace("<", "\\u003c")  # or a label that quotes HTML could end the script
+    return json.dumps(value).replace("<", "\\u003c")  # otherwise a label with HTML in it could end the script

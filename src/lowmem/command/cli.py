@@ -1,6 +1,6 @@
-"""Translates between the shell and Hydra: typed lines into Hydra's arguments, and errors into sentences.
+"""Connects the shell and Hydra: converts typed lines to Hydra's arguments, and errors to readable messages.
 
-This module imports nothing heavy at its top: `--help` answers in well under a second.
+This module imports nothing heavy at its top, so `--help` answers in well under a second.
 """
 
 import atexit
@@ -47,18 +47,18 @@ from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
-ALONE = ("generate", "show", "export")  # keys of work that one process does for all ranks
-LOADING = "Loading torch, Lightning and transformers ..."  # takes some five seconds
+ALONE = ("generate", "show", "export")  # keys of work that a single process does, also if there are several ranks
+LOADING = "Loading torch, Lightning and transformers ..."  # takes about five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
 
-_failures: list[str] = []  # messages of this command
-_unfit: list[Path] = []  # folders of this command's plans in which nothing fits
+_failures: list[str] = []  # messages of failed jobs of this command
+_unfit: list[Path] = []  # folders of this command's plans for which no recipe fits
 
 
 def _skip_last_collection() -> None:
-    """Skips the collector's last search, which takes a second: all memory goes with the process. Triton, which CUDA
-    builds of torch import, reports objects that are not collected as leaks."""
+    """Skips the garbage collection at exit, which takes a second: the process frees all memory anyway. If Triton is
+    loaded (CUDA builds of torch import it), the skipped objects would be reported as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 
@@ -87,7 +87,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
         _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
         _exit(str(error))
-    except OSError as error:  # Hydra makes the folder before the job starts
+    except OSError as error:  # Hydra creates the folder before the job starts
         if not error.filename and error.errno not in FULL:
             raise
         _exit(_no_folder(error))
@@ -102,7 +102,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
 
 
 def _no_folder(error: OSError) -> str:
-    """Returns a sentence about a folder that Hydra cannot make, in a sweep that of a job."""
+    """Returns a message about a folder that Hydra cannot create; in a sweep, a job's folder."""
     if not {*sys.argv} & {*SWEEP}:
         return f"The output folder is not writable ({error}). Type hydra.run.dir=<a writable folder>."
     if error.errno == errno.ENAMETOOLONG:
@@ -111,7 +111,7 @@ def _no_folder(error: OSError) -> str:
 
 
 def _nobody_reads() -> None:
-    """Discards further output when the reader of a pipe is gone, as in `python plan.py | head -1`."""
+    """Discards further output if the reader of a pipe has exited, as in `python plan.py | head -1`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -124,9 +124,9 @@ def prepare(arguments: list[str]) -> list[str]:
     """Returns the arguments for Hydra: its flags, the overrides of a resumed run or sweep, and the typed lines; quoted.
 
     Raises:
-        Refused: an error that the arguments alone show. Hydra composes the config, and `Settle` checks it.
+        Refused: the arguments alone are wrong. (Hydra composes the config, and `Settle` checks it.)
     """
-    if "COMP_LINE" in os.environ:  # tab completion: the command line so far; its last word is still being typed
+    if "COMP_LINE" in os.environ:  # tab completion: the command line so far, whose last word may be incomplete
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     arguments = _resumed_sweep(arguments)
@@ -152,7 +152,7 @@ def prepare(arguments: list[str]) -> list[str]:
     if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
-    if {*flags} <= {*SWEEP}:  # --help and --cfg also show a config with errors
+    if {*flags} <= {*SWEEP}:  # --help and --cfg also work for a config with errors
         spelling.check_lines(lines, sweep)
         if sweep:
             rank_environment.check_sweep()
@@ -169,10 +169,10 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
-    """Returns the lines that were typed for the run that `resume=`, `evaluate=` or `export=` names.
+    """Returns the overrides that were typed for the run that `resume=`, `evaluate=` or `export=` names.
 
     Raises:
-        Refused: one of them can run code and was not typed again: the folder may be somebody else's.
+        Refused: an override can run code and was not typed again. (The folder may come from somebody else.)
     """
     of_a_run = {"resume", "evaluate", "export"}
     lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
@@ -198,8 +198,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
 
 
 def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
-    """Refuses to resume a run with a choice that no longer exists, unless another one that reads its checkpoints is
-    typed. Its model can be evaluated and exported."""
+    """Refuses to resume a run whose choice was removed, unless a replacement that reads its checkpoints is typed. The
+    model of such a run can still be evaluated and exported."""
     resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
     for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
         instead, why, resumes = spelling.TAKEN_OUT[line]
@@ -214,7 +214,7 @@ def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
 
 
 def _renamed(lines: list[str]) -> list[str]:
-    """Returns lines of an earlier lowmem with today's names."""
+    """Returns overrides of an earlier lowmem under their current names."""
     instead = [new for line in lines if line in spelling.TAKEN_OUT for new in spelling.TAKEN_OUT[line].instead.split()]
     return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
@@ -224,9 +224,9 @@ def _works_alone(run: Run) -> bool:
 
 
 class Settle(Callback):
-    """Checks and settles the config when Hydra has composed it, before anything is written."""
+    """Settles and checks the config once Hydra has composed it, before anything is written."""
 
-    run: Run | None = None  # of this command; None: the job settles it, since the config names values of Hydra's job
+    run: Run | None = None  # None: the job settles it, since the config refers to values of Hydra's job
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if any("${hydra:" in line for line in OmegaConf.to_container(config.hydra.overrides.task)):
@@ -241,10 +241,10 @@ class Settle(Callback):
 
 
 def run(cfg: DictConfig) -> float:
-    """Runs one job and turns an error into a message. In a sweep each job has its own process.
+    """Runs one job and turns errors into messages. In a sweep each job has its own process.
 
     Returns:
-        The validation loss, nan after a failure.
+        The validation loss; nan after a failure.
     """
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
@@ -263,7 +263,7 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Returns the summary; None if none is written, or if rank 0 does the work of all ranks."""
+    """Returns the summary; None if the job writes none, or if this rank leaves the work to rank 0."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
@@ -285,7 +285,7 @@ def _generate(run: Run) -> None:
 
 
 def _ranks(output_dir: Path, size: int) -> dict:
-    """Starts the ranks. Returns: the keys of their summary that a sweep needs."""
+    """Starts the ranks and returns the keys of their summary that a sweep needs."""
     overrides = HydraConfig.get().overrides
     of_hydra = [line for line in overrides.hydra if key(line) not in ("hydra.run.dir", "hydra.mode")]
     interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
@@ -295,7 +295,7 @@ def _ranks(output_dir: Path, size: int) -> dict:
 
 
 def _log_beside_stdout() -> None:
-    """Logs on stderr, since programs may read stdout."""
+    """Sends log messages to stderr, since programs may read stdout."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "stream", None) is sys.stdout:  # theirs: a handler of logging
             handler.setStream(sys.stderr)
@@ -316,10 +316,10 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
 
 
 def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
-    """Returns the job's result; None after a failure, which `start` reports at the end."""
+    """Returns the job's result; None after a failure, whose message `start` prints at the end."""
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: the config resolves each ${key}
+    overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: composing the config resolves each ${key}
     debug, places = False, [str(output_dir)]
     try:
         debug, run = cfg.debug, Settle.run or settled(cfg)
@@ -345,7 +345,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
 
 
 def _words(value: object) -> Iterator[str]:
-    """Yields all strings of a config. Those that are paths are the places that the user gave."""
+    """Yields all strings of a config, among them the paths that the user gave."""
     if isinstance(value, str):
         yield value
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -353,7 +353,7 @@ def _words(value: object) -> Iterator[str]:
 
 
 def _message(error: Exception, debug: bool, places: list[str]) -> str:
-    """Returns a sentence for an error that the user can fix, and a traceback for any other."""
+    """Returns a message for an error that the user can fix, and a traceback for any other error."""
     if isinstance(error, OmegaConfBaseException) and not debug:
         return str(error)
     if isinstance(error, OSError) and of_place(error, places) and not debug:
@@ -367,8 +367,8 @@ def _message(error: Exception, debug: bool, places: list[str]) -> str:
 
 
 def _leave(output_dir: Path, message: str) -> None:
-    """Writes the reason into the folder of a failed run. If it was refused before it wrote anything, the folder is
-    restored. With several ranks the process that claimed the folder does this."""
+    """Writes the reason of a failure to the run's folder. If the run was refused before it wrote anything, the folder
+    is restored. With several ranks, the process that claimed the folder does this."""
     if folder_lock.untouched() or rank_environment.of_run() or rank_environment.number():
         return
     with suppress(OSError):  # the run may have failed because the disk is full

@@ -1,8 +1,8 @@
-"""Locks a run's folder before anything is written into it, and restores it if the run is refused.
+"""Locks a run's folder before anything is written to it, and restores the folder if the run is refused.
 
-Hydra writes `.hydra/` and a log before the job starts, so the lock is taken in one of its callbacks. A new folder
-belongs to the process that created it. Every folder is locked while its command lives, so that nobody resumes a run
-that still runs.
+Hydra writes `.hydra/` and a log before the job starts, so one of Hydra's callbacks takes the lock. A new folder belongs
+to the process that created it. Every folder stays locked until its command exits, so that a running run cannot be
+resumed.
 """
 
 import os
@@ -29,23 +29,27 @@ from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
 HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # Hydra writes them before a job starts
-# All other files of a command. A folder that has one of them holds another run.
+# Files of a command that do not come from Hydra. A folder with one of them holds another run.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
     *("plan.json", rank_environment.LOG),
 )
 RANKS = "rank-[0-9]*"
 LOGS = f"{RANKS}/{rank_environment.LOG}"
-OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has created for this job
+OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has created for the job
 
 
 @dataclass
 class Claimed:
-    """Describes a locked folder and its content before the command.
+    """A locked folder, and its content before the command.
 
-    Args: lock: an open file, as long as the lock is held; created: the folders that this command created, the innermost
-    first; overwritten: the content of files that Hydra overwrites; other_files: all other files with their times; None
-    for a job of a sweep, whose folder is never restored."""
+    Args:
+        lock: an open file, which holds the lock.
+        created: the folders that this command created, the innermost first.
+        overwritten: the content of files that Hydra overwrites.
+        other_files: all other files with their modification times; None for a job of a sweep, whose folder is never
+            restored.
+    """
 
     folder: Path
     lock: int
@@ -54,18 +58,18 @@ class Claimed:
     other_files: dict[str, int] | None
 
     def untouched(self) -> bool:
-        """Returns whether only Hydra has written."""
+        """Returns whether only Hydra has written to the folder."""
         return self.other_files is not None and self.folder.is_dir() and _other_files(self.folder) == self.other_files
 
     def give_back(self) -> None:
-        """Restores the folder if only Hydra has written."""
+        """Restores the folder if only Hydra has written to it."""
         if self.untouched():
             _remove(self.folder)
             for file, content in self.overwritten.items():
-                with suppress(OSError):  # a file that cannot be written was not overwritten either
+                with suppress(OSError):  # a file that cannot be written has not been overwritten either
                     file.parent.mkdir(exist_ok=True)
                     file.write_bytes(content)
-            with suppress(OSError):  # the folder is not empty: somebody has put a file there
+            with suppress(OSError):  # the folder is not empty: another program has put a file there
                 for folder in self.created:
                     folder.rmdir()
         os.close(self.lock)
@@ -73,7 +77,7 @@ class Claimed:
 
 @contextmanager
 def _or_exit() -> Iterator[None]:
-    """Ends the process where a folder's name cannot be resolved: Hydra would warn, and go on without a lock."""
+    """Exits if a folder's name cannot be resolved; Hydra would warn and continue without a lock."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -87,18 +91,20 @@ def _or_exit() -> Iterator[None]:
 
 
 class Claim(Callback):
-    """Hydra's callbacks before it writes. It would turn an exception into a warning, so they exit at once.
+    """Hydra callbacks that run before Hydra writes. They exit on an error, since Hydra would turn an exception into a
+    warning.
 
-    Args: host: written into .hydra/hydra.yaml, the machine of the process that holds the lock.
+    Args:
+        host: the machine of the process that holds the lock, written to .hydra/hydra.yaml.
     """
 
-    now: Claimed | None = None  # the folder of this process
+    now: Claimed | None = None  # the folder that this process has claimed
 
     def __init__(self, host: str | None = None) -> None:
         self.host = host
 
     def on_run_start(self, config: DictConfig, **_) -> None:
-        HydraConfig.instance().set_config(config.copy())  # Hydra does so only later, and ${hydra:...} needs it
+        HydraConfig.instance().set_config(config.copy())  # Hydra sets it too late for values with ${hydra:...}
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
             with read_write(config):  # only the first rank writes Hydra's files
@@ -106,7 +112,7 @@ class Claim(Callback):
                 config.hydra.output_subdir = None
                 log_file = OmegaConf.select(config, "hydra.job_logging.handlers.file")
                 if rank_environment.number() and log_file is not None:
-                    log_file.filename = os.devnull  # a rank also prints what it logs
+                    log_file.filename = os.devnull  # a rank's printed output contains its log messages
             _redirect(run)
             return
         with _or_exit():
@@ -126,7 +132,7 @@ class Claim(Callback):
         Claim.now = replace(claimed, other_files=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
-            if exported:  # its .hydra/ tells how it was trained
+            if exported:  # keep its .hydra/, which records how it was trained
                 config.hydra.output_subdir = None
             config.hydra.callbacks.claim.host = platform.node()
         if rank_environment.size() > 1:
@@ -142,12 +148,12 @@ class Claim(Callback):
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
-                # Hydra composes each job from these lines
+                # Hydra composes each job from these overrides
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
 
 
 def _value(config: DictConfig, key: str) -> str | None:
-    """Returns the value of a key; None if it cannot be resolved yet, which the job will report."""
+    """Returns the value of a key; None if it cannot be resolved yet (the job will report the error)."""
     try:
         return config.get(key)
     except OmegaConfBaseException:
@@ -155,7 +161,7 @@ def _value(config: DictConfig, key: str) -> str | None:
 
 
 def _redirect(run: Path) -> None:
-    """Sends what a rank prints to a file in the run's folder, unless the process that started it does so."""
+    """Redirects a rank's output to a file in the run's folder, unless the process that started the rank does so."""
     if rank_environment.of_run() is None:
         try:
             rank_environment.redirected(run)
@@ -179,7 +185,7 @@ def _agreed(claimed: Path | None) -> Path:
 
 
 def release() -> None:
-    """Releases the lock at the end of a command, and forgets the config that the callbacks have told Hydra."""
+    """Releases the lock when a command ends, and resets the config that the callbacks have given to Hydra."""
     HydraConfig.instance().cfg = None
     if Claim.now is not None:
         Claim.now.give_back()
@@ -195,7 +201,13 @@ def _sets(name: str, lines: Iterable[str]) -> bool:
 
 
 def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -> Claimed:
-    """Claims a folder. Args: key: Hydra's key for the folder; typed: whether the user typed that key."""
+    """Claims a folder.
+
+    Args:
+        key: Hydra's key for the folder.
+        typed: whether the user typed that key.
+        goes_on: returns whether the command may write to a folder that holds a run.
+    """
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
     except Refused as error:
@@ -203,7 +215,7 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
     except OSError as error:
         message = f"The output folder is not writable ({error}). Type {key}=<a writable folder>."
         sys.exit(folded(message, sys.stderr))
-    except Exception as error:  # for example a broken multirun.yaml: nothing may start without a lock
+    except Exception as error:  # for example a broken multirun.yaml: without a lock nothing may start
         sys.exit(
             folded(
                 f"{key}={folder}: the files of this folder cannot be read ({error}). Type another folder.", sys.stderr
@@ -212,7 +224,7 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
 
 
 def _new(folder: Path) -> Claimed:
-    """Creates and locks a new folder: this one, or the first free name with -2, -3, ... appended."""
+    """Creates and locks a new folder: `folder`, or its first free variant with -2, -3, ... appended."""
     above = _not_there(folder.parent)
     for number in count(1):
         path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -223,10 +235,10 @@ def _new(folder: Path) -> Claimed:
 
 
 def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
-    """Locks this folder.
+    """Locks exactly this folder.
 
     Raises:
-        Refused: another run is in it, or still writes to it.
+        Refused: another run is in the folder or still writes to it.
     """
     created = _not_there(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +257,7 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
 
 
 def _instead(folder: Path) -> str:
-    """Returns the words to type to use this folder's run; empty for a plan, or a result of another run."""
+    """Returns advice on how to use the run in this folder; empty for a plan, or for results of another run."""
     if (folder / "plan.json").exists() or _uses_a_run(folder):
         return ""
     line = "resume=auto"
@@ -262,7 +274,7 @@ def _not_there(folder: Path) -> list[Path]:
 
 
 def _locked(folder: Path, created: list[Path]) -> Claimed | None:
-    """Locks a folder. Returns: the lock; None if another process has it."""
+    """Locks a folder and returns it; None if another process holds the lock."""
     handle = os.open(folder, os.O_RDONLY)
     if folder_locks.lock(handle) is False:  # None: a file system without locks
         os.close(handle)
@@ -272,13 +284,16 @@ def _locked(folder: Path, created: list[Path]) -> Claimed | None:
 
 
 def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
-    """Returns whether a command may write to a folder that is in use: `resume=` names it, or a checkpoint in it.
+    """Returns whether a command may write to a folder in use: `resume=` names the folder or a checkpoint in it. Plans
+    and evaluations may be overwritten by new ones.
 
-    Args: plans: the command is plan.py; works_on: the values of evaluate, export and resume.
+    Args:
+        plans: whether the command is plan.py.
+        works_on: the values of evaluate, export and resume.
     """
-    if (folder / "plan.json").exists():  # a plan can be made again, and no run is lost
+    if (folder / "plan.json").exists():  # plans can be repeated, and no run is lost
         return plans
-    if _uses_a_run(folder):  # its results can be computed again
+    if _uses_a_run(folder):  # the results can be repeated
         return works_on["evaluate"] is not None or works_on["export"] is not None
     resume = works_on["resume"]
     if resume is None:
@@ -288,8 +303,8 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
 
 
 def _exported(named: str | None) -> Path | None:
-    """Returns the folder of the run that `export=` names, into which model/ is written; None for a checkpoint, whose
-    model might not be the run's, and for a run that still writes there."""
+    """Returns the folder of the run that `export=` names, to which model/ is written. None for a checkpoint, whose
+    weights may differ from the run's model, and for a run that is still running."""
     run = Path(str(named)).expanduser()
     there = named is not None and (run / "checkpoints").is_dir() and not folder_locks.is_locked(run)
     return run if there else None
@@ -306,7 +321,7 @@ def _typed_before(sweep: Path) -> list[str] | None:
 
 
 def _hydras(folder: Path) -> list[Path]:
-    """Returns the files that Hydra writes, and the logs of ranks, which begin anew as well."""
+    """Returns the files that Hydra writes, and the logs of ranks, which are overwritten as well."""
     return [*(folder / ".hydra").glob("*"), *(folder / name for name in HYDRAS), *folder.glob(LOGS)]
 
 

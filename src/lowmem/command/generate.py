@@ -1,5 +1,5 @@
-"""Implements `generate=<folder>`: an exported model, an adapter or a run's model/ continues `prompt=`, or each of
-`sample_prompts=`."""
+"""Implements `generate=<folder>`: continues `prompt=`, or each of `sample_prompts=`, with an exported model, an adapter
+or a run's model/."""
 
 import json
 import logging
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def generate(run: Run) -> str:
-    """Returns the model's continuation of `prompt`, or of each of `sample_prompts`: then it is a line of JSON for each,
-    with its prompt and text. If the tokenizer has a chat template, a text is a user's turn.
+    """Returns the continuation of `prompt`, or for `sample_prompts` a line of JSON per prompt, with prompt and text. If
+    the tokenizer has a chat template, a text prompt is a user's message.
 
     Raises:
-        Refused: there is no model, it cannot be read, or it is an adapter that does not name its base; a prompt that is
-            none.
+        Refused: the folder has no model, or one that cannot be read; an adapter does not name its base; or a prompt is
+            invalid.
     """
     quiet()
     asked = [run.prompt] if run.prompt is not None else prompts(run.sample_prompts)
@@ -55,10 +55,10 @@ def generate(run: Run) -> str:
 def _continued(
     run: Run, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, each: Sequence[Tensor]
 ) -> list[str]:
-    """Returns the continuations of prompts, (1, T) each. All start from the same seed, so none depends on the others.
-    With weights that stream, batch_size of them go through a block in one turn of it."""
+    """Returns the continuations of prompts, (1, T) each. Every prompt starts from the same seed, so its continuation
+    does not depend on the other prompts. With streamed weights, `batch_size` prompts share each copy of a block."""
     device = torch.device(run.runs_on)
-    # auto asks what a backward pass computes again, and here is none
+    # order=auto depends on recomputation in the backward pass, which does not run here
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"
     order = {"order": "by_layer"} if run.streams and not chosen else {}
     weights = instantiate(run.weights)(network, head_in_tiles=run.loss_class.head_in_tiles, **order)
@@ -79,7 +79,7 @@ def _continued(
 
 
 def _folder(place: Path) -> Path:
-    """Returns the folder of the model: model/ of a run."""
+    """Returns the folder of the model; for a run's folder, its model/."""
     for folder in (place, place / "model"):
         if is_model(str(folder)):
             return folder
@@ -90,7 +90,8 @@ def _folder(place: Path) -> Path:
 
 
 def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the model in the dtype of its file; an adapter with its base, in 4 bits if it was trained so."""
+    """Returns the model in the dtype of its file. An adapter is loaded with its base, in 4 bits if it was trained
+    so."""
     adapter = run.adapter.arguments.get("path")
     described = loading.Described(run.model, loading.architecture(run.model))
     network = loading.load(described, base_dtype(adapter) or described.config.dtype or torch.float32)

@@ -1,7 +1,7 @@
-"""Prints `--help`: each group and key with its comment in conf/ and the value of this command line.
+"""Prints `--help`: each group and key with its comment in conf/ and its value in this command line.
 
-It fills `hydra.help.template` of conf/config.yaml from the comments of the yamls, so that a new key is documented in
-one place. This module imports nothing heavy, so that it answers in well under a second.
+The text is built from the comments of the yaml files and fills `hydra.help.template` of conf/config.yaml, so that a new
+key is documented in one place. This module imports nothing heavy and answers in well under a second.
 """
 
 import re
@@ -17,8 +17,11 @@ LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.-]*):(?P<value>(?: [^#]*)
 
 
 def text(cfg: DictConfig, conf: Path) -> str:
-    """Returns the help, with each `$` doubled, since Hydra fills a template. Args: cfg: composed, with Hydra's
-    section."""
+    """Returns the help text. Each `$` is doubled, since Hydra substitutes variables in templates.
+
+    Args:
+        cfg: the composed config, including Hydra's section.
+    """
     keys = comments(conf / f"{cfg.hydra.job.config_name}.yaml") | comments(conf / "config.yaml")
     choices = {key.removeprefix("defaults."): None for key in keys if key.startswith("defaults.")}
     choices |= {group: choice for group, choice in cfg.hydra.runtime.choices.items() if group in choices}
@@ -41,7 +44,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
 def comments(file: Path) -> dict[str, str | None]:
     """Returns path of every key -> the comment on its line, in the order of the file."""
     by_key: dict[str, str | None] = {}
-    above: list[tuple[int, str]] = []  # (indent, key) of the sections that a line is in
+    above: list[tuple[int, str]] = []  # (indent, key) of the sections that enclose a line
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):
         indent = len(match["indent"])
         above = [section for section in above if section[0] < indent]
@@ -62,14 +65,14 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
     others = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != choice)
     yield from _entry(f"{folder.name}={choice or 'null'}", comment)
     file = folder / f"{choice}.yaml"
-    if file.is_file():  # a user's own yaml may lie elsewhere
+    if file.is_file():  # a user's own yaml may be in another folder
         yield from _entry("", f"{choice}: {heading(file)}")
     yield from _entry("", f"or {', '.join(others)}")
 
 
 def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Path) -> Iterator[str]:
-    """Yields the keys that a choice adds to those already `shown`: one entry for each key with a comment, and one line
-    for all others."""
+    """Yields the keys that a choice adds to the keys in `shown`: an entry for each key with a comment, and one line for
+    all other keys."""
     prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():
@@ -82,7 +85,7 @@ def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Pat
 
 
 def _typed(cfg: DictConfig, key: str) -> str:
-    """Returns a key as one would type it: `clip=null`. A section is `trainer.`, and a removed key is `~clip`."""
+    """Returns a key as a user types it: `clip=null`. A section is shown as `trainer.`, and a removed key as `~clip`."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
     if not isinstance(node, DictConfig):
@@ -99,7 +102,7 @@ def _typed(cfg: DictConfig, key: str) -> str:
 
 
 def _entry(typed: str, comment: str) -> list[str]:
-    """Returns an entry in two columns; a key that is too long for the first has its own line."""
+    """Returns an entry in two columns. A key that is too long for its column gets a separate line."""
     indent = " " * COLUMN
     wrapped = textwrap.wrap(comment, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False)
     head = f"  {typed}".ljust(COLUMN)

@@ -1,8 +1,8 @@
 """Starts the ranks of a run: each runs the typed command in its own process, on one device of this machine.
 
-`devices=2` starts a light process, which locks the run's folder and imports no torch. It starts the ranks, passes
-signals on, and ends all of them when one has died: the others would wait for it until a time limit of many minutes.
-Only this process prints how they ended. The output of ranks other than the first is in their output.log.
+`devices=2` starts a light process, which locks the run's folder and does not import torch. It starts the ranks,
+forwards signals, and ends all ranks when one has died: the others would wait for it until a timeout of many minutes.
+Only this process prints how the ranks ended. Ranks other than the first print to their own output.log.
 """
 
 import json
@@ -27,30 +27,36 @@ from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
-SETTLE = 2.0  # seconds that the others have to report their errors, once a rank has failed
+SETTLE = 2.0  # seconds that other ranks have to report their errors after a rank has failed
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.05  # seconds between two checks of which ranks have ended
-LEAVES = 30.0  # seconds that a rank may go on after it has reported its failure
-LAST = 20  # lines of a rank's log that an error message shows
-WORDS = 1 << 16  # bytes of the first rank's stderr that are kept, the last ones
+LEAVES = 30.0  # seconds that a rank may keep running after it has reported its failure
+LAST = 20  # lines of a rank's log in an error message
+WORDS = 1 << 16  # bytes of the first rank's stderr that are kept (the end)
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
-# If several ranks failed, the cause is the first of these. A rank may abort because another one has ended.
+# If several ranks failed, the first of these causes is reported. A rank may abort because another one has ended.
 CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
 class RankEnded(Refused):
-    """A rank has ended the run. The message names it and has its last output."""
+    """A rank has ended the run. The message names the rank and shows its last output."""
 
 
 @dataclass
 class Rank:
-    """Follows a rank's process.
+    """The process of a rank.
 
-    Args: number: its rank; reports: the pipe of its report; log: the file of its output; last_stderr: the end of the
-    first rank's stderr, which is in no log; reader: the thread that reads it; code: its exit code, once it has ended;
-    at: the time at which that, or its report, was seen; ended_by_us: it was sent a signal because another rank had
-    ended."""
+    Args:
+        number: the rank.
+        reports: the pipe of its report.
+        log: the file of its output.
+        last_stderr: the end of the first rank's stderr, which is not in a log.
+        reader: the thread that reads that stderr.
+        code: exit code, once the process has ended.
+        at: when the end of the process, or its report, was seen.
+        ended_by_us: it was sent a signal because another rank had ended.
+    """
 
     number: int
     process: subprocess.Popen
@@ -66,27 +72,27 @@ class Rank:
 
     def runs(self) -> bool:
         if self.code is None:
-            self.code = self.process.poll()  # then the report, which it wrote before it ended
+            self.code = self.process.poll()  # read the report afterwards: it was written before the process ended
             self._hear()
             if self.at == 0.0 and (self.code is not None or self.report):
                 self.at = time.monotonic()
         return self.code is None
 
     def _hear(self) -> None:
-        with suppress(BlockingIOError):  # nothing yet, or a child of the rank still holds the pipe
+        with suppress(BlockingIOError):  # nothing to read yet, or a child of the rank still holds the pipe
             self._read += os.read(self.reports, 2**16)
         if not self.report and b"\n" in self._read:
             self.report = json.loads(self._read.partition(b"\n")[0])
 
     @property
     def bad(self) -> bool:
-        """Returns whether it has failed; its process may still run."""
+        """Returns whether the rank has failed. Its process may still be running."""
         return (self.code is not None or bool(self.report)) and self.how not in FINE
 
     @property
     def how(self) -> str:
-        """Returns how it ended: done, interrupted (by a signal, with a checkpoint), ended (at once), or one of
-        CAUSES."""
+        """Returns how the rank ended: "done", "interrupted" (by a signal, with a checkpoint), "ended" (by a signal, at
+        once), or one of CAUSES."""
         if self.report:
             return self.report["how"]
         if self.code == 0:
@@ -97,7 +103,7 @@ class Rank:
 
     @property
     def signal(self) -> signal.Signals:
-        """Returns the signal that interrupted or ended it."""
+        """Returns the signal that interrupted or ended the rank."""
         if self.report:
             return signal.Signals[self.report["said"].partition(":")[0].split()[0]]
         return signal.Signals(self.code - 128 if self.code > 0 else -self.code)
@@ -111,23 +117,25 @@ class Rank:
 
     @property
     def watchdog_message(self) -> str | None:
-        """Returns the message of NCCL's watchdog, if that has ended this rank."""
+        """Returns the message of NCCL's watchdog if the watchdog has ended this rank."""
         return lost_ranks.watchdog_message(self.text + self.last_stderr.decode(errors="replace"))
 
 
 def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
-    """Runs all ranks to their end.
+    """Runs all ranks until they end.
 
     Args:
-        folder: locked by this process; typed: overrides, as Hydra gives them; size: number of ranks.
+        folder: locked by this process.
+        typed: overrides, as Hydra gives them.
+        size: number of ranks.
 
     Returns:
-        the signal that interrupted them, with a checkpoint; None: they are done.
+        The signal that interrupted the ranks, which have written a checkpoint; None if they are done.
 
     Raises:
-        RankEnded: one has failed. If it was killed or lost, failed.txt says so too.
-        NotPublished: all are done, but for `push=` or `export_format=`.
-        Ended: a signal has ended them at once.
+        RankEnded: a rank has failed. If it was killed or lost, its error is written to failed.txt.
+        NotPublished: all ranks are done, but `push=` or `export_format=` failed.
+        Ended: a signal has ended the ranks at once.
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
@@ -146,12 +154,12 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
-    """Starts the ranks, yields them, and ends all of them at the end."""
+    """Starts the ranks and yields them. When the `with` ends, ranks that still run are ended."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
-    # each rank gets its share of the processors, or each would compute with all of them
+    # each rank gets its share of the processors; otherwise each rank would use all of them
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
-    # unbuffered, so that a log has all output from before a rank was killed
+    # unbuffered, so that the log keeps the last output of a killed rank
     world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}
     ranks: list[Rank] = []
     try:
@@ -166,15 +174,16 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
             rank.process.stdin.close()
             os.close(rank.reports)
             if rank.reader:
-                rank.reader.join(1.0)  # not for ever: a child of the rank may still hold the pipe
+                rank.reader.join(1.0)  # with a timeout: a child of the rank may still hold the pipe
 
 
 def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
-    """Starts a rank. The first one writes its output and its progress bar directly to this command's stdout; its stderr
-    passes through this process.
+    """Starts a rank. The first rank writes its output and its progress bar directly to this command's stdout; its
+    stderr passes through this process.
 
-    A rank ends when its stdin closes, which happens when this process is gone. It runs in its own session, so that
-    Ctrl-C of a terminal reaches it only through this process."""
+    A rank exits when its stdin closes, that is, when this process has exited. It runs in its own session, so that
+    Ctrl-C in a terminal reaches it only through this process.
+    """
     rank_folder = rank_environment.folder(folder, number)
     rank_folder.mkdir(exist_ok=True)
     reads, writes = os.pipe()
@@ -195,7 +204,7 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
 
 
 def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
-    """Copies a stream to this command's stderr. Args: tail: receives its last bytes."""
+    """Copies a stream to this command's stderr. Args: tail: collects the last bytes of the stream."""
     with stream:
         while block := os.read(stream.fileno(), WORDS):
             tail += block
@@ -212,13 +221,13 @@ def free_port() -> int:
 
 
 def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
-    """Waits until all ranks have ended. Returns: the signals that came meanwhile.
+    """Waits until all ranks have ended, and returns the signals received meanwhile.
 
-    When a rank fails, the others are ended. The first signal is passed on, and ranks take their time for a checkpoint;
-    after a second one, or after SIGTERM from here, they have seconds.
+    When a rank fails, the other ranks are ended. The first signal is forwarded, and ranks take the time they need for a
+    checkpoint; after a second signal, or after SIGTERM from here, they have seconds.
     """
     received: list[signal.Signals] = []
-    due: list[tuple[float, signal.Signals]] = []  # (when, which signal) for ranks that still run
+    due: list[tuple[float, signal.Signals]] = []  # (time, signal) to send to ranks that still run
 
     def hand_on(sent: signal.Signals) -> None:
         received.append(sent)
@@ -241,7 +250,7 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
-    """Sends a signal to ranks that are not yet ending; at_once: to all."""
+    """Sends a signal to ranks, except to failed ranks that may still be exiting; at_once: to all ranks."""
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue
@@ -250,12 +259,12 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
-    """Returns the error: without a rank's number if all ranks have the same one."""
+    """Returns the error message. If all ranks have the same error, the message names no rank."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported
     message = f"Rank {rank.number} of {len(ranks)}: "
-    if reported and not reported.startswith("Traceback"):  # the report says what to type
+    if reported and not reported.startswith("Traceback"):  # the report already says what to type
         return message + reported
     last = reported.splitlines() if reported else rank.last_lines()
     message += folders.line(reported) if reported else rank.watchdog_message or f"{sweep.reason(rank.code, '')}."
@@ -268,7 +277,7 @@ def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
 
 
 def _again(folder: Path) -> str:
-    """Returns the words to type after a rank was lost."""
+    """Returns advice on what to type after a rank was lost."""
     if any(folder.glob("checkpoints/step-*.ckpt")):
         return (
             f"Add resume=auto {in_shell('hydra.run.dir', folder)} to the same command to continue from its last "

@@ -1,9 +1,9 @@
 """Runs a sweep: every job is a command in its own process.
 
-Hydra's launcher runs jobs in one process: memory that a job leaves behind counts for the next one, and a crash ends
-all. So the job that Hydra calls starts `python train.py <its overrides>` and waits, with every launcher and sweeper.
-The existing launchers do not: joblib reuses its workers, submitit starts all local ones at once, and its first failure
-hides the results of the others.
+Hydra's basic launcher runs all jobs in one process: memory that one job leaks counts for the next job, and a crash ends
+all of them. So the function that Hydra calls for a job starts `python train.py <its overrides>` and waits, with every
+launcher and sweeper. Existing launchers do not solve this: joblib reuses its workers; submitit starts all local jobs at
+once, and its first failure hides the results of other jobs.
 """
 
 import os
@@ -28,12 +28,12 @@ from lowmem.system.rank_environment import LOG
 from lowmem.system.signals import Ended
 from lowmem.system.terminal import folded
 
-script = CONF.parent / "train.py"  # what jobs and ranks run
+script = CONF.parent / "train.py"  # the script that jobs and ranks run
 
 
 @contextmanager
 def running(main: Callable) -> Iterator[None]:
-    """Lets jobs and ranks run the script that defines `main`, which may be a changed copy of train.py."""
+    """Makes jobs and ranks run the script that defines `main`, which may be a changed copy of train.py."""
     global script
     before, script = script, Path(unwrap(main).__code__.co_filename)
     try:
@@ -43,14 +43,14 @@ def running(main: Callable) -> Iterator[None]:
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job unless an earlier sweep has done it, and prints a line about its result.
+    """Runs a job, unless an earlier sweep has completed it, and prints a line about its result.
 
     Args:
         typed: its overrides, as Hydra gives them.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, when the job has written its checkpoint.
-        Ended: after another signal to the sweep, likewise.
+        KeyboardInterrupt: after Ctrl-C, once the job has written its checkpoint.
+        Ended: after another signal to the sweep, once the job has written its checkpoint.
     """
     plain = list(map(unquoted, typed))
     earlier = folders.load(folder)
@@ -75,14 +75,15 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         )
         raise KeyboardInterrupt if sent == signal.SIGINT else Ended(sent)
     ended = folders.load(folder)
-    if failed and ended.status != "failed":  # the disk is full
+    if failed and ended.status != "failed":  # failed.txt could not be written: the disk is full
         ended = folders.RunFolder(folder, plain, None, "failed", reason(code, stderr))
-    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has printed its overrides
+    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has printed the job's overrides
     return ended
 
 
 def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
-    """Runs a command. Returns: its exit code, negative for a signal; its stderr; the signal that came meanwhile."""
+    """Runs a command and returns its exit code (negative for a signal), its stderr, and the signal received
+    meanwhile."""
     log, passed_on = folder / LOG, None
     _write(log, "")
     streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
@@ -94,7 +95,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
             try:
                 stderr = process.communicate()[1]
                 break
-            except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second one ends it at once
+            except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second signal ends it at once
                 passed_on = sent.signal if isinstance(sent, Ended) else signal.SIGINT
                 process.send_signal(passed_on)  # after Ctrl-C in a terminal the job gets it twice, and counts it once
     _write(log, stderr, "a")
@@ -102,7 +103,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
 
 
 def _write(file: Path, text: str, mode: str = "w") -> None:
-    with suppress(OSError):  # the disk is full: the terminal shows it anyway
+    with suppress(OSError):  # the disk is full: the terminal shows the text anyway
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open(mode, encoding="utf-8") as out:
             out.write(text)
@@ -121,7 +122,7 @@ def reason(code: int, stderr: str) -> str:
     return next((line for line in reversed(stderr.splitlines()) if line.strip()), f"exit code {code}")
 
 
-SHOWN = ("validation loss", "bits per byte", "device GiB")  # of a job that is done; the table has all others
+SHOWN = ("validation loss", "bits per byte", "device GiB")  # shown when a job is done; the table has all figures
 
 
 def _line(run: folders.RunFolder) -> str:
@@ -134,9 +135,9 @@ def _line(run: folders.RunFolder) -> str:
 
 
 class Report(Callback):
-    """Hydra's callbacks around a sweep."""
+    """Hydra callbacks around a sweep."""
 
-    failed: tuple[str, ...] = ()  # a line about the failed jobs of this process's sweep
+    failed: tuple[str, ...] = ()  # a line about failed jobs of this process's sweep
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
@@ -155,10 +156,10 @@ class Report(Callback):
 
 
 def again(folder: Path) -> list[str]:
-    """Returns the arguments that repeat a sweep in its folder. Jobs that are done are not repeated.
+    """Returns the arguments that repeat a sweep in its folder. Completed jobs are not repeated.
 
     Raises:
-        Refused: the folder is not a sweep's, or its multirun.yaml is damaged.
+        Refused: the folder does not belong to a sweep, or its multirun.yaml is damaged.
     """
     file = folder / "multirun.yaml"
     if not file.is_file():

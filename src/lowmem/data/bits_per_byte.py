@@ -1,8 +1,8 @@
 """Converts a validation loss to bits per byte of the predicted text, which do not depend on the tokenizer.
 
 For text without gaps the token store knows the bytes of each document. For other data, such as the answers of a chat or
-separate documents, the labels that count are read once: a run of labels has the bytes that it adds to the tokens before
-it, since a single token may lose a space, or be half a character.
+separate documents, all labels are read once. A run of labels counts as many bytes as it adds to the text of the tokens
+before it, since a token decoded alone may lose a space or be half a character.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
 from lowmem.data.token_store import Tokens, byte_level, bytes_of
 
-BEFORE = 4  # tokens: a character has no more bytes
+BEFORE = 4  # tokens: a character has at most 4 bytes
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns the conversion from nats per token that counts to bits per byte. An end token is no text but costs
-    nats."""
+    """Returns the conversion from nats per label to bits per byte. An end-of-text token adds nats but no bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -31,7 +30,7 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
-    """Returns the number of labels that count, and the bytes of their text."""
+    """Returns the number of labels, and the bytes of their text."""
     if val.sequences.without_gaps:
         known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
@@ -39,7 +38,7 @@ def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
 
 
 def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
-    """Returns the same numbers for any rows, by reading them."""
+    """Returns the number of labels, and the bytes of their text, by reading all rows."""
     count = text = 0
     special = [IGNORED, *tokenizer.all_special_ids]
 
@@ -61,7 +60,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
 
 
 def _runs(counts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yields (row, start, stop) of each stretch of labels that count."""
+    """Yields (row, start, stop) of each run of consecutive labels."""
     for row, of_row in enumerate(counts):
         edges = np.flatnonzero(np.diff(of_row, prepend=False, append=False)).tolist()
         yield from ((row, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))

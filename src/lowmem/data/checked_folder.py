@@ -1,9 +1,9 @@
-"""Stores files in a folder of the cache, and fills the folder again if one of them is no longer what was written.
+"""Stores files in a folder of the cache, and fills the folder again if a file has changed since it was written.
 
-`meta.json` lists the size and the CRC-32 of every file, and its own. All files are read and checked each time that the
-folder is opened, at about 1 GB/s: tokens take half as many bytes as their text, whose SHA-256 is computed at every
-start anyway, at half that speed. What is returned is mapped from the open file that was checked, so another process may
-replace the folder meanwhile.
+`meta.json` lists the size and the CRC-32 of every file, and of its own content. All files are read and checked each
+time that the folder is opened, at about 1 GB/s. (Tokens take half the bytes of their text, and the SHA-256 of the text
+is computed at every start anyway, at half that speed.) The returned data are mapped from the open files that were
+checked, so another process may replace the folder meanwhile.
 """
 
 import errno
@@ -37,18 +37,18 @@ class Stored(NamedTuple):
 
 
 class _Damaged(Exception):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 def stored(folder: Path, fill: Callable[[Path], dict]) -> Stored:
-    """Opens a folder, and fills it first if it does not exist or is damaged, which is logged.
+    """Opens a folder. If it does not exist or is damaged, it is filled first; damage is logged.
 
     Args:
         fill: writes the files into an empty folder and returns values for `Stored.meta`.
 
     Raises:
         OSError: the folder cannot be written.
-        Refused: files do not come back as they were written.
+        Refused: files read back differ from what was written.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)
@@ -70,7 +70,7 @@ def stored(folder: Path, fill: Callable[[Path], dict]) -> Stored:
 def _inode(folder: Path) -> int | None:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # not asked before: another process may remove it between two questions
+    except FileNotFoundError:  # not tested before: another process may remove it after the test
         return None
 
 
@@ -96,7 +96,7 @@ def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:
 
 
 def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
-    """Fills a folder beside its place, then renames it: neither a second job nor Ctrl-C leaves half of it."""
+    """Fills a draft folder, then renames it: neither a second job nor Ctrl-C leaves a partial folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
     try:
@@ -109,14 +109,14 @@ def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
         try:
             os.replace(draft, folder)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job was faster, with the same bytes
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job was faster, and wrote equal bytes
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a folder once it has another name: nobody opens half of it."""
+    """Renames a folder before it is deleted, so that no process opens a partial folder."""
     aside = tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent)
     with suppress(FileNotFoundError):  # another process has removed it
         os.replace(folder, aside)

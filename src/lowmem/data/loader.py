@@ -1,11 +1,11 @@
 """Makes windows of micro-batches from rows of tokens, in an order that depends on the seed alone.
 
-An epoch reads every sequence, which is a row of a split (`packing.py`), once, in a permutation drawn from (seed,
-epoch). The sizes of micro-batches and windows and the number of devices change where the cuts are, never the order;
-only padded rows are sorted, so that rows of similar length are in one micro-batch.
+An epoch reads every sequence (a row of a split, `packing.py`) once, in a permutation drawn from (seed, epoch). The
+sizes of micro-batches and windows and the number of devices decide where this order is cut, and never change it. The
+only exception is packing=padded, which sorts rows so that micro-batches have rows of similar length.
 
-A window carries the position *after* it. Training stores that position when the window is done, so that a resume cannot
-skip a window that was prefetched and never trained on.
+A window carries the position *after* it. Training stores that position when the window is done, so a resume never skips
+a window that was prefetched but not trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,39 +22,38 @@ from torch import Tensor
 
 from lowmem.config.accumulation import WindowSize
 
-IGNORED = -100  # a label that is not to be learnt
-COUNTS = ("learned_tokens", "weight", "first_tokens")  # of a micro-batch, which are cached
+IGNORED = -100  # a label that the loss ignores
+COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch, which are cached
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model at once. A loss that needs more than tokens has a subclass: it names further
-    tensors, of as many rows, and says by what the sum of the losses is divided.
-    """
+    """Rows that go through the model at once. A loss that needs more than tokens has a subclass, which adds tensors
+    with equally many rows, and defines `weight`, the divisor of the sum of losses."""
 
     UNIT: ClassVar[str] = "tokens"  # what `weight` counts
-    ROWS: ClassVar[int] = 1  # rows of an example: those of a pair stay on one device
+    ROWS: ClassVar[int] = 1  # rows of an example: both rows of a pair stay on one device
 
     input_ids: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64, the token that follows each input; -100: not to be learnt
+    labels: Tensor  # (B, T) int64, the token that follows each input; -100: ignored by the loss
     position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: each row is one document
-    real: Tensor | None = None  # (B, T) bool: False for filler behind a row's last document; None: there is no filler
+    real: Tensor | None = None  # (B, T) bool: False for filler after a row's last document; None: no filler
 
     @cached_property
     def weight(self) -> int:
-        """Returns by how much this counts in the mean of its window: a subclass may count pairs."""
+        """Returns the weight in the mean of the window. Here the learned tokens; a subclass may count pairs."""
         return self.learned_tokens
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """Returns names for the rows of the first example, which people are shown; empty: they have none."""
+        """Returns names for the rows of the first example, for display; empty if rows need no names."""
         return ()
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the arguments of a model, to which `use_cache=False` is added: with a cache, transformers ignores
-        where documents begin. Positions bring `counted_first` along, what `counted` has found: `document_attention.py`
-        would have to ask the device."""
+        """Returns the keyword arguments of a model, including `use_cache=False`: with a cache, transformers ignores
+        where documents begin. Position ids carry `counted_first`, computed by `counted`, so that
+        `document_attention.py` need not read them from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -62,23 +61,24 @@ class MicroBatch:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Changes every tensor, for example to some of the rows."""
+        """Returns a copy with `change` applied to every tensor, for example to select rows."""
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name, without those that are None."""
+        """Returns name -> tensor, without tensors that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @classmethod
     def concatenated(cls, batches: Sequence[Self]) -> Self:
-        """Returns the rows of all batches, which have the same tensors, one below the other."""
+        """Returns one micro-batch with the rows of all batches, which must have the same fields."""
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
-        """Lightning calls this to move a window to the device. Counts that are known stay known. A card gets copies of
-        pinned memory: with other memory, the host waits until the card has done everything before the copy."""
+        """Moves the tensors to a device; Lightning calls this for a window. Cached counts are kept. Tensors are copied
+        to a GPU from pinned memory: with pageable memory, the host would wait until all earlier work of the GPU is
+        done."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -87,14 +87,14 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Counts labels and documents now, while they are in host memory, and returns self: to count them on a card,
-        the host would have to wait for the card."""
+        """Counts labels and documents while they are in host memory, and returns self. Counting on the GPU would make
+        the host wait."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
     @property
     def nothing(self) -> Self:
-        """Returns the first example without a label that counts, for a device that has no row and takes part."""
+        """Returns the first example without any label, for a device that has no rows left but must take part."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
@@ -110,7 +110,8 @@ class MicroBatch:
 
     @cached_property
     def first_tokens(self) -> list[int] | None:
-        """Returns where documents begin in the rows laid end to end, and the end; None: each row is one document."""
+        """Returns the start of each document if all rows are concatenated, and the end; None: each row is one
+        document."""
         if self.position_ids is None:
             return None
         begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
@@ -118,13 +119,15 @@ class MicroBatch:
 
     @property
     def known_learned_tokens(self) -> int | None:
-        """Returns `learned_tokens` if `counted` has counted them; else None, and no label is read."""
+        """Returns `learned_tokens` if `counted` has counted them, else None. Never reads labels."""
         return vars(self).get("learned_tokens")
 
 
 class Position(NamedTuple):
-    """The position from which training goes on: `sequence` of `epoch` is read next, and `window` counts from the start.
-    For a stream it is a sequence of the block before which the stream had this `state`."""
+    """The position from which training continues: `sequence` of `epoch` is read next, and `window` windows are done.
+
+    In a stream, `sequence` counts within a block, and `state` is the stream's state before this block.
+    """
 
     epoch: int = 0
     sequence: int = 0
@@ -142,29 +145,29 @@ class Window(NamedTuple):
     input_tokens: int  # tokens that the model computes, without padding, on all devices
     learned_tokens: int  # tokens with a label, on all devices
     weight: int  # divides the sum of the losses of all devices
-    end: Position  # where the next window begins
+    end: Position  # position of the next window
 
 
 class Rows:
     """The base class of a split's rows, which a loader reads in any order. `packing.py` has the kinds.
 
     Args:
-        seq_len: tokens of a row, at most.
-        report: counts of what became of the documents, for the log.
-        without_gaps: each token but the split's first is predicted, row after row, and counts.
+        seq_len: maximum tokens of a row.
+        report: counts of included, cut and dropped documents, for the log.
+        without_gaps: rows are consecutive, and every token except the split's first is a label.
     """
 
     seq_len: int
     report: Mapping = MappingProxyType({})
-    counted = "documents"  # as messages call what is trained or validated on
+    counted = "documents"  # name, in messages, of the items that are trained on
     without_gaps = False
     positions = False  # micro-batches have `position_ids`
     filler = False  # micro-batches have `real`
-    numbered = True  # rows can be counted, and read by their numbers; those of a stream cannot
+    numbered = True  # rows have numbers by which they can be read; False for a stream
 
     @property
     def longest(self) -> int:
-        """Returns how many tokens a micro-batch is long at most."""
+        """Returns the maximum length of a micro-batch in tokens."""
         return self.seq_len
 
     def __len__(self) -> int:
@@ -175,53 +178,55 @@ class Rows:
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros, in as many tensors and as much memory as real ones, for a trace by shape."""
+        """Returns full rows of zeros with the tensors and the memory of real rows, for a trace by shape."""
         tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
         real = torch.ones(batch_size, seq_len, dtype=torch.bool) if cls.filler else None
         return MicroBatch(*tensors, real=real)
 
     def loader(self, *how: object) -> "WindowLoader":
-        """Returns the loader of these rows. Args: how: the arguments of `WindowLoader` after the rows."""
+        """Returns the loader of these rows. Args: how: further arguments of `WindowLoader`."""
         return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
-        """Returns the indices at which documents, and the tail after the last one, begin in a row."""
+        """Returns the indices in a row at which documents begin, and at which the filler after the last document
+        begins."""
         positions = self.micro_batch(np.array([row])).position_ids
         return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
 
     @property
     def order(self) -> dict:
-        """Returns everything besides number and length that decides which row has which number, for checkpoints."""
+        """Returns, for checkpoints, everything that determines the numbering of rows besides their count and length."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Returns the order of an epoch. Args: permutation: drawn from the seed; rows_per_step: of all devices."""
+        """Returns the order of rows in an epoch. Args: permutation: drawn from the seed; rows_per_step: of all
+        devices."""
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """Returns the values that the result of `arranged` depends on."""
+        """Returns the values that `arranged` depends on besides the permutation."""
         return {}
 
 
 class Share(NamedTuple):
-    """A device's rows of a micro-batch of all devices: the rank-th `batch_size`."""
+    """A device's share of a global micro-batch: the rank-th group of `batch_size` rows."""
 
     batch_size: int  # sequences per micro-batch and device
     rank: int = 0
-    world_size: int = 1  # devices that read rows of their own
+    world_size: int = 1  # number of devices that read different rows
 
     @property
     def rows_per_step(self) -> int:  # rows of one micro-batch of all devices
         return self.batch_size * self.world_size
 
     def places(self, rows: int = 1) -> slice:
-        """Returns where this device's examples stand. Args: rows: of an example."""
+        """Returns the slice of this device's examples. Args: rows: rows per example."""
         size = self.batch_size * rows
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
-        """Returns this device's rows, `counted`. All devices have as many micro-batches, and the last ones may be
-        without a token that counts."""
+        """Returns this device's rows, `counted`. All devices have equally many micro-batches; a device without rows
+        gets an example without labels."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return (mine if len(mine.input_ids) else read.nothing).counted()
 
@@ -230,7 +235,7 @@ class WindowLoader:
     """Yields windows without end, from `position` on.
 
     Args:
-        window_size: the number of micro-batches of a window; an epoch's last window has those that are left.
+        window_size: the number of micro-batches of a window. The last window of an epoch may have fewer.
     """
 
     def __init__(
@@ -241,7 +246,8 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """Returns everything that the order of the sequences depends on: a position means nothing in another order."""
+        """Returns everything that the order of sequences depends on. A position is valid only for the order it was
+        saved with."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
@@ -259,7 +265,7 @@ class WindowLoader:
         return self.sequences.arranged(drawn, self.share.rows_per_step)
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """Returns the sequences of the window between two positions."""
+        """Returns the indices of the sequences between two positions."""
         until = end.sequence if end.epoch == start.epoch else len(self.sequences)
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
@@ -268,21 +274,21 @@ class WindowLoader:
         stop = end.sequence or len(order)
         micro_batches, every = [], []
         for begin in range(start.sequence, stop, per_step):
-            rows = order[begin : min(begin + per_step, stop)]  # rows of all devices
+            rows = order[begin : min(begin + per_step, stop)]  # of all devices
             batch = self.sequences.micro_batch(rows)
             every.append((batch.input_tokens, batch.learned_tokens, batch.weight))
             micro_batches.append(self.share.rows_of(batch))
         return Window(micro_batches, *map(sum, zip(*every, strict=True)), end)
 
     def after(self, start: Position) -> Position:
-        """Returns the end of the window that begins at `start`."""
+        """Returns the end position of the window that begins at `start`."""
         stop = start.sequence + self.share.rows_per_step * self.window_size(start.epoch, start.window)
         if stop < len(self.sequences):
             return Position(start.epoch, stop, start.window + 1)
         return Position(start.epoch + 1, 0, start.window + 1)
 
     def windows_in(self, epochs: int) -> int:
-        """Returns the number of windows of so many epochs; nothing is read."""
+        """Returns the number of windows in `epochs` epochs, without reading data."""
         position = START
         while position.epoch < epochs:
             position = self.after(position)
@@ -302,7 +308,7 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns how many tokens of the split are labels, beginning with its second token."""
+        """Returns how many tokens of the split are predicted; the first token is not."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:
@@ -315,8 +321,8 @@ class ValidationLoader:
 
 
 class Groups:
-    """Yields the micro-batches of a validation set in groups, each of which is evaluated at once. Args: size: of a
-    group, in micro-batches."""
+    """Yields the micro-batches of a validation set in groups; each group is evaluated at once. Args: size:
+    micro-batches of a group."""
 
     def __init__(self, micro_batches: ValidationLoader, size: int = 1) -> None:
         self.micro_batches, self.size = micro_batches, size

@@ -1,9 +1,9 @@
-"""Mixes several sources row by row, in given shares of the tokens that count.
+"""Mixes several sources row by row. Shares count labels, that is, tokens in the loss.
 
-An epoch has every row of every source at least once; a source that is too small for its share is repeated. The order is
-a permutation of (source, row): it depends on the seed alone, and a resume needs nothing else. Shares count tokens of
-the loss and not rows, since a row of chat has fewer of them than a row of text. Every source has its own validation
-set.
+An epoch contains every row of every source at least once; rows of a source that is too small for its share are
+repeated. The order is a permutation of (source, row). It depends on the seed alone, so a resume needs no further state.
+Shares count labels and not rows, since a row of chat has fewer labels than a row of text. Every source has its own
+validation set.
 """
 
 import logging
@@ -22,12 +22,12 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # rows of a source in which the tokens that count are counted
+LOOKED_AT = 256  # rows of a source in which labels are counted
 MOST = 1 << 30  # rows of an epoch: a permutation of them takes 8 GB
 
 
 class Mix(Openable):
-    """A mixture. Args: shares: by source; None reads every row of every source once an epoch."""
+    """A mixture. Args: shares: by source; None reads every row of every source once per epoch."""
 
     name = "mix"
 
@@ -67,7 +67,7 @@ class Mix(Openable):
 
     @property
     def chat(self) -> ChatFormat | None:
-        """Returns the chat format of the sources with conversations; None if there are none."""
+        """Returns the chat format of the sources with conversations; None if no source has conversations."""
         return next(iter(self.chats.values()), None)
 
     def key(self) -> list:
@@ -93,7 +93,7 @@ class Mix(Openable):
 
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
-    """Returns every part's validation sets, named by the part, and by the set if it has a name."""
+    """Returns the validation sets of all sources, named after the source, plus the name of the set if it has one."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():
@@ -105,7 +105,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
 
 
 def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:
-    """Opens a part of the mixture, whose refusals are told with its name."""
+    """Opens a source of the mixture, and adds its name to refusals."""
     try:
         return source.opened(wanted)
     except Refused as error:
@@ -113,7 +113,8 @@ def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of several sources: all of the first one, as often as an epoch has them, then those of the next."""
+    """The rows of several sources. Row numbers of the first source come first, repeated as often as an epoch needs,
+    then those of the second source, and so on."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -124,14 +125,15 @@ class Mixed(Rows):
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
         self.ends = np.cumsum(self.counts)  # in rows of the mixture
-        # the last pass over a source reads some of its rows, which are drawn: else it would never read those at its end
+        # an incomplete last pass reads rows drawn at random; otherwise rows at the end of the source would be read less
+        # often
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def _counts(self) -> list[int]:
-        """Returns the rows of each source in an epoch."""
+        """Returns the number of rows of each source in an epoch."""
         shares = np.array(self.shares, float) / self.per_row
         sizes = np.array([len(rows) for rows in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
@@ -149,7 +151,7 @@ class Mixed(Rows):
         return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
-        """Yields a sentence for each source: its share, and how often it is read."""
+        """Yields a sentence for each source: its share, and how often its rows are repeated."""
         tokens = np.array(self.counts) * self.per_row
         shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, typed, count, rows in zip(
@@ -163,7 +165,7 @@ class Mixed(Rows):
         ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         positions = torch.arange(self.seq_len).repeat(len(indices), 1) if self.positions else None
         real = torch.ones(shape, dtype=torch.bool) if self.filler else None
-        numbers = np.searchsorted(self.ends, indices, side="right")  # of sources
+        numbers = np.searchsorted(self.ends, indices, side="right")  # indices of sources
         for number in np.unique(numbers):
             here = np.flatnonzero(numbers == number)
             batch = self.parts[number].micro_batch(self._rows(number, np.asarray(indices)[here]))
@@ -179,7 +181,7 @@ class Mixed(Rows):
         return self.parts[number].starts(int(self._rows(number, np.array([row]))[0]))
 
     def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows of a source for rows of the mixture: full passes, then some rows of a last one."""
+        """Maps rows of the mixture to rows of a source: complete passes, then a random selection for the last pass."""
         size = len(self.parts[number])
         at = indices - (self.ends[number] - self.counts[number])
         full_passes = self.counts[number] // size * size
@@ -187,6 +189,6 @@ class Mixed(Rows):
 
 
 def _per_row(rows: Rows) -> float:
-    """Returns the tokens that count in a row, on average."""
+    """Returns the average number of labels in a row."""
     sample = np.unique(np.linspace(0, len(rows) - 1, LOOKED_AT).astype(int))
     return sum(rows.micro_batch(sample[i : i + 1]).learned_tokens for i in range(len(sample))) / len(sample)

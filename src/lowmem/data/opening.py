@@ -1,4 +1,4 @@
-"""Opens a source: it makes rows of its documents, from the token store or as the source's own class does."""
+"""Opens a source, that is, makes rows of its documents, from the token store or with the source's own class."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +16,11 @@ from lowmem.system.errors import Refused
 
 
 class Wanted(NamedTuple):
-    """The settings with which rows are made.
+    """The settings for making rows.
 
     Args:
-        bpe_size: vocabulary of the tokenizer that is trained on the source if there is none.
-        special_tokens: of that tokenizer, besides the end of text.
+        bpe_size: vocabulary size of the tokenizer that is trained on the source if the model has none.
+        special_tokens: of that tokenizer, besides the end-of-text token.
     """
 
     cache_dir: Path
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Open rows. Args: val: by the names of the validation sets; a single one has the name ""."""
+    """The rows of a source. Args: val: name of a validation set -> its rows; the name is "" if there is only one."""
 
     tokens: Tokens
     train: Rows
@@ -43,23 +43,28 @@ class Openable(Source):
 
     @classmethod
     def example(cls, data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros, of the class and in as much memory as real ones: the planner traces them, and a
-        loss is asked whether it takes them. Args: data: the arguments of this class."""
+        """Returns full rows of zeros, with the class and the memory of real rows. The planner traces them, and a loss
+        is asked whether it accepts them. Args: data: the arguments of this class."""
         return packing.example(data, batch_size, seq_len)
 
     def opened(self, wanted: Wanted) -> Opened:
-        """Opens the source. Raises: Refused: there is nothing to train or validate on, or a file cannot be read."""
+        """Opens the source.
+
+        Raises:
+            Refused: nothing to train or validate on, or a file cannot be read.
+        """
         raise NotImplementedError
 
 
 def source_class(target: str) -> type[Openable]:
-    """Returns the class that a `_target_` names, or the base class where it is a function that makes a source."""
+    """Returns the class that a `_target_` names; the base class if the `_target_` is a function that makes a source."""
     target = get_object(target)
     return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 
 
 def openable(source: object, typed: str) -> Openable:
-    """Returns the source. Args: typed: the line for the message, such as data._target_=my.Source.
+    """Returns the source if it derives from `Openable`. Args: typed: the override for the message, such as
+    data._target_=my.Source.
 
     Raises:
         Refused: the object does not derive from `Openable`.
@@ -73,7 +78,7 @@ def openable(source: object, typed: str) -> Openable:
 
 
 class StoredSource(Openable):
-    """A source whose documents are encoded once, into the token store."""
+    """A source whose documents are tokenized once, into the token store."""
 
     def opened(self, wanted: Wanted) -> Opened:
         tokens = tokenize(self, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)

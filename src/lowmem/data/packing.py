@@ -1,15 +1,17 @@
-"""Makes rows of a split: it decides which tokens a model sees together.
+"""Packs the documents of a split into rows, and so decides which tokens a model sees together.
 
-`joined` cuts the text into rows wherever they are full: nothing is wasted, and a row may contain unrelated documents.
-`documents` packs complete documents into a row, best fit first, each with its own positions, so that the model sees
-them separately (`model/packed_attention.py`). `padded` gives each document its own row and fills it up to the longest
-of its micro-batch, at the end, where a causal model does not look: it needs no mask, but more tokens.
+`joined` concatenates all text and cuts it into full rows: no token is wasted, and a row may contain unrelated
+documents. `documents` packs complete documents into rows (best fit decreasing), each with its own positions, so that
+the model sees them separately (`model/packed_attention.py`). `padded` gives each document its own row and pads it at
+the end to the longest row of the micro-batch. A causal model ignores padding at the end, so `padded` needs no mask, but
+more tokens.
 
-With `documents` and `padded` a label is the next token of the same document, so a document's last token has none.
+With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
 `too_long` decides about documents that are longer than a row: `cut` continues them in further rows (each token but the
-first is still learnt once), `drop` leaves them out, `refuse` ends the run.
+first is still learned once), `drop` leaves them out, `refuse` ends the run.
 
-Best fit decreasing: Johnson et al. 1974; a row is found in O(1), with the rooms that are left as bits of one integer.
+Best fit decreasing: Johnson et al. 1974. A row is found in O(1), because the free spaces of open rows are the bits of
+one integer.
 """
 
 import hashlib
@@ -35,13 +37,13 @@ from lowmem.system.units import quantity
 log = logging.getLogger(__name__)
 
 POOL = 4096  # documents that are sorted by length: more leave less padding, and mix the batches less
-AT_ONCE = 1 << 22  # tokens whose bits are unpacked at once
-SAMPLES, SAMPLE = 64, 1 << 14  # so many stretches of so many tokens tell a text from another
-FILLER = 0  # an id that every vocabulary has
+AT_ONCE = 1 << 22  # tokens whose label bits are unpacked at once
+SAMPLES, SAMPLE = 64, 1 << 14  # number and length, in tokens, of the samples that identify a text
+FILLER = 0  # a token id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """No row has a token to learn. Args: report: counts of the documents that were left out."""
+    """A split has no token to learn. Args: report: counts of the documents that were left out."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -52,7 +54,7 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """With too_long=refuse a document is too long. Args: document: the number of the first one in its split."""
+    """With too_long=refuse, a document is too long. Args: document: index of the first such document in its split."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -63,7 +65,7 @@ class Joined(Rows):
     """Row i has the tokens i*T .. i*T + T (T inputs and the T that follow them); an incomplete last row is left out.
 
     Raises:
-        Refused: there is not one full row, or nothing to learn.
+        Refused: the split has less than one full row, or no token to learn.
     """
 
     counted = "sequences"
@@ -90,7 +92,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Returns a digest of the text: another text may have as many rows."""
+        """Returns a digest of the text, since another text may have equally many rows."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -109,18 +111,18 @@ class Joined(Rows):
 
 
 class Pieces(NamedTuple):
-    """Documents, or pieces of them that fit into a row."""
+    """Documents, or parts of documents that fit into a row."""
 
     starts: np.ndarray  # (pieces,) int64, in the split's ids
     lengths: np.ndarray  # (pieces,) int64
-    last: np.ndarray  # (pieces,) bool: whether a document ends with it
+    last: np.ndarray  # (pieces,) bool: whether the piece ends its document
 
     def chosen(self, which: np.ndarray) -> "Pieces":
         return Pieces(*(array[which] for array in self))
 
 
 class _Apart(Rows):
-    """The base class of `documents` and `padded`: it has the pieces, and counts the documents without one."""
+    """The base class of `documents` and `padded`. It stores the pieces; documents without a piece are only counted."""
 
     filler = True
 
@@ -129,12 +131,12 @@ class _Apart(Rows):
         self.pieces, self.report = self._chosen(name)
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns the pieces to learn from, and counts of what became of the documents."""
+        """Returns the pieces to learn from, and counts of included, cut and dropped documents."""
         return pieces(self.split, self.seq_len, self.too_long, name)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the tokens of what is put into rows as a unit, (units,): here of each piece."""
+        """Returns the length in tokens of each unit that is placed in a row, (units,). Here a unit is a piece."""
         return self.pieces.lengths
 
     @property
@@ -146,7 +148,7 @@ class _Apart(Rows):
         }
 
     def _fill(self, piece: int, ids: np.ndarray, labels: np.ndarray) -> None:
-        """Fills in a piece. Args: ids, labels: its slice of a row, (T,)."""
+        """Writes a piece into a row. Args: ids, labels: its slice of the row, (T,)."""
         start, length = int(self.pieces.starts[piece]), len(ids)
         ids[:] = self.split.ids[start : start + length]
         known = length - int(self.pieces.last[piece])  # a document's last token has no label
@@ -157,22 +159,23 @@ class _Apart(Rows):
 
 
 class Documents(_Apart):
-    """Rows of complete documents. The unused end of a row is its own document, with nothing to learn."""
+    """Rows of complete documents. The unused end of a row becomes a separate document without labels."""
 
     positions = True
-    stored_as = "rows"  # the beginning of the name of the file with the packed order
+    stored_as = "rows"  # prefix of the name of the file that stores the packed order
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
-        # the pieces, row after row, and their number up to the end of each row
+        # all pieces, row by row, and the number of pieces up to the end of each row
         self.packed, self.ends = self._packed_once(split, name)
         tokens = int(self.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Packs once and stores the result beside the tokens on disk: 5 million documents take seconds."""
+        """Packs once and stores the result next to the tokens on disk, since packing 5 million documents takes
+        seconds."""
         where = getattr(split.ids, "filename", None)
-        if where is None:  # the tokens are in memory alone
+        if where is None:  # the tokens are only in memory
             return packed(self.lengths, self.seq_len)
         file = Path(where).with_name(f"{name}_{self.stored_as}_{self.seq_len}_{self.too_long}.npz")
         try:
@@ -190,11 +193,11 @@ class Documents(_Apart):
         return len(self.ends)
 
     def documents(self, row: int) -> np.ndarray:
-        """Returns the pieces of a row, in their order."""
+        """Returns the pieces of a row, in order."""
         return self.units(row)
 
     def units(self, row: int) -> np.ndarray:
-        """Returns the numbers of what was packed into a row, in their order."""
+        """Returns the numbers of the units in a row, in order."""
         return self.packed[self.ends[row - 1] if row else 0 : self.ends[row]]
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -213,7 +216,7 @@ class Documents(_Apart):
 
 
 class Padded(_Apart):
-    """Rows of one document each."""
+    """Rows of a single document each."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -227,16 +230,17 @@ class Padded(_Apart):
         return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Sorts documents by length within pools. The pools and their order depend on the seed alone; which documents
-        make a micro-batch depends on its size, so a resumed run keeps the size that it began with."""
+        """Sorts documents by length within pools. The pools and their order depend on the seed alone. The micro-batch
+        size decides which documents are batched together, so a resumed run must keep its micro-batch size."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
-        # ascending and descending in turn, so that a micro-batch across two pools does not mix long and short ones
+        # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
+        # rows
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
         full = len(ordered) // rows_per_step * rows_per_step  # rows of full micro-batches
-        turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)  # other ones in each epoch
+        turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)  # differs in each epoch
         return np.concatenate([ordered[:full].reshape(-1, rows_per_step)[turns].ravel(), ordered[full:]])
 
     def grouping(self, rows_per_step: int) -> dict:
@@ -259,7 +263,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of at most `seq_len` tokens. Args: name: of the split, train or val.
 
     Raises:
-        Refused: there is no row, nothing to learn, or with too_long=refuse a document that is too long.
+        Refused: the split has no row or no token to learn, or with too_long=refuse a document that is too long.
     """
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))
@@ -269,8 +273,11 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
 
 
 def describe_split(report: Mapping, name: str, packing: str, unit: str = "document") -> str:
-    """Returns a sentence about the documents of a split: how many there are, and how many were left out. Args: unit:
-    what the report counts, in the singular."""
+    """Returns a sentence with the number of documents of a split, and how many were cut or left out.
+
+    Args:
+        unit: the singular of the name of the counted items.
+    """
     left_out = {
         "cut (longer than a row)": report["cut"],
         "dropped (longer than a row)": report["too_long"],
@@ -283,19 +290,21 @@ def describe_split(report: Mapping, name: str, packing: str, unit: str = "docume
 
 
 def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
-    """Returns an example of the data's micro-batches. Args: data: arguments of a source; a mixture copies rows."""
+    """Returns an example of the micro-batches of a source. Args: data: arguments of the source; for a mixture, rows are
+    plain tokens."""
     if "parts" in data:
         return (Documents if with_positions(data) else Rows).example(batch_size, seq_len)
     return PACKINGS[data.get("packing", "joined")].example(batch_size, seq_len)
 
 
 def with_positions(data: Mapping) -> bool:
-    """Returns whether a model gets positions that show where documents begin. Args: data: arguments of a source."""
+    """Returns whether a model receives position ids that show where documents begin. Args: data: arguments of a
+    source."""
     return any(PACKINGS[source["packing"]].positions for source in _sources(data))
 
 
 def _sources(data: Mapping) -> Iterator[Mapping]:
-    """Yields the arguments of each source of a mixture, or those of a single one."""
+    """Yields the arguments of each source of a mixture, or of the single source."""
     if "packing" in data:
         yield data
     for source in data.get("parts", {}).values():
@@ -303,7 +312,7 @@ def _sources(data: Mapping) -> Iterator[Mapping]:
 
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
-    """Returns the pieces to learn from, in the split's order, and counts: documents, cut, too_long,
+    """Returns the pieces to learn from, in the split's order, and counts with the keys documents, cut, too_long and
     nothing_to_learn."""
     ends = np.asarray(split.ends, np.int64)
     lengths = np.diff(ends, prepend=0)
@@ -319,7 +328,7 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
     cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)
     learnt = cut.chosen(labels_that_count(split, cut) > 0)
-    documents = np.searchsorted(ends, learnt.starts, side="right")  # the document of each piece
+    documents = np.searchsorted(ends, learnt.starts, side="right")  # the document that each piece belongs to
     report = {
         "documents": len(np.unique(documents)),
         "cut": int(above.sum()) if too_long == "cut" else 0,
@@ -340,7 +349,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
-    """Returns the number of labels that count in each piece, (pieces,)."""
+    """Returns the number of labels in each piece, (pieces,)."""
     known = cut.lengths - cut.last
     if split.learnt_bits is None:
         return known
@@ -349,7 +358,8 @@ def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
 
 
 def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
-    """Returns how many learnt tokens precede each of the ascending `points`. It reads a few million at a time."""
+    """Returns the number of learned tokens before each of the ascending `points`. Reads a few million tokens at a
+    time."""
     counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
@@ -361,19 +371,25 @@ def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
 
 
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs by best fit decreasing. Returns: the pieces, row after row, and their number up to the end of each row.
+    """Packs pieces into rows by best fit decreasing.
 
-    Pieces of one length are shuffled first, with a fixed seed: neighbours in the text would often share a row.
-    Args: lengths: (pieces,), at most `room`.
+    Pieces of equal length are shuffled first, with a fixed seed; otherwise neighbours in the text would often share a
+    row.
+
+    Args:
+        lengths: (pieces,), at most `room`.
+
+    Returns:
+        The pieces, row by row, and the number of pieces up to the end of each row.
     """
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     row_of = np.empty(len(lengths), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by the room that is left
-    rooms, count = 0, 0  # bit r: there is a row with room r
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # free space -> rows with exactly this space left
+    rooms, count = 0, 0  # bit r of rooms is set if a row has r tokens of space left
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         if fitting := rooms >> length:
-            left = length + (fitting & -fitting).bit_length() - 1  # the smallest room that is enough
+            left = length + (fitting & -fitting).bit_length() - 1  # the smallest sufficient space
             row = with_room[left].pop()
             if not with_room[left]:
                 rooms ^= 1 << left
@@ -385,14 +401,14 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
         rooms |= 1 << left
     row_of = np.random.default_rng(0).permutation(count)[
         row_of
-    ]  # otherwise the first rows would hold the longest pieces
+    ]  # otherwise the longest pieces would be in the first rows
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return by_row, np.cumsum(np.bincount(row_of, minlength=count))
 
 
 def _digest(split: Split) -> str:
-    """Returns a digest of the documents' lengths, in tokens and as text, and of tokens from everywhere in the split:
-    reading all tokens would take seconds, and memory for their pages."""
+    """Returns a digest of the documents' lengths, in tokens and in bytes of text, and of samples of tokens across the
+    split. (Reading all tokens would take seconds, and memory for their pages.)"""
     digest = hashlib.sha256()
     for lengths in (split.ends, split.text_bytes):
         digest.update(np.ascontiguousarray(lengths))
@@ -402,7 +418,7 @@ def _digest(split: Split) -> str:
 
 
 def _save(file: Path, **arrays: np.ndarray) -> None:
-    """Writes a file beside its place, then renames it: another job never sees half of it."""
+    """Writes a draft file, then renames it, so that another job never reads a partial file."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as draft:
             np.savez(draft, **arrays)

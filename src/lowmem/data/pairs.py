@@ -1,13 +1,12 @@
-"""Makes rows of pairs: two answers to the same prompt, of which people prefer one.
+"""Makes rows of preference pairs: two answers to the same prompt, of which people prefer one.
 
-A pair is two documents in the token store, one after the other: the prompt with the chosen answer, then with the
-rejected one. Their labels count where the answer is. `PaddedPairs` gives each answer a row of its own, and the rows of
-a pair stand next to each other; `PackedPairs` fills rows with complete pairs. A pair is never divided over
-micro-batches or devices, since its loss is a function of both answers. `rated.py` has the rows of answers that were
-rated one by one.
+A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
+rejected one. Labels are the tokens of the answers. `PaddedPairs` gives each answer its own row, and both rows of a pair
+are adjacent; `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or devices, since
+its loss depends on both answers. `rated.py` has the rows of answers that were rated one by one.
 
-Batches carry the number of labels of each answer, which says how many pairs there are without reading tokens, and the
-log-probabilities of a reference model where a loss compares with one (`training/reference.py`).
+Batches carry the number of labels of each answer, so that pairs can be counted without reading tokens, and for losses
+with a reference model its log-probabilities (`training/reference.py`).
 """
 
 import logging
@@ -31,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class AnswerBatch(MicroBatch):
-    """Rows of answers to prompts, of which a loss sees the log-probabilities."""
+    """Rows with prompts and answers, for losses of the answers' log-probabilities."""
 
-    ANSWERS: ClassVar[int] = 1  # of a unit
+    ANSWERS: ClassVar[int] = 1  # answers per unit
 
-    lengths: Tensor | None = None  # (B, K) int64: labels of each of a row's answers; 0: there is no such answer
-    reference: Tensor | None = None  # (B, K) fp64: the answers' log-probabilities by the reference; None: not compared
+    lengths: Tensor | None = None  # (B, K) int64: number of labels of each answer in a row; 0: no answer
+    reference: Tensor | None = None  # (B, K) fp64: log-probabilities by the reference model; None: not needed
 
     @cached_property
     def weight(self) -> int:
@@ -44,7 +43,7 @@ class AnswerBatch(MicroBatch):
 
     @property
     def compared(self) -> tuple[Self, ...]:
-        """Returns the batches that a reference model computes: each gives columns of `AnswerRows.reference`."""
+        """Returns the batches that a reference model computes. Each provides columns of `AnswerRows.reference`."""
         return (self,)
 
     @property
@@ -54,8 +53,8 @@ class AnswerBatch(MicroBatch):
 
     @property
     def answers(self) -> Tensor:
-        """Returns for each token the number of its answer among those of `lengths`, (B, T). Tokens behind the last
-        answer of a row, which are not learnt, get the number of that answer."""
+        """Returns for each token the index of its answer in `lengths`, (B, T). Tokens after the last answer of a row,
+        which have no labels, get the index of that answer."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:
@@ -65,7 +64,7 @@ class AnswerBatch(MicroBatch):
 
 @dataclass(frozen=True, eq=False)
 class PairBatch(AnswerBatch):
-    """Rows of pairs. Read row after row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
+    """Rows of pairs. Read row by row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
 
     UNIT: ClassVar[str] = "pairs"
     ROWS: ClassVar[int] = 2
@@ -78,7 +77,7 @@ class PairBatch(AnswerBatch):
 
 @dataclass(frozen=True, eq=False)
 class PackedPairBatch(PairBatch):
-    """Rows that hold complete pairs, each of which stays on one device."""
+    """Rows of complete pairs, each of which stays on one device."""
 
     ROWS: ClassVar[int] = 1
 
@@ -88,23 +87,26 @@ class PackedPairBatch(PairBatch):
 
 
 class AnswerRows:
-    """The base class of rows of answers: it chooses units in place of single documents, which are pairs or answers that
-    were rated."""
+    """The base class of rows of answers. Units, which are pairs or rated answers, are selected as a whole, in place of
+    documents."""
 
-    fits: str  # says in a refusal which tokens have to fit into seq_len
+    fits: str  # for a refusal: the tokens that have to fit into seq_len
     batch: type[AnswerBatch]
     reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
-        """Returns the documents of each unit, (units, ANSWERS). Args: lengths: of all documents, (documents,); 0: the
-        record has a rating in place of this answer."""
+        """Returns the documents of each unit, (units, ANSWERS).
+
+        Args:
+            lengths: of all documents, (documents,); 0: the record was rated and lacks this answer.
+        """
         raise NotImplementedError
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns the pieces of each unit, one after the other, and counts of what became of the units.
+        """Returns the pieces of each unit, one after the other, and counts of included, cut and dropped units.
 
         Raises:
-            TooLong: with too_long=refuse a unit is too long.
+            TooLong: with too_long=refuse, a unit is too long.
             Refused: no unit is left.
         """
         ends = np.asarray(self.split.ends, np.int64)
@@ -149,12 +151,16 @@ class AnswerRows:
 
 
 class _Pairs(AnswerRows):
-    """The base class of both kinds of rows of pairs."""
+    """The base class of both kinds of pair rows."""
 
     batch: type[PairBatch]
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
-        """Returns both documents of each pair. Raises: Refused: records have single answers with a rating."""
+        """Returns both documents of each pair.
+
+        Raises:
+            Refused: records have single answers with a rating.
+        """
         if rated := int((lengths == 0).sum()):
             raise Refused(
                 f"loss=: the {name} split has {quantity(rated, 'record')} with a single rated answer (of "
@@ -164,8 +170,11 @@ class _Pairs(AnswerRows):
         return np.arange(len(lengths)).reshape(-1, 2)
 
     def _batch(self, tokens: MicroBatch, pairs: np.ndarray) -> PairBatch:
-        """Adds what a batch of pairs has besides its tokens. Args: pairs: (B, K / 2) of their numbers in each row, or
-        (B / 2, 1) where a pair has two rows; -1: there is none."""
+        """Builds a batch of pairs from its tokens.
+
+        Args:
+            pairs: numbers of the pairs in each row, (B, K / 2), or (B / 2, 1) if each pair has two rows; -1: no pair.
+        """
         real, rows = pairs[..., None] >= 0, len(tokens.input_ids)
         lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
         values = None
@@ -175,7 +184,8 @@ class _Pairs(AnswerRows):
 
 
 class PaddedAnswers(AnswerRows, Padded):
-    """Rows of one answer each, as long as the longest of the micro-batch. A row's number is that of a unit."""
+    """Rows of one answer each, padded to the longest row of the micro-batch. The number of a row is the number of its
+    unit."""
 
     fits = "prompt and answer"
 
@@ -191,16 +201,16 @@ class PaddedAnswers(AnswerRows, Padded):
         return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
     def units_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the units of these rows, (units,), in the order of a batch of them."""
+        """Returns the units of these rows, (units,), in the order in which a batch has them."""
         return np.asarray(indices)
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows in an order in which those of similar length are together, the longest first."""
+        """Returns the rows sorted by length, the longest first."""
         return indices[np.argsort(-self.lengths[indices], kind="stable")]
 
 
 class PaddedPairs(_Pairs, PaddedAnswers):
-    """Two rows for each pair. A row's number is that of a pair."""
+    """Two rows for each pair. The number of a row is the number of its pair."""
 
     batch = PairBatch
 
@@ -236,7 +246,7 @@ class PackedPairs(_Pairs, Documents):
         return np.concatenate([self.units(int(index)) for index in indices])
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
-        return indices  # all rows have one length
+        return indices  # all rows have equal length
 
     def micro_batch(self, indices: np.ndarray) -> PackedPairBatch:
         units = [self.units(int(index)) for index in indices]
@@ -255,7 +265,14 @@ PairRows = PaddedPairs | PackedPairs
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> PairRows:
-    """Returns rows of pairs. Args: name: of the split, train or val. Raises: Refused: see `AnswerRows` and `_Pairs`."""
+    """Returns rows of pairs.
+
+    Args:
+        name: of the split, train or val.
+
+    Raises:
+        Refused: see `AnswerRows` and `_Pairs`.
+    """
     made = _kind(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pair"))
     return made

@@ -1,7 +1,7 @@
 """Draws random tokens, to measure a run's memory and speed without a corpus, a tokenizer or a network.
 
-Row i of a split is drawn from (seed, split, i) when it is read, and nothing is stored. Nothing can be learnt from it:
-the loss stays at the logarithm of the number of tokens, which are equally likely.
+Row i of a split is drawn from (seed, split, i) when it is read, and nothing is stored. A model cannot learn from random
+tokens: the loss stays at the logarithm of the vocabulary size.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,17 @@ from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opening import Openable, Opened, Wanted
 from lowmem.data.token_store import NOTHING, Tokens, rows_of, train_tokenizer
 
-BYTES = 257  # tokens: one for each byte, and the end of text
+BYTES = 257  # vocabulary size: one token per byte, and the end of text
 
 
 @dataclass(frozen=True)
 class Random(Openable):
-    """A source of random tokens. Args: rows, val_rows: sequences of an epoch, and of validation; seed: of the
-    tokens."""
+    """A source of random tokens.
+
+    Args:
+        rows, val_rows: sequences per epoch, and in validation.
+        seed: of the tokens.
+    """
 
     rows: int
     val_rows: int
@@ -28,7 +32,7 @@ class Random(Openable):
     name: str = "random"
 
     def key(self) -> list:
-        """Returns nothing: a tokenizer does not depend on the data."""
+        """Returns an empty list, since the tokenizer does not depend on the data."""
         return []
 
     def size(self, split: str) -> int:
@@ -48,7 +52,7 @@ class Random(Openable):
 
 @dataclass(frozen=True)
 class Drawn(Rows):
-    """Random rows. Args: seed: the first numbers of each row's seed."""
+    """Random rows. Args: seed: prefix of each row's seed."""
 
     seed: tuple[int, ...]
     count: int

@@ -1,12 +1,12 @@
-"""Makes rows of rated answers: each is desirable or not, and no two answers need to have the same prompt.
+"""Makes rows of rated answers. Each answer is desirable or undesirable, and prompts need not have several answers.
 
 A record is two documents in the token store (`pairs.py`): its desirable answer, then its undesirable one. A pair has
-both; of an answer that was rated alone the other document is empty. So each document with tokens is a unit of its own,
-and its number says how it was rated.
+both; for a single rated answer the other document is empty. So each document with tokens is a unit, and its number
+(even or odd) is its rating.
 
-KTO compares an answer's reward with that of answers that do not belong to their prompts. So a batch has, beside each
-answer's row, a mismatched row: the prompt, and behind it the answer to the next other prompt of the split. This next
-one is always the same, so that a reference model reads it once. Mismatched rows are computed without gradients.
+KTO compares an answer's reward with rewards of mismatched answers. So a batch has, in addition to each answer's row, a
+mismatched row: the prompt followed by the answer to the next different prompt of the split. The mismatched answer of a
+prompt never changes, so that a reference model reads it once. Mismatched rows are computed without gradients.
 """
 
 import logging
@@ -27,7 +27,7 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-ONE_KIND = {  # what follows from answers of one kind, by split
+ONE_KIND = {  # split -> consequences if all answers have the same rating
     "train": "so the loss has nothing to contrast them with. Check data.label=, add answers of the other kind, or "
     "train on desirable answers with data=jsonl or data=chat.",
     "val": "so metrics of the other kind stay empty and early_stop.watch=accuracy never stops the run. Type "
@@ -42,9 +42,9 @@ class RatedBatch(AnswerBatch):
     UNIT: ClassVar[str] = "answers"
 
     desirable: Tensor | None = None  # (B, 1) bool
-    mismatched_ids: Tensor | None = None  # (B, S) int64: the same prompts with other answers
+    mismatched_ids: Tensor | None = None  # (B, S) int64: the prompts with mismatched answers
     mismatched_labels: Tensor | None = None  # (B, S) int64
-    mismatched_reference: Tensor | None = None  # (B, 1) fp64, as `reference`
+    mismatched_reference: Tensor | None = None  # (B, 1) fp64, like `reference`
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class RatedBatch(AnswerBatch):
 
 
 class Answer(NamedTuple):
-    """Holds the tokens of an answer."""
+    """The tokens of an answer."""
 
     ids: np.ndarray  # (tokens,)
     learnt: np.ndarray  # (tokens,) bool
@@ -82,7 +82,7 @@ class RatedAnswers(PaddedAnswers):
     """One row for each answer.
 
     Raises:
-        Refused: all prompts are the same, so that no answer can stand behind another one.
+        Refused: all prompts are equal, so there is no mismatched answer.
     """
 
     batch = RatedBatch
@@ -90,7 +90,7 @@ class RatedAnswers(PaddedAnswers):
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
         self.desirable = self.numbers % 2 == 0  # (answers, 1)
-        self._others = np.full(len(self), -1)  # those that were asked for
+        self._others = np.full(len(self), -1)  # next answer with another prompt; -1: not searched yet
         if self._next_prompt(0) is None:
             place = "Type a larger data.val_fraction=, or data.val_path=<a file with several prompts>"
             more = place if name == "val" else "Add records with other prompts"
@@ -101,7 +101,7 @@ class RatedAnswers(PaddedAnswers):
 
     @property
     def longest(self) -> int:
-        return self.seq_len  # of mismatched rows, which are not made in advance
+        return self.seq_len  # mismatched rows are made on demand, so their exact length is unknown
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
         return np.flatnonzero(lengths)[:, None]
@@ -137,7 +137,7 @@ class RatedAnswers(PaddedAnswers):
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and labels of these answers' prompts with other answers, each (B, S)."""
+        """Returns the inputs and labels of these answers' prompts with mismatched answers, each (B, S)."""
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
@@ -153,15 +153,16 @@ class RatedAnswers(PaddedAnswers):
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
-        """Returns the tokens of the prompt, up to the first that is a label, and the answer that follows."""
+        """Returns the prompt's tokens (all before the first label) and the answer after them."""
         start, length, last = (array[unit] for array in self.pieces)
-        stop = start + length + (not last)  # behind the label of the last token
+        stop = start + length + (not last)  # include the label of the last token
         ids, learnt = self.split.ids[start:stop], self.split.learnt(start, stop)
-        begin = 1 + int(learnt[1:].argmax())  # nothing predicts the first token
+        begin = 1 + int(learnt[1:].argmax())  # the first token is never a label
         return ids[:begin], Answer(ids[begin:], learnt[begin:])
 
     def _next_prompt(self, unit: int) -> int | None:
-        """Returns the next answer, in stored order and round about, that has another prompt; None: there is none."""
+        """Returns the next answer, in stored order with wrap-around, whose prompt differs; None if all prompts are
+        equal."""
         prompt, passed = self._read(unit)[0], []
         while self._others[unit] < 0:
             passed.append(unit)
@@ -176,7 +177,14 @@ class RatedAnswers(PaddedAnswers):
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> RatedAnswers:
-    """Returns rows of rated answers. Args: name: of the split, train or val. Raises: Refused: see `RatedAnswers`."""
+    """Returns rows of rated answers.
+
+    Args:
+        name: of the split, train or val.
+
+    Raises:
+        Refused: see `RatedAnswers`.
+    """
     _check(packing)
     made = RatedAnswers(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "answer"))

@@ -1,10 +1,10 @@
-"""Streams a data set: nothing is stored on disk, and a resume goes on to the bit.
+"""Streams a data set: nothing is stored on disk, and a resumed run reads exactly the same rows.
 
 A block of documents is read in the order of the stream and packed, and its rows are permuted by (seed, epoch, block). A
-position has the stream's state before the block and the row in it: a resume loads the state and reads the block again.
-So a checkpoint stores a few numbers, and a resume reads one block. With packing=joined the tokens that fill no row
-begin the next block and are part of the state: less than a row. A shuffle buffer, as in `datasets`, would be lost on a
-resume, and its documents read twice or never.
+position consists of the stream's state before the block and the index of the row in it: a resume loads the state and
+reads the block again. So a checkpoint stores a few numbers, and a resume reads one block. With packing=joined, tokens
+that do not fill a row begin the next block and are stored in the state: less than one row. A shuffle buffer, as in
+`datasets`, would be lost on a resume, and its documents read twice or never.
 """
 
 import logging
@@ -29,8 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Openable):
-    """A streamed source. Args: records: of a data set; block: number of documents that are permuted together; val_rows:
-    number of rows of the validation split, or of the beginning of the only split, which no epoch reads."""
+    """A streamed source.
+
+    Args:
+        records: of a data set.
+        block: number of documents that are permuted together.
+        val_rows: number of rows of the validation split, or of the beginning of the only split, which epochs then skip.
+    """
 
     name, streams = "hub", True
 
@@ -56,11 +61,11 @@ class Stream(Openable):
         val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
-        self.records.forget("val")  # the log has them already
+        self.records.forget("val")  # already logged
         return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
-        """Encodes documents in memory. Args: before: number of rows that the stream had before them."""
+        """Tokenizes documents in memory. Args: before: number of rows of the stream before them."""
         split = self.table.splits[name] or self.table.splits["train"]
         records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
@@ -84,7 +89,7 @@ class Stream(Openable):
             number, seen = number + 1, seen + len(read)
             rows, report = self.rows_if_any(split)
             counts.update(report)
-            if not number & number - 1:  # at powers of two, so ever less often
+            if not number & number - 1:  # log at powers of two, less and less often
                 self._tell(f"{title} {seen:,}", counts)
             if rows:
                 yield Block(state, number - 1, rows)
@@ -94,7 +99,8 @@ class Stream(Openable):
             self._tell(f"{title} {seen:,}", counts)
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
-        """Returns the rows, or None if a block has nothing to learn, and the counts of its documents."""
+        """Returns the rows of a block and counts of its documents. The rows are None if the block has no token to
+        learn."""
         if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
             return None, {}
         try:
@@ -124,14 +130,14 @@ def _split(documents: list[Encoded]) -> Split:
 
 
 def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
-    """Returns the tokens that fill no row and begin the next block, as plain numbers for a checkpoint."""
+    """Returns the tokens that do not fill a row and begin the next block, as plain numbers for a checkpoint."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
     return [(split.ids[a:b].tolist(), split.learnt(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
 class Block(NamedTuple):
-    """A block. Args: state: of the stream before it; None for the first block."""
+    """A block of rows. Args: state: of the stream before the block; None for the first block."""
 
     state: dict | None
     number: int
@@ -139,7 +145,7 @@ class Block(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream, which come in blocks and cannot be counted."""
+    """The rows of a stream, which arrive in blocks and whose number is unknown."""
 
     numbered = False
 
@@ -151,7 +157,7 @@ class Blocks(Rows):
 
 
 class StreamLoader(WindowLoader):
-    """Yields windows of a stream. A window may begin in one block and end in the next."""
+    """Yields windows of a stream. A window may begin in one block and end in the next one."""
 
     @property
     def order(self) -> dict:
@@ -167,7 +173,7 @@ class StreamLoader(WindowLoader):
         )
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """Returns the indices of a window's rows in its block."""
+        """Returns the indices of a window's rows in their block."""
         return list(range(start.sequence, max(end.sequence, start.sequence + 1)))
 
     def __iter__(self) -> Iterator[Window]:

@@ -1,7 +1,8 @@
-"""Stores a source's token ids on disk, once, and maps them into memory afterwards.
+"""Stores a source's token ids on disk once, and memory-maps them afterwards.
 
-The cache is keyed by content: every file's bytes, the split and the tokenizer. It costs 2 or 4 bytes of disk per token,
-16 per document, and no host memory except the pages that are read. Writing it takes a few MB of text at a time.
+The cache key is a digest of the content: every file's bytes, the split and the tokenizer. The cache takes 2 or 4 bytes
+of disk per token, 16 per document, and no host memory except the pages that are read. Writing it takes a few MB of text
+at a time.
 """
 
 import hashlib
@@ -25,26 +26,27 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # raise it when what is written changes
+FORMAT = 5  # increase it when the format of stored data changes
 END_OF_TEXT = "<|endoftext|>"
-COUNTED_AT_ONCE = 1 << 20  # tokens, which are about 100 MB as Python's strings
-# Bytes of a word that a BPE is trained on: every merge goes through the whole of every word that has it, so one of 2 MB
-# takes minutes, and in pieces of 256 bytes 6 s. The longest of Python's standard library has 80.
+COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
+# Maximum bytes of a word in the training of a BPE. Every merge scans all words that contain it, so a word of 2 MB takes
+# minutes; in pieces of 256 bytes it takes 6 s. The longest word in Python's standard library has 80 bytes.
 LONGEST_WORD = 256
-# Characters of text that a BPE is trained on, evenly spread: its merges no longer change, and its words are in memory.
+# Characters of text that a BPE is trained on, evenly spread over the text. With more, merges no longer change, and
+# words take more memory.
 LEARNT_FROM = 1 << 27
-LOOKED_AT = 10_000  # validation documents that are looked for in the training text
+LOOKED_AT = 10_000  # validation documents that are searched for in the training text
 
 
 @dataclass(frozen=True)
 class Split:
-    """A split: documents one after the other, each with its end-of-text token, memory-mapped.
+    """A memory-mapped split: documents one after the other, each with its end-of-text token.
 
     Args:
         ids: (tokens,) unsigned.
-        ends: (documents,) int64: tokens up to the end of each.
-        text_bytes: (documents,) int64: bytes of text up to the end of each.
-        learnt_bits: (tokens / 8,) uint8, a bit for each token; None: every token is learnt.
+        ends: (documents,) int64: tokens up to the end of each document.
+        text_bytes: (documents,) int64: bytes of text up to the end of each document.
+        learnt_bits: (tokens / 8,) uint8, a bit per token; None: every token is learned.
     """
 
     ids: np.ndarray
@@ -53,7 +55,7 @@ class Split:
     learnt_bits: np.ndarray | None
 
     def learnt(self, start: int, stop: int) -> np.ndarray:
-        """Returns which of these tokens are learnt, (stop - start,) bool."""
+        """Returns which tokens in [start, stop) are learned, (stop - start,) bool."""
         if self.learnt_bits is None:
             return np.ones(stop - start, bool)
         byte = start // 8
@@ -78,8 +80,8 @@ class Tokens:
     template: str | None = None
 
     def val_bytes(self, count: int) -> int:
-        """Returns the bytes of text of the first `count` tokens of `val`. It reads only the document that is cut
-        there."""
+        """Returns the bytes of text of the first `count` tokens of `val`. Only the document that contains the end is
+        read."""
         complete = int(np.searchsorted(self.val.ends, count, side="right"))  # documents
         start, text = (int(ends[complete - 1]) if complete else 0 for ends in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
@@ -93,16 +95,16 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase | None = None,
     special_tokens: Sequence[str] = (),
 ) -> Tokens:
-    """Reads a source's tokens from the cache, or writes them.
+    """Reads a source's tokens from the cache, or tokenizes the source and writes them.
 
     Args:
         vocab_size: of the byte-level BPE that is trained on the training text if `tokenizer` is None.
-        tokenizer: the pretrained model's own.
-        special_tokens: of the BPE, besides the end of text.
+        tokenizer: the pretrained model's tokenizer.
+        special_tokens: of the BPE, besides the end-of-text token.
 
     Raises:
-        Refused: a file cannot be read or is no text, there is no text, validation text is training text, or the disk is
-            full.
+        Refused: a file cannot be read or is not text, the source is empty, validation text is also training text, or
+            the disk is full.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -120,7 +122,7 @@ def tokenize(
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
-    """Returns the validation split of a source that shares its training text with another."""
+    """Returns the validation split of a source whose training text belongs to another source."""
     made = _stored(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
@@ -129,11 +131,11 @@ def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase
 
 
 def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> Stored:
-    """Opens the folder of a source, which is filled unless it is there and undamaged.
+    """Opens the folder of a source. If it is missing or damaged, it is filled first.
 
     Args:
-        place: returns the folder, whose name is a digest of the source's files as they are now.
-        write: writes the files into an empty folder, and returns what is known of them.
+        place: returns the folder, whose name is a digest of the current content of the source's files.
+        write: writes the files into an empty folder, and returns the metadata.
     """
     folder = place()
 
@@ -175,7 +177,8 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
-    """Returns everything that a tokenizer's ids depend on: two may share a vocabulary and split words differently."""
+    """Returns everything that a tokenizer's ids depend on. (Two tokenizers may share a vocabulary and split words
+    differently.)"""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -198,19 +201,19 @@ def _write(
     dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
     twice = Twice()
     seen = {"val": twice.held_out, "train": twice.trained_on}
-    for split in splits:  # validation before the text that its documents are looked for in
+    for split in splits:  # validation first: its documents are then searched for in the training text
         _write_split(draft, split, source, tokenizer, dtype, seen[split])
     twice.check()
     return {"dtype": dtype, "notes": source.notes()}
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the rows of an embedding that a tokenizer's ids need; there may be gaps between the ids."""
+    """Returns the number of embedding rows that a tokenizer's ids need. Ids may have gaps."""
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
-    """Yields as much of the text as a BPE is trained on, from everywhere in it."""
+    """Yields the text that a BPE is trained on, sampled evenly from the whole text."""
     every, taken = max(1, -(-(size or 0) // LEARNT_FROM)), 0
     for number, text in enumerate(texts):
         if number % every == 0 and taken < LEARNT_FROM:
@@ -221,7 +224,7 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
 def train_tokenizer(
     source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
-    """Trains a BPE on a source whose tokens are not stored here, or takes it from the cache."""
+    """Trains a BPE on a source whose tokens are not stored here, or reads it from the cache."""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
 
@@ -234,7 +237,7 @@ def train_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
-    """Trains a byte-level BPE. Only the training sees long words in pieces; encoding does not cut them."""
+    """Trains a byte-level BPE. Long words are split for training only, and not when text is encoded."""
     bpe = ByteLevelBPETokenizer()
     words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
@@ -262,7 +265,7 @@ def _write_split(
     dtype: str,
     document: Callable[[bytes], None],
 ) -> None:
-    """Writes each document's ids.
+    """Writes the ids of all documents of a split.
 
     Args:
         document: called with a digest of each document's ids.
@@ -302,7 +305,8 @@ def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -
 
 
 class _Bits:
-    """Writes a file with a bit for each token, 1 for learnt ones; there is no file if all tokens are learnt."""
+    """Writes a file with a bit for each token, 1 if the token is learned. If all tokens are learned, no file is
+    written."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.count, self.every = file, 0, True
@@ -329,14 +333,14 @@ class _Bits:
 
 
 class Twice:
-    """Counts validation documents that are training documents too: they do not measure how the model generalizes."""
+    """Counts validation documents that are also in the training data: they cannot measure generalization."""
 
     def __init__(self) -> None:
         self.looked_for: set[bytes] = set()
         self.repeated: set[bytes] = set()
 
     def held_out(self, document: bytes) -> None:
-        if document and len(self.looked_for) < LOOKED_AT:  # one without tokens stands beside an answer rated alone
+        if document and len(self.looked_for) < LOOKED_AT:  # the empty document of a single rated answer
             self.looked_for.add(document)
 
     def trained_on(self, document: bytes) -> None:
@@ -353,18 +357,18 @@ class Twice:
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
-    """Returns the bytes of the tokens' text. Byte-level tokens may begin and end inside a character; a cut character of
-    other tokenizers does not count."""
+    """Returns the bytes of the tokens' text. Byte-level tokens may begin and end inside a character; a partial
+    character of other tokenizers does not count."""
     if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
     different = np.flatnonzero(times)
-    added = tokenizer.get_added_vocab()  # written as they are; every other token has one character for each byte
+    added = tokenizer.get_added_vocab()  # stored literally; in every other token a character stands for a byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
 
 
 def byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a token always stands for the same bytes, whatever precedes it."""
+    """Returns whether a token always decodes to the same bytes, whatever precedes it."""
     return tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

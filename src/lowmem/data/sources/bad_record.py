@@ -6,15 +6,18 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used. The message says what is wrong, without a file's name or a full stop."""
+    """A record that cannot be used. The message says what is wrong, without the file's name and without a full stop."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:
-    """Returns a value if it is text. Args: name: of the value in messages; empty: accept text without a visible
-    character.
+    """Returns a value if it is text.
+
+    Args:
+        name: of the value, in messages.
+        empty: accept text without a visible character.
 
     Raises:
-        BadRecord: it is not text, or contains a code that is not a character.
+        BadRecord: the value is not text, or contains a code point that is not a character.
     """
     if not isinstance(value, str):
         raise BadRecord(f"{name} must be text, but is {kind(value)}")
@@ -31,18 +34,21 @@ def checked(value: object, name: str, empty: bool = False) -> str:
 
 
 def no_field(fields: Mapping, name: str) -> BadRecord:
-    """Returns the error for a record without a field."""
+    """Returns the error for a record that lacks a field."""
     return BadRecord(f'field "{name}" is missing (fields: {names_of(fields)})')
 
 
 def names_of(fields: Mapping) -> str:
-    """Returns the first names of a record's fields, or of a message's."""
+    """Returns the names of the first fields of a record or a message, for an error."""
     return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none"
 
 
 def control(name: str, token: str) -> BadRecord:
-    """Returns the error for a text that contains a control token, which would end a document or a message inside it.
-    Args: name: of the text in messages."""
+    """Returns the error for text with a control token, which would end a document or a message early.
+
+    Args:
+        name: of the text, in messages.
+    """
     return BadRecord(
         f"{name} contains {token}, which the tokenizer reads as a control token; write it differently, for example "
         "with a space inside"
@@ -50,7 +56,7 @@ def control(name: str, token: str) -> BadRecord:
 
 
 def kind(value: object) -> str:
-    """Returns words for a value that is not what it should be."""
+    """Returns a description of a value of the wrong type."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,10 +1,10 @@
-"""Makes documents of conversations: the model learns what the assistant says, and where each answer ends.
+"""Makes documents of conversations: the model learns the assistant's answers, and where each answer ends.
 
-A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template turns it into one
-text, of which only the assistant's tokens count in the loss, with the one that ends each answer (chat_template.py,
+A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders it to one
+text. Only the assistant's tokens, including the token that ends each answer, count in the loss (chat_template.py,
 chat_tokens.py).
-Conversations that a template would render without complaint, but that nobody wants to be learnt, are refused before: a
-message without a role, a blank answer, control tokens in a text.
+Mistakes that a template renders without complaint are refused before: a message without a role, a blank answer, control
+tokens in a text.
 """
 
 from collections import Counter
@@ -25,19 +25,19 @@ from lowmem.data.sources.chat_tokens import ChatTokens
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
-VERSION = 2  # raise it when the same conversations make other rows
+VERSION = 2  # increase it when the rendering of conversations changes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BLANK = "empty answers of the assistant, kept as context and not in the loss"
-SYSTEM = ("system", "developer")  # roles of instructions, which come once, before everything else
+SYSTEM = ("system", "developer")  # roles of instructions, allowed once and at the beginning
 
 
 class Chat(Encoder):
     """The encoder of conversations.
 
     Args:
-        messages: the field that holds them.
-        assistant: which answers are learnt: all, or the last.
-        template: the tokenizer's own, chatml, or a file.
+        messages: the field with the messages.
+        assistant: the answers that are learned: all, or last.
+        template: chatml or a file; None uses the tokenizer's own.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # for a tokenizer that is trained on the conversations: it has no template
+        # special tokens for a tokenizer that is trained on the conversations and so has no template
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
-        self.tokenizer: PreTrainedTokenizerBase | None = None  # that was given the template
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that the template was opened for
         self.opened: tuple[PreTrainedTokenizerBase, ChatTokens] | None = None
 
     def key(self) -> list:
-        """Returns the key; the tokenizer's own template is in the tokenizer's part of it."""
+        """Returns the cache key, without the tokenizer's own template, which is in the tokenizer's part of the key."""
         how = [self.messages, self.assistant, REFUSE, REFUSE]
         return ["chat", VERSION, *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
-        """Returns the contents alone: a BPE that saw the markup would learn it as words."""
+        """Returns only the contents: a BPE trained on the markup would learn it as words."""
         return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Gives a tokenizer the template that is used, to be saved with it: the typed one; or ChatML, if the tokenizer
-        has none but has ChatML's two tokens, as one that was trained on conversations."""
+        """Sets the tokenizer's template, which is saved with it: the typed template, or ChatML if the tokenizer has no
+        template but has ChatML's two tokens, like a tokenizer trained on conversations."""
         self.tokenizer = tokenizer
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
@@ -123,7 +123,7 @@ class Chat(Encoder):
         return rows
 
     def _count(self, template: ChatTemplate, messages: Messages) -> None:
-        """Counts what the log says of the messages."""
+        """Counts events in messages that the log reports."""
         for message in messages:
             if message["role"] == "assistant" and is_blank(message):
                 self.counts[BLANK] += 1
@@ -149,7 +149,7 @@ def messages_of(fields: dict, name: str) -> Messages:
     """Returns the messages of a record, as copies whose content is text.
 
     Raises:
-        BadRecord: for mistakes that no template would complain about.
+        BadRecord: mistakes that templates do not detect.
     """
     if name not in fields:
         raise no_field(fields, name)
@@ -165,7 +165,7 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message, without fields that are null."""
+    """Returns a copy of a message without null fields."""
     where = f"message {number}"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")
@@ -184,7 +184,7 @@ def _message(number: int, value: object) -> dict[str, Any]:
 
 
 def _check_calls(where: str, message: dict) -> None:
-    """Refuses calls that are no list of functions with names."""
+    """Refuses tool calls that are not a list of named functions."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRecord(f"the tool_calls of {where} must be a list of calls, but are {kind(calls)}")
@@ -199,7 +199,11 @@ def _check_calls(where: str, message: dict) -> None:
 
 
 def _answers(messages: Messages, last: bool) -> list[int]:
-    """Returns the indices of the answers that are learnt. Raises: BadRecord: there is none that says anything."""
+    """Returns the indices of the answers that are learned.
+
+    Raises:
+        BadRecord: all answers that would be learned are blank.
+    """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
     learnt = [i for i in answers if not is_blank(messages[i])]
     if not learnt:
@@ -210,7 +214,7 @@ def _answers(messages: Messages, last: bool) -> list[int]:
 
 
 def _content(where: str, content: object) -> str:
-    """Returns a content as text; it may be a list of text parts."""
+    """Returns a content as text; a list of text parts is joined."""
     if isinstance(content, list):
         texts = [
             piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in content
@@ -235,7 +239,7 @@ def _check_order(messages: Messages) -> None:
 
 
 def _check_weights(messages: Messages) -> None:
-    """Refuses an answer that is to be learnt otherwise than the others."""
+    """Refuses answers with a `weight` other than 1, which is not supported."""
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant" and message.get("weight", 1) != 1:
             raise BadRecord(
@@ -245,8 +249,8 @@ def _check_weights(messages: Messages) -> None:
 
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """Refuses contents that are no text, or contain a token that the template uses as a control token: a user who
-    writes one would end the message with it and begin the assistant's."""
+    """Refuses contents that are not text, or contain one of the template's control tokens. With such a token, a user's
+    text could end its message and begin one of the assistant."""
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
@@ -256,7 +260,7 @@ def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None)
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yields every text inside a value, names of fields too."""
+    """Yields every string in a value, including names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

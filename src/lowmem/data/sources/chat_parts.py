@@ -1,7 +1,7 @@
-"""Names the parts of a conversation, and puts other values in their place.
+"""Lists the parts of a conversation, and replaces them by other values, to find parts that a template drops.
 
-A template may pass over a message, or over one of two calls, and what is left looks right. Rendered once more with
-another value in place of a part, the text is another one if the part is in it, and the same if it is not.
+A template may skip a message, or one of two calls, and the result still looks right. So the conversation is rendered
+again with another value for a part: if the text changes, the template renders the part; if not, the part is dropped.
 """
 
 import json
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 Messages = list[dict[str, Any]]
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates have for it
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning field in templates
 CALLS = ("tool_calls", "function_call")
-KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # fields of messages
-DESCRIBED = ("name", "description")  # of a tool
+KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # known fields of messages
+DESCRIBED = ("name", "description")  # fields that describe a tool
 
 
 class MessagePart(NamedTuple):
-    """A value of a conversation that has to be in the text.
+    """A value of a conversation that must be in the rendered text.
 
     Args:
-        message: the index of its message; None: it is of the record's tools.
-        title: "the name of call 1"; empty for the content of a message.
-        mark: the other value, as a template writes it.
+        message: the index of its message; None for a value of the record's tools.
+        title: for example "the name of call 1"; empty for the content of a message.
+        mark: the replacement value, as a template renders it.
     """
 
     message: int | None
@@ -34,7 +34,7 @@ class MessagePart(NamedTuple):
         return self.title in REASONING
 
     def named(self, messages: Messages) -> str:
-        """Returns words for an error."""
+        """Returns the part's description for an error."""
         if self.message is None:
             return self.title
         where = f"message {self.message + 1} ({messages[self.message]['role']})"
@@ -43,15 +43,15 @@ class MessagePart(NamedTuple):
 
 
 class Replaced:
-    """A conversation with another value of the same type in place of every part, or of one.
+    """A conversation in which all parts, or a single part, are replaced by other values of the same type.
 
     Args:
-        only: the number of the part that is replaced; None: all.
-        of: the index of the message whose parts are replaced; None: those of all messages and of the tools.
+        only: the number of the part to replace; None: all.
+        of: the index of the message whose parts are replaced; None: all messages and the tools.
 
     Attributes:
-        messages, tools: the conversation; the given one is not changed.
-        parts: all of them, also those that are not replaced.
+        messages, tools: the new conversation; the original is unchanged.
+        parts: all parts, replaced or not.
     """
 
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
@@ -71,7 +71,7 @@ class Replaced:
         if "name" in message and not (message["role"] == "tool" and str(message["name"]) in called):
             other["name"] = self._other(i, "the name", message["name"])
         written = [(name, message[name]) for name in REASONING if name in message]
-        for name, value in written:  # the same text under two names is one part
+        for name, value in written:  # equal texts under two names count as one part
             same = next((other[first] for first, text in written if text == value), value)
             other[name] = self._other(i, name, value) if same == value else same
         if "tool_calls" in message:
@@ -115,8 +115,8 @@ class Replaced:
         return other
 
     def _other(self, message: int | None, title: str, value: Any) -> Any:
-        """Returns another value of the same type; names of fields are parts, too. True, false, null and texts without
-        a visible character stay."""
+        """Returns another value of the same type. In objects, the names of fields are replaced, too. Booleans, null and
+        blank text are unchanged."""
         if isinstance(value, dict):
             return {self._other(message, title, key): self._other(message, title, of) for key, of in value.items()}
         if isinstance(value, list):
@@ -133,7 +133,7 @@ class Replaced:
 
 
 def functions(message: dict) -> Iterator[dict]:
-    """Yields the functions that a message calls, each with a name and arguments."""
+    """Yields the functions that a message calls, each a dict with name and arguments."""
     calls = message.get("tool_calls")
     for call in [*(calls if isinstance(calls, list) else []), message.get("function_call")]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -142,13 +142,13 @@ def functions(message: dict) -> Iterator[dict]:
 
 
 def is_blank(message: dict) -> bool:
-    """Returns whether a message says nothing, thinks nothing and calls nothing."""
+    """Returns whether a message has no content, no reasoning and no calls."""
     said = [message.get(name) for name in ("content", *REASONING, *CALLS)]
     return not any(part.strip() if isinstance(part, str) else part for part in said)
 
 
 def with_arguments(messages: Messages, as_text: bool) -> Messages:
-    """Returns the messages with the arguments of every call as objects, or as texts of JSON."""
+    """Returns the messages with the arguments of every call as objects, or as JSON text."""
     return [_spelled(message, as_text) if any(name in message for name in CALLS) else message for message in messages]
 
 
@@ -173,7 +173,7 @@ def _spelled(message: dict, as_text: bool) -> dict:
 
 
 def object_of(arguments: Any) -> Any:
-    """Returns the object that a text writes as JSON, or the value as it is."""
+    """Returns the object in a JSON text; any other value is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     read = read_json(arguments) if arguments.strip() else {}
@@ -181,7 +181,7 @@ def object_of(arguments: Any) -> Any:
 
 
 def read_json(value: Any) -> Any:
-    """Returns the value that a text writes as JSON, as a column of a table may hold it, or the value as it is."""
+    """Returns the value of a JSON text, which columns of a table may contain; any other value is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Renders a chat template for training: the rows of a conversation, and which of their characters are learnt.
+"""Renders a conversation for training: its rows, and the character spans that are learned.
 
-If the template marks the assistant's part with `{% generation %}`, that part is learnt. Otherwise an answer begins
-behind the prompt that asks for it, which is the messages before it with the header of an answer, and ends with the
-token behind its content. An answer that the template writes otherwise once more messages follow has a row of its own.
-Each row is rendered once more with other values in the messages, which shows that every part of them is in it
-(chat_parts.py). Templates are other people's code: transformers runs them in jinja's sandbox.
+If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
+begins after its generation prompt (the earlier messages rendered with the header of an answer), and ends with the
+control token after its content. If the template renders an answer differently once later messages follow, the answer
+gets a separate row. Each row is rendered again with other values in the messages, to verify that the template renders
+every part (chat_parts.py). Templates may come from anywhere, so transformers runs them in jinja's sandbox.
 """
 
 import json
@@ -31,7 +31,7 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Templates that print today's date print this one: tokens of a corpus are the same on every day.
+# Templates that print today's date print this date, so that the tokens of a corpus do not depend on the day.
 TODAY = date(2024, 7, 26)
 _THOUGHT = re.compile(r"</?think(?:ing)?>")
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -41,10 +41,10 @@ Span = tuple[int, int]
 
 
 class Rendered(NamedTuple):
-    """A row of a conversation as the template writes it, and the spans of its characters that are learnt.
+    """A row: the rendered text of a conversation, and the spans of its characters that are learned.
 
-    answers: the number of answers in them.
-    written: the positions behind the header of an answer at which the template itself, and no message, goes on.
+    answers: number of answers in the spans.
+    written: positions after an answer's header at which the template's own text follows, and not the message.
     """
 
     text: str
@@ -55,13 +55,14 @@ class Rendered(NamedTuple):
 
 @dataclass
 class Row:
-    """A text that some answers are learnt from.
+    """A rendered text from which some answers are learned.
 
     Args:
-        text: what the template writes of the first `count` messages.
-        tags: the spans that the template itself marks.
-        asked: the text begins as the prompt of its last answer, which the template writes otherwise with that answer.
-        spans: of the answers that are learnt, by their indices.
+        text: the rendering of the first `count` messages.
+        tags: the spans that the template marks.
+        asked: the text begins with the generation prompt of its last answer, which differs from the rendering of the
+            full conversation.
+        spans: index of a learned answer -> its span.
     """
 
     text: str
@@ -75,12 +76,13 @@ class ChatTemplate:
     """A template together with the tokenizer that encodes its text.
 
     Args:
-        tokenizer: brings the template, and makes the tokens.
-        source: another template; named: a name for it in messages.
+        tokenizer: encodes the text; its own template is the default.
+        source: another template.
+        named: a name for that template in messages.
 
     Raises:
-        Refused: no template; one that jinja cannot read; a tokenizer that does not say where its tokens are in the
-            text.
+        Refused: the tokenizer has no template; jinja cannot parse it; or the tokenizer does not map tokens to
+            characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
@@ -101,8 +103,8 @@ class ChatTemplate:
         self.specials = frozenset(added[text][0] for text in special)
         self.special, self.control = _any_of(special), _any_of(special | written)
         self.ends = re.compile(f"(?:{self.control.pattern})+")
-        self.roles: set[str] = set()  # those that are known to make a difference
-        self.remarks: Counter[str] = Counter()  # what the log says, and how often
+        self.roles: set[str] = set()  # roles that are known to change the text
+        self.remarks: Counter[str] = Counter()  # message for the log -> how often it applied
         if "strftime_now(" in self.source:
             raise Refused(
                 f"data=chat: {self.name} inserts today's date in a way that cannot be pinned, so the tokens would "
@@ -111,29 +113,31 @@ class ChatTemplate:
 
     @property
     def further_rows(self) -> str:
-        """Returns what the log says of the tokens that several rows of a conversation have beyond its longest row."""
+        """Returns the log message about tokens in additional rows of a conversation, that is, all rows except its
+        longest."""
         return (
             f"tokens in additional rows of conversations, because {self.name} renders an answer or its context "
             "differently once later messages follow"
         )
 
     def in_text(self, text: str, by_assistant: bool) -> str | None:
-        """Returns the first control token in a text. An assistant may write those that are not special, such as
-        <think>."""
+        """Returns the first control token in a text, or None. An assistant's text may contain control tokens that are
+        not special tokens, such as <think>."""
         match = (self.special if by_assistant else self.control).search(text)
         return match and match[0]
 
     def render(
         self, messages: Messages, tools: list | None = None, answers: Sequence[int] | None = None
     ) -> list[Rendered]:
-        """Renders a conversation to one row, or to several where the template writes an answer, or what is before it,
-        otherwise once more follows. Each row is what the model reads and writes when it gives the row's answers.
+        """Renders a conversation to one row. If the template renders an answer or its context differently once later
+        messages follow, there are several rows. Each row is the text that the model sees and generates at inference for
+        the row's answers.
 
         Args:
-            answers: the indices of those that are learnt; None: all.
+            answers: the indices of the answers that are learned; None: all.
 
         Raises:
-            BadRecord: the template refuses the conversation, or leaves a part of it out.
+            BadRecord: the template refuses the conversation, or drops a part of it.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = everyone if answers is None else answers
@@ -155,14 +159,18 @@ class ChatTemplate:
         return [self._rendered(messages, row) for row in reversed(rows)]
 
     def _rows(self, messages: Messages, tools: list | None, answers: Sequence[int], full: Row) -> list[Row]:
-        """Returns the rows of a conversation, the longest first. Args: full: all of it, taken if the last answer is in
-        there as the model gives it."""
+        """Returns the rows of a conversation, the longest first.
+
+        Args:
+            full: the rendering of the full conversation, which is a row if it contains the last answer as the model
+                generates it.
+        """
         rows = [full]
         for i in reversed(answers):
             own = self._own_row(messages, tools, i, full)
             start, stop = own.spans[i]
             row = next((row for row in rows if row.text.startswith(own.text)), None)
-            if row is None:  # the template may write something behind the last message, such as the end of the text
+            if row is None:  # the template may add text after the last message, such as the end of the text
                 begins = any(row.text.startswith(own.text[: start + 1]) for row in rows)
                 end = self._end(messages, tools, i, own.text) if begins else len(own.text)
                 row = next((row for row in rows if row.text.startswith(own.text[:end])), own)
@@ -199,9 +207,10 @@ class ChatTemplate:
         return self._asked_otherwise(messages, tools, i, prompt, row)
 
     def _asked_otherwise(self, messages: Messages, tools: list | None, i: int, prompt: str, row: Row) -> Row:
-        """Returns the row of an answer that does not begin as the prompt does. Either the header, behind all parts of
-        the prompt, goes on otherwise, as one that opens a thought, and the answer begins where both differ; or the
-        template writes what is before otherwise, and the answer is put behind the prompt, as the model writes it."""
+        """Returns the row of an answer whose rendering does not begin with its generation prompt. There are two cases.
+        If only the header differs (for example, because the prompt opens a thought), the answer begins where the two
+        texts differ. If the template renders the context differently, the answer is appended to the prompt, as in
+        inference."""
         text, other = row.text, self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         others = Replaced(messages[:i], tools)
         header = len(prompt) - _alike_at_end(prompt, self.rendering(others.messages, others.tools, True)[0])
@@ -228,18 +237,19 @@ class ChatTemplate:
         return row
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
-        """Returns where answer `i`, the last of a text, ends: with the first control tokens behind its parts."""
+        """Returns the end of answer `i`, the last one of a text: the first run of control tokens after its parts."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
 
     def _before(self, text: str, at: int) -> int:
-        """Returns the position, or the beginning of the control token that it is inside of."""
+        """Returns the position, or the start of the control token that contains it."""
         return next((token.start() for token in self.control.finditer(text) if token.start() < at < token.end()), at)
 
     def _spelled(self, messages: Messages, tools: list | None) -> tuple[Messages, str, list[Span]]:
-        """Returns the conversation with the arguments of calls as the template needs them, and its rendering: objects;
-        or texts of JSON, if it raises an error or writes an object as Python does."""
+        """Returns the conversation with the arguments of calls in the form that the template supports, and its
+        rendering. Arguments are objects; they are JSON text if the template raises an error for objects or renders them
+        in Python's syntax."""
         if not any(True for message in messages for _ in functions(message)):
             return messages, *self.rendering(messages, tools)
         objects, texts = (with_arguments(messages, as_text) for as_text in (False, True))
@@ -260,30 +270,33 @@ class ChatTemplate:
         return objects, text, spans
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
-        """Returns a conversation with other values and its rendering, in which nothing but a call looks like the call's
-        arguments: a message may quote them. Args: text: the conversation's own rendering, taken if the template refuses
-        other values."""
+        """Returns a conversation with other values, and its rendering. In it only calls look like arguments; in the
+        original, a message may quote them.
+
+        Args:
+            text: the rendering of the original, returned if the template refuses other values.
+        """
         other = Replaced(messages, tools)
         try:
             return other.messages, self.rendering(other.messages, other.tools)[0]
-        except BadRecord:  # it wants one of certain values
+        except BadRecord:  # the template accepts certain values only
             return messages, text
 
     def _missing(
         self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]
     ) -> MessagePart | None:
-        """Returns the first part of the conversation that is not in a row: a rendering with another value in place of
-        all parts has each of these, or else one with another value in place of this part alone is the same. The
-        reasoning of other answers than these may be missing.
+        """Returns the first part of the conversation that is missing from a row. A part is present if a rendering in
+        which all parts are replaced contains its replacement, or if replacing this part alone changes the text. The
+        reasoning of answers that are not in `answers` may be missing.
 
         Raises:
-            BadRecord: a part of one of the answers is in the text, but outside of what the template marks.
+            BadRecord: a part of a learned answer is in the text, but outside of the marked spans.
         """
         messages = messages[: row.count]
         other = Replaced(messages, tools)
         try:
             text, tags = self._shown(other, row)
-        except BadRecord:  # it wants one of certain values
+        except BadRecord:  # the template accepts certain values only
             text, tags = "", []
         found = {number: text.find(part.mark) for number, part in enumerate(other.parts)}
         for number, part in enumerate(other.parts):
@@ -303,38 +316,38 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: Row) -> tuple[str, list[Span]]:
-        """Renders another conversation as that of a row."""
+        """Renders another conversation in the form of a row."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
         return text, tags
 
     def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: Row) -> bool:
-        """Returns whether another conversation is rendered to the same text."""
+        """Returns whether another conversation renders to the text of the row."""
         try:
             return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)
         except BadRecord:
             return False
 
     def _check_roles(self, messages: Messages, tools: list | None, text: str) -> None:
-        """Refuses a role that makes no difference to the text. Each role is looked at once."""
+        """Refuses a role that does not change the rendered text. Each role is checked once."""
         for i, message in enumerate(messages):
             role = message["role"]
             if role in self.roles or not message["content"].strip():
                 continue
             swapped = message | {"role": "assistant" if role == "user" else "user"}
             others = [*messages[:i], swapped, *messages[i + 1 :]]
-            try:  # with tools the template may have a place for the first message, whose role it knows
+            try:  # with tools, the template may treat the first message specially, depending on its role
                 is_same = self.rendering(others, tools)[0] == text
                 is_same = is_same and self.rendering(others)[0] == self.rendering(messages)[0]
-            except BadRecord:  # so it does make a difference
+            except BadRecord:  # the template refuses the other role, so the role matters
                 is_same = False
             if is_same:
                 raise BadRecord(f"{self.name} ignores the role of message {i + 1} ({role})")
             self.roles.add(role)
 
     def rendering(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
-        """Returns the text and the template's own spans. Args: asks: append the header of an answer."""
+        """Returns the rendered text and the spans that the template marks. Args: asks: append the generation prompt."""
         try:
             texts, spans = render_jinja_template(
                 [messages],
@@ -348,7 +361,7 @@ class ChatTemplate:
             raise Refused(
                 f"data=chat: {self.name} is not valid Jinja (line {error.lineno}: {error}). Fix it."
             ) from None
-        except Exception as error:  # other people's code may raise anything
+        except Exception as error:  # a template may raise anything
             raise BadRecord(
                 f"{self.name} rejects the conversation ({' '.join(str(error).split()) or type(error).__name__})"
             ) from None
@@ -356,18 +369,23 @@ class ChatTemplate:
 
 
 def _alike_at_end(text: str, other: str) -> int:
-    """Returns the number of characters at their ends that are the same."""
+    """Returns the length of the common suffix of two texts."""
     return len(commonprefix([text[::-1], other[::-1]]))
 
 
 def _statements(message: dict) -> list[str]:
-    """Returns what a message says and thinks."""
+    """Returns the texts of a message: content and reasoning."""
     return [text for name in ("content", *REASONING) if isinstance(text := message.get(name), str) and text.strip()]
 
 
 def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
-    """Returns words for a line of an answer that is not in what is learnt: templates cut thoughts out of a content.
-    Args: text: of a row; spans: that are learnt."""
+    """Returns a description of a line of an answer that is missing from the learned text, or None. (Templates remove
+    thoughts from contents.)
+
+    Args:
+        text: of a row.
+        spans: the spans that are learned.
+    """
     learnt = [text[start:stop] for start, stop in spans]
     for i in sorted(answers):
         for said in _statements(messages[i]):
@@ -379,12 +397,12 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
 
 
 def _is_python(arguments: object, text: str) -> bool:
-    """Returns whether a text has an object as Python writes it, with other quotation marks than JSON has."""
+    """Returns whether a text contains an object in Python's syntax, whose quotation marks differ from JSON's."""
     return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
 
 
 def _check_spelling(name: str, text: str, messages: Messages) -> None:
-    """Refuses arguments that a template writes as a text inside quotation marks. Args: name: of the template; text: its
+    """Refuses arguments that a template renders as a quoted string. Args: name: of the template; text: its
     rendering."""
     for number, message in enumerate(messages, 1):
         for function in functions(message):
@@ -409,5 +427,5 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Returns a pattern of these tokens, the longest first."""
+    """Returns a pattern that matches any of these tokens, longer tokens first."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

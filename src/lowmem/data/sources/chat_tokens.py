@@ -1,7 +1,8 @@
-"""Makes tokens of the rows of conversations: which of them are learnt, and that each answer ends in a token.
+"""Tokenizes the rows of conversations: finds the learned tokens, and checks that each answer ends with a control token.
 
-A tokenizer joins characters, so a token may hold the end of a header and the beginning of an answer. Its first half
-would be the template's, so such a row is a bad record, unless the header can be encoded by itself, as at generation.
+A tokenizer may merge characters across a boundary, so that a token holds the end of a header and the beginning of an
+answer. Half of such a token would belong to the template, so the row is a bad record, unless the header can be encoded
+separately, as it is at inference.
 """
 
 from functools import cached_property
@@ -18,7 +19,7 @@ from lowmem.system.errors import Refused
 
 
 class ChatTokens:
-    """Encodes rows that a template has rendered. Args: tokenizer: the one that the template was opened with."""
+    """Tokenizes rows that a template has rendered. Args: tokenizer: the tokenizer for which the template was opened."""
 
     def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
         self.template, self.backend = template, _exact(tokenizer.backend_tokenizer)
@@ -31,8 +32,8 @@ class ChatTokens:
         """Returns the document of a row.
 
         Raises:
-            BadRecord: nothing of it is learnt, or a token holds the end of a header and the beginning of an answer.
-            Refused: a template with which the model would never learn to stop.
+            BadRecord: no token is learned, or a token holds the end of a header and the beginning of an answer.
+            Refused: with this template the model would never learn to stop.
         """
         ids = np.array(encoding.ids, np.uint32)
         learnt = np.zeros(len(ids), bool)
@@ -40,15 +41,15 @@ class ChatTokens:
             learnt[start:stop] = True
         if not learnt.any():
             raise BadRecord(f"{self.template.name} renders no token of the assistant, so there is nothing to train on")
-        text_bytes = len(self.template.control.sub("", rendered.text).encode())  # control tokens are no text
+        text_bytes = len(self.template.control.sub("", rendered.text).encode())  # control tokens do not count as text
         return Encoded(ids, learnt, text_bytes)
 
     def _encode(self, texts: list[str]) -> list[Encoding]:
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
     def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
-        """Returns the tokens of a row, where a header is encoded by itself, as at generation, if one of them joined its
-        end to what the template writes behind it, such as an empty thought."""
+        """Returns the encoding of a row. If a token merges the end of a header with template text after it, such as an
+        empty thought, the header is encoded separately, as at inference."""
         cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
         if not cuts:
             return encoding
@@ -59,12 +60,12 @@ class ChatTokens:
         return divided if is_right else encoding
 
     def _learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
-        """Returns the tokens of the learnt spans: those that are completely inside, and the control token that ends an
+        """Returns the learned tokens as spans: the tokens inside the learned text, and the control token that ends each
         answer.
 
         Raises:
             BadRecord: a token holds the end of a header and the beginning of an answer.
-            Refused: a template with which the model would never learn to stop.
+            Refused: with this template the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
         if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
@@ -83,8 +84,8 @@ class ChatTokens:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Returns the control tokens that may end an answer: those that are special, and of the others, such as
-        </tool_call>, the one that ends an answer without calls."""
+        """Returns the control tokens that may end an answer: all special tokens, and the token that ends an answer
+        without calls if it is not special. (Others, such as </tool_call>, do not end an answer.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids
@@ -107,15 +108,15 @@ class ChatTokens:
                 f"header into one token, so the loss would include a part of the template; {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
-            stop += 1  # some tokens include the white space after them
-        # templates write white space after the token that ends an answer, some inside of their generation tag
+            stop += 1  # some tokens include the whitespace after them
+        # templates write whitespace after the token that ends an answer, sometimes inside their generation tag
         last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
         return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
 
 
 def _exact(backend: Tokenizer) -> Tokenizer:
-    """Returns a copy of the tokenizer with true positions of its tokens: GPT-2's leaves the space before a word out of
-    its position, and would hide a header's space."""
+    """Returns a copy of the tokenizer with exact offsets. GPT-2's offsets exclude the space before a word, and would
+    hide a header's space."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()
@@ -124,12 +125,12 @@ def _exact(backend: Tokenizer) -> Tokenizer:
 
 
 def _joins(encoding: Encoding, at: int, length: int) -> bool:
-    """Returns whether a token has characters before a position and behind it."""
+    """Returns whether a token spans a position, with characters before and after it."""
     token = _token_from(encoding, at, length)
     return token < len(encoding) and encoding.token_to_chars(token)[0] < at
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:
-    """Returns the first token with a character from `at` on: a normaliser may have dropped some."""
+    """Returns the first token with a character at or after `at`. A normalizer may have dropped some characters."""
     tokens = (encoding.char_to_token(char) for char in range(at, length))
     return next((token for token in tokens if token is not None), len(encoding))

@@ -1,13 +1,13 @@
-"""Says how a text becomes a document of tokens: what begins and ends it, and which of its tokens are the answer's.
+"""Adds the tokens that begin and end a document, and decides which tokens of a record are learned.
 
-The rule is the tokenizer's own call. A document begins with the tokens that `tokenizer(text)` puts before a text, such
-as <s>, which are not learnt, and ends with those that it puts behind the text, or else with the end-of-text token. So
-training, samples, `generate=` and everyone who loads the exported tokenizer read the same ids. `data.bos=true` or false
+The rule follows the tokenizer's own call. A document begins with the tokens that `tokenizer(text)` puts before a text,
+such as <s>, which are not learned. It ends with the tokens that the call appends, or else with the end-of-text token.
+So training, samples, `generate=` and users of the exported tokenizer get identical ids. `data.bos=true` or false
 changes the tokenizer itself, before the first text is read.
 
-A completion goes on where its prompt ends: the ids of both texts together, if they begin with those of the prompt,
-which is what generation gets. SentencePiece's tokenizers put a space before every text, so a completion that is encoded
-by itself would begin with a space that is not in it.
+A completion continues its prompt: it is encoded together with the prompt if the joint ids begin with the ids of the
+prompt, which are the input at inference. SentencePiece tokenizers put a space before every text, so a completion
+encoded separately would begin with a wrong space.
 """
 
 from __future__ import annotations
@@ -32,37 +32,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MARKERS = ("a", "A", "1", ".")  # texts whose ids are looked for among those of the tokenizer's own call
-MOST_MARKERS = 1000  # words of a vocabulary that are tried besides
-# Texts to put before a completion: behind some of them the tokenizer adds no space of its own.
+MARKERS = ("a", "A", "1", ".")  # texts whose ids are located in the ids of the tokenizer's own call
+MOST_MARKERS = 1000  # number of words of the vocabulary that are tried after MARKERS
+# Texts to encode before a completion: after some of them the tokenizer adds no space of its own.
 LEADS = ("", "\n", ".", "0", "a", "A")
-SHOWN = 12  # characters of a text in a message
-PLAIN = "One  two,\n\tThree."  # a text that shows whether a tokenizer keeps texts as they are
+SHOWN = 12  # characters of a text that a message shows
+PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input
 
 
 class Framing(NamedTuple):
-    """The tokens that begin and end a text. Args: apart: prompt and completion are encoded one by one, as earlier
-    versions of lowmem did."""
+    """The tokens that begin and end a document.
+
+    Args:
+        apart: prompt and completion are encoded separately, as in earlier versions of lowmem.
+    """
 
     begin: list[int]
     end: list[int]
     apart: bool = False
 
     def document(self, ids: np.ndarray, size: int, begins: bool = True, ends: bool = True) -> Encoded:
-        """Returns a document of text, or a piece of one. Args: size: bytes of the text; begins, ends: whether the
-        document begins or ends with this piece."""
+        """Returns a document of text, or a part of one.
+
+        Args:
+            size: bytes of the text.
+            begins, ends: whether this part begins or ends the document.
+        """
         before = self.begin if begins else []
         whole = _joined(before, ids, self.end if ends else [])
         return Encoded(whole, np.arange(len(whole)) >= len(before) if before else None, size, ends)
 
     def answered(self, prompt: np.ndarray, completion: np.ndarray, size: int) -> Encoded:
-        """Returns a document of which the completion and the end are learnt. Args: size: bytes of both texts."""
+        """Returns a document whose completion and end tokens are learned. Args: size: bytes of prompt and
+        completion."""
         whole = _joined(self.begin, prompt, completion, self.end)
         return Encoded(whole, np.arange(len(whole)) >= len(self.begin) + len(prompt), size)
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
-    """Returns the tokens that begin and end the texts of a tokenizer. Args: bos: `data.bos`."""
+    """Returns the tokens that begin and end the documents of a tokenizer. Args: bos: `data.bos`."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if bos == OLDER:
         return Framing([], end_of_text, apart=True)
@@ -71,7 +79,7 @@ def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> 
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns the ids that the tokenizer's own call puts before and behind a text."""
+    """Returns the ids that the tokenizer's own call puts before and after a text."""
     of_vocabulary = (tokenizer.decode([index]) for index in range(min(len(tokenizer), MOST_MARKERS)))
     for text in (word for words in (MARKERS, of_vocabulary) for word in words):
         plain, whole = (tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
@@ -82,7 +90,7 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the ids of a text that the model continues."""
+    """Returns the input ids for a text that the model is to continue."""
     return [*_own(tokenizer)[0], *ids_of(tokenizer, [text])[0].tolist()]
 
 
@@ -95,10 +103,10 @@ def text_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], fra
 def answer_documents(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Sequence[str]], framing: Framing
 ) -> Iterator[Encoded | BadRecord]:
-    """Yields the document of each pair of a prompt and its completion, or the reason why there is none.
+    """Yields, for each pair of prompt and completion, its document or the reason why it cannot be used.
 
     Raises:
-        Refused: no token ends a text.
+        Refused: the tokenizer has no end-of-text token.
     """
     if not (framing.end or framing.apart):
         raise Refused(
@@ -117,12 +125,16 @@ def answer_documents(
 def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
-    """Returns the ids of a completion behind those of its prompt, so that both together decode to both texts. Args:
-    before, whole: ids of the prompt, and of prompt and completion as one text."""
+    """Returns the ids of a completion such that the ids of prompt and completion decode to both texts.
+
+    Args:
+        before: ids of the prompt.
+        whole: ids of prompt and completion as one text.
+    """
     if len(whole) > len(before) and np.array_equal(whole[: len(before)], before):
         return whole[len(before) :]
     texts = prompt + completion, _decoded(tokenizer, whole)
-    for lead in LEADS:  # a token of both texts stands across the border
+    for lead in LEADS:  # a token spans the boundary of the two texts
         leading, both = ids_of(tokenizer, [lead, lead + completion])
         ids = both[len(leading) :]
         behind = len(ids) > 0 and np.array_equal(both[: len(leading)], leading)
@@ -136,11 +148,11 @@ def _continuation(
 
 
 def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Changes a tokenizer as a source asks for it, before the first text is read: its chat template, and the token that
-    begins a text.
+    """Sets the chat template and the begin-of-text token of a tokenizer as a source requires, before the first text is
+    read.
 
     Raises:
-        Refused: the tokenizer has no such token, or cannot be changed.
+        Refused: the tokenizer lacks the token, or cannot be changed.
     """
     if source.chat:
         source.chat.dress(tokenizer)
@@ -170,11 +182,11 @@ def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
 
 
 def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> Processors:
-    """Returns a post-processor that puts these tokens around a text. Token names may hold any character, so it is made
-    from its JSON: the text form of a template separates with colons."""
+    """Returns a post-processor that adds these tokens to a text. It is built from JSON, since token names may contain
+    colons, which are separators in the text form of a template."""
     backend = tokenizer.backend_tokenizer
     now = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else {}
-    kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # it trims offsets
+    kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # it adjusts offsets
     names = {index: backend.id_to_token(index) for index in (*begin, *end)}
 
     def around(sequence: str, kind: int) -> list[dict]:
@@ -193,7 +205,7 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: l
 
 
 def tell(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Logs what a tokenizer does to texts that people may not expect."""
+    """Logs properties of the tokenizer that may surprise users."""
     if not framing_of(tokenizer).end:
         log.info(
             f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model does not "

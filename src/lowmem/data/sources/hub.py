@@ -1,10 +1,10 @@
-"""Reads a data set of the Hugging Face hub, or a folder laid out like one, row by row, without downloading all of it.
+"""Reads a data set of the Hugging Face hub, or a folder laid out like one, row by row, without a complete download.
 
-`datasets` finds the files of a split, streams them and makes no Arrow copy on disk. It guesses what columns of csv and
-JSON hold: 007 becomes a number, NA nothing and 2024-05-01 a date. So such files of a folder are read as data=csv and
-data=jsonl read them. Without data.streaming its rows are read once, into the token
-store, and order, resume and packing work as with files. Reading holds one row group of a parquet file at a time, and
-data sets of the hub have small ones. With data.streaming nothing is stored (stream.py).
+`datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
+of csv and JSON: 007 becomes a number, NA null and 2024-05-01 a date. So csv and JSON-lines files of a folder are read
+with the readers of data=csv and data=jsonl. Without data.streaming, rows are read once, into the token store, and
+order, resume and packing work as with files. Reading holds one row group of a parquet file at a time, which is small in
+data sets of the hub. With data.streaming nothing is stored (stream.py).
 """
 
 import os
@@ -26,8 +26,8 @@ from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}  # of a folder, that are read as data=csv and data=jsonl do
-# Settings of a README with which they are read so, too.
+TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}  # files of a folder that are read as by data=csv and data=jsonl
+# Settings in a README that these readers support, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
 GUESSED = (
     "Fix the record or, if `datasets` guessed the wrong type for this text, type data=csv or data=jsonl "
@@ -47,14 +47,14 @@ def hub(  # noqa: PLR0913
     val_rows: int = 512,
     **how: str | bool | None,
 ) -> Records | Stream:
-    """Returns the source of a data set. Args: how: those of `records`."""
+    """Returns the source of a data set. Args: how: further arguments of `records`."""
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     rows = records(table, "hub", **how)
     return Stream(rows, block, val_rows) if streaming else rows
 
 
 class FileRows:
-    """The records of a split's files, whose position can be saved as that of a datasets.IterableDataset.
+    """The records of a split's files. Their position can be saved, like the state of a datasets.IterableDataset.
 
     Args:
         read: yields the records of a file.
@@ -68,7 +68,7 @@ class FileRows:
         return {"file": self.file, "row": self.row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.file, self.row = state["file"], state["row"]  # so many rows of this file were read
+        self.file, self.row = state["file"], state["row"]  # number of rows of this file that were read
 
     def __iter__(self) -> Iterator[Record]:
         while self.file < len(self.files):
@@ -85,7 +85,7 @@ class Table(Reader):
     """The reader of a data set's rows.
 
     Args:
-        splits: the names of its splits; without one for validation some rows are held out.
+        splits: the names of its splits. Without a validation split, some rows are held out.
 
     Raises:
         Refused: both splits are the same.
@@ -115,7 +115,8 @@ class Table(Reader):
         return [self.contents(), self.subset, [*self.splits.values()], self.val_fraction if self.alone else None]
 
     def contents(self) -> list:
-        """Returns values that change when the data set changes: digests of its files, or its repository's commit."""
+        """Returns values that change with the content of the data set: digests of its files, or its repository's
+        commit."""
         if self.folder:
             files = sorted(file for file in Path(self.path).rglob("*") if file.is_file())
             return [[str(file.relative_to(self.path)) for file in files], digests(files)]
@@ -136,7 +137,7 @@ class Table(Reader):
                 yield self.record(row, name, number)
 
     def record(self, fields: dict | Record, name: str, number: int) -> Record:
-        """Returns the record of a row. Args: name: of its split; number: of the row in it."""
+        """Returns the record of a row. Args: name: of its split; number: of the row in its split."""
         if isinstance(fields, Record):
             return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
@@ -145,8 +146,8 @@ class Table(Reader):
         """Returns the rows of a split, whose position can be saved: a datasets.IterableDataset, or `FileRows`.
 
         Args:
-            state: the position to go on from. One of `datasets`, which older runs saved of files that are read here
-                now, is continued by `datasets`.
+            state: the position to continue from. If an older run saved a state of `datasets` for files that are now
+                read here, `datasets` continues it.
 
         Raises:
             Refused: the data set or split does not exist, or cannot be reached.
@@ -166,7 +167,7 @@ class Table(Reader):
             return rows
 
     def _file_rows(self, name: str) -> FileRows | None:
-        """Returns the rows of a folder's split if its files are plain csv or lines of JSON, and else None."""
+        """Returns the rows of a folder's split if its files are plain csv or JSON lines, else None."""
         import datasets
 
         config = datasets.load_dataset_builder(self.path, self.subset).config
@@ -180,8 +181,7 @@ class Table(Reader):
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
-        """Turns the many kinds of errors that `datasets` and the hub raise into refusals: the user can mend all of
-        them."""
+        """Turns the various errors of `datasets` and the hub into refusals, since users can fix all of them."""
         try:
             yield
         except (OSError, ValueError, RuntimeError, KeyError) as error:

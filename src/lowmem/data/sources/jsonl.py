@@ -1,6 +1,6 @@
-"""Reads records from files of JSON lines, by bytes, so that an error names the file and the line.
+"""Reads records from JSON-lines files as bytes, so that an error names the file and the line.
 
-It never holds more than `LONGEST` bytes of a line.
+At most `LONGEST` bytes of a line are in memory.
 """
 
 import json
@@ -25,8 +25,12 @@ def jsonl(
     encoding: str = "utf-8",
     **how: str | bool | None,
 ) -> Records:
-    """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. Of several files
-    some are validation; of one, some of its lines. Args: how: those of `records`."""
+    """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. With several files,
+    some files are held out for validation; with one file, some of its lines.
+
+    Args:
+        how: further arguments of `records`.
+    """
     check_utf8(encoding)
     reader = FileReader(find_files(path, pattern, val_fraction, val_path), val_fraction, [UTF_8], lines)
     return records(reader, "chat" if how.get("messages") else "jsonl", **how)
@@ -40,8 +44,8 @@ def lines(file: Path) -> Iterator[Record]:
 
 
 def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, line) of every line that is not blank. Lines end at a line feed alone, since JSON may hold every
-    other separator. Of a line that is too long only the beginning is read."""
+    """Yields (number, line) of every line that is not blank. Only a line feed ends a line, since JSON text may contain
+    any other separator. Lines that are too long are cut."""
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST + 1):
@@ -64,8 +68,8 @@ def fields_of(line: bytes) -> dict | BadRecord:
 
 
 def value_of(line: bytes) -> object:
-    """Returns the value of a line, or a BadRecord. As `json` does, it takes NaN, and the last of several fields of one
-    name."""
+    """Returns the value of a line, or a BadRecord. Like `json`, it accepts NaN, and uses the last of several fields
+    with equal names."""
     if len(line) > LONGEST:
         return BadRecord(f"the line is longer than {LONGEST:,} bytes")
     try:

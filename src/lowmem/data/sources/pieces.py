@@ -1,9 +1,9 @@
-"""Encodes text to token ids on all cores, long texts in pieces, so that the tokenizer uses little memory.
+"""Tokenizes text on all cores, and long texts in pieces, so that the tokenizer uses little memory.
 
-A cut may change tokens: the token " b" is not made from " " and "b". So a text is cut only after a line that ends in a
-visible character and before an ASCII letter, where the usual pre-tokenizers begin a word, and only if *this* tokenizer
-gives the text around the cut the same ids in one part and in two. A tokenizer that never does, such as those of
-SentencePiece, which put a mark before every text, gets full texts.
+A cut may change tokens: the token " b" is never made from " " and "b". So a text is cut only after a line that ends in
+a visible character and before an ASCII letter, where common pre-tokenizers begin a word, and only if *this* tokenizer
+gives the text around the cut identical ids with and without the cut. Texts are never cut for tokenizers that fail this
+test everywhere, such as SentencePiece tokenizers, which put a mark before every text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # characters that a piece has at least: a batch has several for every core
-BATCH = 1 << 20  # bytes that are encoded together: each token, at worst of one byte, takes more than 100
-EACH = 32  # bytes that each text counts in addition: its tokens come in an object of their own
-AROUND = 128  # characters on each side of a cut that are encoded to prove it
-PROOFS = 8  # if each of the first 8 cuts changes the tokens, no more are tried
+PIECE = 1 << 15  # minimum characters of a piece; a batch has several pieces for every core
+BATCH = 1 << 20  # bytes that are encoded together: a token, which may be a single byte, takes more than 100 bytes
+EACH = 32  # bytes added to the size of each text, for the object that holds its tokens
+AROUND = 128  # characters on each side of a cut that are encoded to verify it
+PROOFS = 8  # if each of the first 8 cuts changes tokens, no more cuts are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 
 
 class Cuts:
-    """Decides where texts may be cut without a change of their ids."""
+    """Decides where a text may be cut without changing its ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Cuts:
         self.never = not tokenizer.is_fast
 
     def proved(self, text: str, at: int) -> bool:
-        """Returns True if the ids around position `at` are those of the text before it and the text after it."""
+        """Returns True if cutting at position `at` does not change the ids of the text around it."""
         before, behind = text[max(0, at - AROUND) : at], text[at : at + AROUND]
         uncut, *cut = ids_of(self.tokenizer, [before + behind, before, behind])
         same = np.array_equal(uncut, np.concatenate(cut))
@@ -50,13 +50,13 @@ class Cuts:
 
 
 def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
-    """Yields (piece, True if the text ends with it); nothing for an empty text.
+    """Yields (piece, whether the piece ends the text); nothing for an empty text.
 
     Args:
-        blocks: of one text.
-        cuts: None: every cut is allowed, which holds for the tokenizers that are trained here.
+        blocks: the blocks of one text.
+        cuts: None: every cut is allowed, as for the tokenizers that are trained here.
     """
-    piece: list[str] = []  # so far
+    piece: list[str] = []  # characters of the current piece
     for block in blocks:
         start = 0
         for at in _places(block, cuts):
@@ -68,7 +68,7 @@ def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[st
 
 
 def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
-    """Yields the positions of a block's cuts."""
+    """Yields the positions at which a block may be cut."""
     at = PIECE
     while not (cuts and cuts.never) and (match := CUT.search(block, at, max(at, len(block) - AROUND))):
         at = match.end()
@@ -89,9 +89,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """Returns the ids (tokens,) uint32 of each text. The tokenizer's own result is 50 times as large, and is freed on
+    """Returns the ids of each text, (tokens,) uint32. The tokenizer's own result is 50 times as large, and is freed on
     return."""
-    if tokenizer.is_fast:  # uses all cores, and computes no offsets
+    if tokenizer.is_fast:  # uses all cores and does not compute offsets
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding:  # settings of tokenizer.json, which the tokenizer's own call resets
             backend.no_truncation()
@@ -102,8 +102,8 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Returns the tokenizer's control tokens by their spelling: a text that contains one would get the token itself,
-    such as the end of a document."""
+    """Returns text -> id of the tokenizer's control tokens. A text that contains such a token would be encoded to the
+    token itself, for example the end of a document."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -112,7 +112,7 @@ def text_bytes(text: str) -> int:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields groups of about `BATCH` bytes: enough for every core, and little memory."""
+    """Yields groups of about `BATCH` bytes: large enough for all cores, and small enough for memory."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -1,10 +1,10 @@
-"""Reads answers that people compared or rated: a record has `prompt`, `chosen`, `rejected`, or an answer and `label`.
+"""Reads preference data: a record has `prompt`, `chosen`, `rejected`, or a rated answer and `label`.
 
-All are texts, or all are lists of messages. Messages may hold the prompt themselves, in both answers, as those of many
-data sets of the hub do. A pair becomes two documents of the token store, the prompt with each answer (`data/pairs.py`),
-in which the last answer is learnt: texts are encoded as `data=jsonl` encodes prompt and completion, messages as
-`data=chat` does. Of an answer that was rated alone (`completion` behind `prompt`, or the last one of `messages`) the
-other document is empty. Whether records hold texts or messages is asked of the first one.
+All fields are texts, or all are lists of messages. Both answers may contain the messages of the prompt, as in many data
+sets of the hub. A pair becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in
+which the last answer is learned. Texts are encoded like prompt and completion of `data=jsonl`, messages like
+`data=chat`. For a single rated answer (`completion` after `prompt`, or the last message of `messages`), the other
+document is empty. The first record decides whether all records are read as texts or as messages.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
     from lowmem.data.sources.chat import Chat
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w-][\w.-]*")
-FILES = "**/*.jsonl"  # of a folder
+FILES = "**/*.jsonl"  # files of a folder
 FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|txt)$")
 BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # so that no word is divided
 
 
-NOTHING = Encoded([], np.zeros(0, bool), 0)  # in place of an answer that was not given
+NOTHING = Encoded([], np.zeros(0, bool), 0)  # the empty document that stands for a missing answer
 
 
 class Fields(NamedTuple):
-    """Holds the names of a record's fields. Args: prompt: None: it is what both answers of a pair begin with."""
+    """The names of a record's fields. Args: prompt: None uses the common beginning of both answers as the prompt."""
 
     prompt: str | None
     chosen: str
@@ -68,7 +68,7 @@ class Fields(NamedTuple):
     label: str
 
     def checked(self) -> Fields:
-        """Raises Refused for a name that is missing, or that two of them have."""
+        """Raises Refused for a missing name, or for a name that two fields share."""
         for key, name in self._asdict().items():
             if name is None and key != "prompt":
                 raise Refused(f"data.{key}=null: type data.{key}=<a field>. Records may lack this field.")
@@ -79,28 +79,28 @@ class Fields(NamedTuple):
         return self
 
     def rates(self, fields: dict) -> bool:
-        """Returns whether a record has a rating in place of two answers."""
+        """Returns whether a record has a rating, and not two answers."""
         return all(fields.get(name) is None for name in (self.chosen, self.rejected)) and any(
             name in fields for name in (self.completion, self.messages, self.label)
         )
 
     def answered(self, fields: dict) -> str | None:
-        """Returns the name of a record's first answer; None: there is none."""
+        """Returns the name of a record's first answer field, or None if the record has no answer."""
         names = self.chosen, self.messages, self.completion
         return next((name for name in names if isinstance(fields.get(name), str | list | dict)), None)
 
 
 class Preference(Records):
-    """The source of pairs, and of answers that were rated.
+    """The source of preference pairs and rated answers.
 
     Args:
         path: a file, a folder or the id of a data set of the hub.
         prompt, chosen, rejected, completion, messages, label: see `Fields`.
-        assistant: which answers of conversations are learnt: the last, or all.
+        assistant: which answers of conversations are learned: last or all.
         template: of conversations, see `Chat`.
         subset, split, val_split, revision: of a data set of the hub.
         packing, too_long: padded or documents, see `data/pairs.py`.
-        bos: of texts, see `Source`.
+        bos: for texts, see `Source`.
         rated: makes rows of single answers, see `data/rated.py`.
     """
 
@@ -142,7 +142,7 @@ class Preference(Records):
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields), bos)
-        # a loss of rated answers reads each of them behind another prompt, too
+        # a loss of rated answers pairs each answer with another prompt, so it needs at least two prompts
         by_prompt = ByPrompt(reader, fields, least=2 if rated else 1)
         super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
 
@@ -155,8 +155,8 @@ class Preference(Records):
 
 
 class ByPrompt(Reader):
-    """The reader of another one's records that holds out prompts in place of records: answers to a prompt that were
-    ranked make several pairs, and some would else be both trained on and validated with."""
+    """Wraps a reader so that it holds out prompts and not single records. Several records may share a prompt (ranked
+    answers make several pairs), and would otherwise be split over training and validation."""
 
     held_out_are = "prompts"
 
@@ -184,7 +184,8 @@ class ByPrompt(Reader):
 
 
 def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
-    """Raises: Refused: a key is typed that is not read with this path. Args: typed: by key; what: the path is."""
+    """Raises Refused if a key is typed that does not apply to this path. Args: typed: by key; what: describes the
+    path."""
     for key, is_typed in typed.items():
         if is_typed:
             raise Refused(
@@ -193,8 +194,12 @@ def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str)
 
 
 def is_hub_id(path: str) -> bool:
-    """Returns whether a path names a data set of the hub. Raises: Refused: it names nothing."""
-    if not path.strip() or os.path.exists(os.path.expanduser(path)):  # False for a name that is too long
+    """Returns whether a path is the id of a data set of the hub.
+
+    Raises:
+        Refused: the path neither exists nor is a valid id.
+    """
+    if not path.strip() or os.path.exists(os.path.expanduser(path)):  # exists() is False for a name that is too long
         return False
     if HUB_ID.fullmatch(path) is None or FILE.search(path):
         raise no_such("data.path", path)
@@ -209,15 +214,20 @@ def _records(file: Path, fields: Fields) -> Iterator[Record]:
 
 
 def _first_record(reader: Reader, fields: Fields) -> dict:
-    """Returns the values of the first record that has an answer; there may be none."""
+    """Returns the fields of the first record with an answer; empty if no record has one."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
     return next((values for values in usable if fields.answered(values)), {})
 
 
 class Answers(Encoder):
-    """The encoder of records with two answers, or with one that was rated: it makes two documents of a record, the
-    better answer's first. Args: names: of its fields; first: returns the first record; the others are those of
-    `Preference`."""
+    """The encoder of records with two answers or a single rated answer. It makes two documents of a record, the better
+    answer first.
+
+    Args:
+        names: of the record's fields.
+        first: returns the first record.
+        assistant, template, bos: see `Preference`.
+    """
 
     def __init__(
         self,
@@ -232,7 +242,7 @@ class Answers(Encoder):
 
     @cached_property
     def chats(self) -> dict[str, Chat]:
-        """Returns the encoder of the conversation of each field with answers; empty if records hold texts."""
+        """Returns answer field -> encoder of its conversation; empty if records contain texts."""
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
@@ -270,7 +280,7 @@ class Answers(Encoder):
         return sum((encoder.remarks() for encoder in self._encoders.values()), Counter())
 
     def repeats_prompt(self, fields: dict) -> str | None:
-        if self.chats or self.prompt is None:  # of lists `_continued` sees to it
+        if self.chats or self.prompt is None:  # for lists of messages, `_continued` checks this
             return None
         names = (self.fields.completion,) if self.fields.rates(fields) else self.names
         if not all(begins_with(fields[name], fields[self.prompt]) for name in names):
@@ -287,7 +297,8 @@ class Answers(Encoder):
         }
 
     def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:
-        """Returns both documents of a record. Args: answers: by the names of their fields."""
+        """Returns both documents of a record, or the reason why it cannot be used. Args: answers: by the names of their
+        fields."""
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(
@@ -312,8 +323,11 @@ class Answers(Encoder):
             return bad
 
     def _sides(self, fields: dict) -> dict[str, dict]:
-        """Returns the record of each answer, as its encoder reads it, by the name of its field. Raises: BadRecord: a
-        field is missing, texts and messages are mixed, or a rating is none."""
+        """Returns name of an answer's field -> record for its encoder.
+
+        Raises:
+            BadRecord: a field is missing, texts and messages are mixed, or a rating is invalid.
+        """
         names = self.names
         if self.fields.rates(fields):
             messages = self.chats and fields.get(self.fields.messages) is not None
@@ -363,9 +377,12 @@ class Answers(Encoder):
         return {name: {name: messages} | tools for name, messages in both.items()}
 
     def _continued(self, prompt: object, name: str, answer: object) -> object:
-        """Returns the messages of a prompt and its answer, which may hold the prompt or the end of it. An answer that
-        is no list is returned as it is, to be refused by its encoder. Raises: BadRecord: it has another user message
-        in place of the prompt."""
+        """Returns the messages of a prompt followed by its answer. The answer may already contain the prompt, or its
+        last messages. An answer that is not a list is returned unchanged, and its encoder refuses it.
+
+        Raises:
+            BadRecord: the answer begins with a user message that is not the prompt.
+        """
         prompt, messages = _listed(prompt), _listed(answer)
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not (isinstance(prompt, list) and isinstance(messages, list)):
@@ -385,8 +402,11 @@ class Answers(Encoder):
         return [*prompt, *messages]
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
-        """Refuses conversations that lack their prompt, or end with a message of another than the assistant. Args:
-        both: conversations by the names of their fields."""
+        """Refuses conversations without a prompt, and conversations whose last message is not the assistant's.
+
+        Args:
+            both: conversations by the names of their fields.
+        """
         for name, messages in both.items():
             roles = [_role(message) for message in messages] if isinstance(messages, list) else []
             if self.prompt and roles and all(role in ("assistant", "tool") for role in roles):
@@ -398,8 +418,8 @@ class Answers(Encoder):
 
 
 def _listed(value: object) -> object:
-    """Returns messages without fields that are null, of which a table's column may have more than another; a single one
-    as a list of it. A column may hold them as a text of JSON. Other values are returned as they are."""
+    """Returns a list of messages without null fields, which tables add to messages that lack a field. A single message
+    becomes a list, and JSON text is parsed. Other values are returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))
@@ -412,7 +432,7 @@ def _listed(value: object) -> object:
 
 
 def _content_of(message: object) -> object:
-    """Returns what a message says, to be compared: white space and other fields may differ."""
+    """Returns the text of a message for comparisons, which ignore whitespace and other fields."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")

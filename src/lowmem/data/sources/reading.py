@@ -1,4 +1,4 @@
-"""Reads files as characters, in blocks: no file is ever in memory as a whole."""
+"""Reads files as characters, in blocks, so that a complete file is never in memory."""
 
 import codecs
 import hashlib
@@ -13,8 +13,8 @@ from lowmem.config.values import shown
 from lowmem.system.errors import Refused
 
 BLOCK = 1 << 20  # bytes
-UTF_8 = "utf-8"  # is part of the keys of caches, as it was when files could have other encodings
-BOUNDARIES = ("\n\n", "\n", " ")  # of paragraphs, lines and words
+UTF_8 = "utf-8"  # part of cache keys, since earlier versions allowed other encodings
+BOUNDARIES = ("\n\n", "\n", " ")  # ends of paragraphs, lines and words
 OVER = object()
 INSTEAD = (
     " Or type data.on_error=skip to leave out such files, or data.on_error=replace for U+FFFD in place of bad bytes."
@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turns an error while reading a file into a refusal that names it; otherwise the cache would seem to fail."""
+    """Turns an error while reading a file into a refusal that names the file; otherwise the error would look like one
+    of the cache."""
     try:
         yield
     except OSError as error:
@@ -35,7 +36,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def digests(files: Iterable[Path]) -> list[str]:
-    """Returns the SHA-256 of each file's bytes; it uses one thread per core."""
+    """Returns the SHA-256 of each file, computed with one thread per core."""
 
     def digest(file: Path) -> str:
         with readable(file), file.open("rb") as stream:
@@ -46,7 +47,7 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the same items; a thread makes the next item while the last one is used."""
+    """Yields the same items. A thread prepares the next item while the current item is in use."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:
@@ -55,7 +56,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class NotText(Refused):
-    """A file that is no text in UTF-8. Args: line: the first one that is not; instead: what else can be typed."""
+    """A file that is not valid UTF-8. Args: line: the first invalid line; instead: what else can be typed."""
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
@@ -65,10 +66,10 @@ class NotText(Refused):
 
 
 def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
-    """Yields the characters of a text file in blocks. With on_error=replace U+FFFD stands for bytes that are no text.
+    """Yields the characters of a text file in blocks. With on_error=replace, invalid bytes become U+FFFD.
 
     Raises:
-        NotText: bytes are no UTF-8, or are zero, as binary files have them.
+        NotText: the file is not valid UTF-8, or contains zero bytes, as binary files do.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace" if on_error == "replace" else "strict")
     line, raw = 1, b"more"
@@ -89,7 +90,7 @@ def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
 
 
 def is_text(file: Path) -> bool:
-    """Returns whether a file is UTF-8; it reads all of it, before the first character is used."""
+    """Returns whether a file is valid UTF-8. The complete file is read."""
     try:
         for _ in blocks(file):
             pass
@@ -99,9 +100,9 @@ def is_text(file: Path) -> bool:
 
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
-    """Returns the number of characters that are training text, if about the last `tail` of them are validation. The cut
-    is at the last paragraph, line or word that begins before that share, unless none begins in as many characters
-    before it.
+    """Returns the number of characters of training text, if about the last share `tail` of the text is validation. The
+    cut is at the last end of a paragraph before that share, or else of a line or a word, within a distance of at most
+    the share's length.
 
     Args:
         text: returns the text's blocks; called twice.
@@ -111,7 +112,7 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     lowest = max(1, 2 * at - length)
     last, start, before = {}, 0, ""
     for block in text():
-        joined, offset = before + block, start - len(before)  # a boundary may lie across two blocks
+        joined, offset = before + block, start - len(before)  # a boundary may span two blocks
         for boundary in BOUNDARIES:
             position = joined.rfind(boundary, max(0, lowest - offset), max(0, at - offset))
             if position >= 0:

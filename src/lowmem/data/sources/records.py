@@ -1,7 +1,7 @@
-"""Turns records into documents: a reader yields fields and where they stand, an encoder makes tokens of them.
+"""Turns records into documents: a reader yields fields and their location, an encoder tokenizes them.
 
-To mend a file one must know the line. So an error about a record names its place and what was found there; with
-data.skip_bad=true the record is left out, and counted.
+Error messages name the file and line of a record. With data.skip_bad=true, records that cannot be used are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -34,43 +34,47 @@ if TYPE_CHECKING:
     from lowmem.data.loader import Rows
     from lowmem.data.token_store import Split
 
-FIELDS = ("field", "prompt", "completion", "messages")  # the keys that say what a record is made of
-NAMED = 3  # records that the log names of those that are left out
-SMALLEST = 512  # bytes that a record counts at least, so that not too many are encoded together
+FIELDS = ("field", "prompt", "completion", "messages")  # the keys that select the fields of a record
+NAMED = 3  # number of left-out records that the log names
+SMALLEST = 512  # minimum bytes that a record counts, which limits the number of records that are encoded together
 
 
 class Record(NamedTuple):
     where: str  # "notes.jsonl, line 3"
-    fields: dict | BadRecord  # BadRecord: it is no record
-    identity: bytes = b""  # the same for the same record, wherever it stands
+    fields: dict | BadRecord  # BadRecord: the line is not a record
+    identity: bytes = b""  # equal for equal records, wherever they are
 
 
 class Reader:
-    """The base class of sources of records.
+    """The base class of readers of records.
 
     Args:
-        alone: both splits are read from the same records, so some of them are validation: `val_fraction` of them.
+        alone: both splits come from the same records; the share `val_fraction` of them is held out for validation.
     """
 
-    val_key: str  # the key that gives other records for validation
-    held_out_are = "records"  # as a refusal calls what is held out
-    least = 1  # different ones that are held out
-    mend = "Fix it"  # what to do about a record that cannot be used
+    val_key: str  # the key that selects other records for validation
+    held_out_are = "records"  # name, in refusals, of the items that are held out
+    least = 1  # minimum number of different items that are held out
+    mend = "Fix it"  # advice about a record that cannot be used
 
     def __init__(self, alone: bool, val_fraction: float) -> None:
         self.alone, self.val_fraction = alone, val_fraction
 
     def key(self) -> list:
-        """Returns lists, texts and numbers that depend on contents, and on settings that change the records."""
+        """Returns the cache key: lists, texts and numbers that depend on contents, and on settings that change the
+        records."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
-        """Returns about how many bytes will be read; None: unknown."""
+        """Returns the approximate number of bytes to read; None: unknown."""
         raise NotImplementedError
 
     def all_records(self, split: SplitName) -> Iterator[Record]:
-        """Yields the records that a split is chosen from, in order, again at each call. Raises Refused if nothing can
-        be read."""
+        """Yields the records from which a split is selected, in order. Each call starts again.
+
+        Raises:
+            Refused: no record can be read.
+        """
         raise NotImplementedError
 
     def records(self, split: SplitName) -> Iterator[Record]:
@@ -85,10 +89,11 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of the records of files: of several files some are validation; of a single one, some of its records.
+    """The reader of records in files. With several files, some are held out for validation; with a single file, some of
+    its records.
 
     Args:
-        settings: those that change the records.
+        settings: those settings that change the records.
         read: yields the records of a file.
     """
 
@@ -116,18 +121,18 @@ class FileReader(Reader):
 
 
 def identity(fields: dict) -> bytes:
-    """Returns bytes that are the same for the same row of a table."""
+    """Returns bytes that are equal for equal rows of tables."""
     return str(fields).encode(errors="surrogatepass")
 
 
 @dataclass(eq=False)
 class Records(StoredSource):
-    """The source that consists of a reader and an encoder.
+    """A source that consists of a reader and an encoder.
 
     Args:
         name: of the yaml, such as jsonl.
         packing, too_long, bos: see `Source`.
-        skip_bad: leave out records that cannot be used, and count them; otherwise the first one is refused.
+        skip_bad: leave out records that cannot be used, and count them; otherwise the first such record is refused.
     """
 
     reader: Reader
@@ -139,10 +144,10 @@ class Records(StoredSource):
     bos: bool | str = "auto"
 
     def __post_init__(self) -> None:
-        self._bad: dict[str, list[str]] = {}  # split -> sentences about the first records that were left out
+        self._bad: dict[str, list[str]] = {}  # split -> messages about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
-        self._told: dict[str, Counter[str]] = {}  # split -> what the encoder says, and how often
-        self._repeats: dict[str, Counter[str]] = {}  # split -> records that repeat their prompt, by what to do
+        self._told: dict[str, Counter[str]] = {}  # split -> remarks of the encoder, and their counts
+        self._repeats: dict[str, Counter[str]] = {}  # split -> records that repeat their prompt, by advice
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -155,7 +160,7 @@ class Records(StoredSource):
         return self.reader.size(split)
 
     def texts(self) -> Iterator[str]:
-        """Yields training texts, without records that cannot be used: `encoded` refuses or counts those."""
+        """Yields training texts, without records that cannot be used; `encoded` refuses or counts these records."""
         for record in self.reader.records("train"):
             try:
                 if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
@@ -173,8 +178,12 @@ class Records(StoredSource):
             )
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
-        """Makes the rows of a split. Raises: Refused: see `StoredSource`; of a document that is too long it says where
-        its record stands, except where records were left out, so that counting does not tell."""
+        """Makes the rows of a split.
+
+        Raises:
+            Refused: see `StoredSource`. For a document that is too long the message names its record, unless records
+                were left out, so that the number of the record is unknown.
+        """
         try:
             return self.make_rows(split, seq_len, name)
         except TooLong as error:
@@ -191,14 +200,14 @@ class Records(StoredSource):
         return super().rows(split, seq_len, name)
 
     def forget(self, split: SplitName) -> None:
-        """Forgets which records of a split were left out."""
+        """Resets the notes about left-out records of a split."""
         self._bad[split], self._counts[split] = [], [0, 0]
         self._told[split], self._repeats[split] = Counter(), Counter()
 
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Encoded]:
-        """Yields the documents of these records, and counts those that are left out."""
+        """Yields the documents of these records, and counts records that are left out."""
         for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
@@ -220,7 +229,8 @@ class Records(StoredSource):
         return [f"{split}: {what}: {n:,}." for split, counts in self._told.items() for what, n in counts.items()]
 
     def _repeated(self) -> list[str]:
-        """Tells of splits in which most records repeat their prompt: in a few an answer may quote it."""
+        """Returns notes about splits in which most records repeat their prompt. (In a few records, an answer may quote
+        the prompt.)"""
         notes = []
         for split, repeats in self._repeats.items():
             bad, count = self._counts[split]
@@ -265,7 +275,7 @@ def records(  # noqa: PLR0913
     bos: bool | str = "auto",
     **chat: str | None,
 ) -> Records:
-    """Makes the source of a reader, with the keys that all yamls of records have. Args: chat: those of `Chat`."""
+    """Makes the source of a reader, with the keys that all yamls of records share. Args: chat: arguments of `Chat`."""
     fields = encoder(field, prompt, completion, messages, bos, **chat)
     return Records(reader, fields, name, packing, too_long, skip_bad, bos)
 
@@ -280,7 +290,11 @@ class _Fields(Encoder):
         return [type(self).__name__.lower(), *self.names, REFUSE]
 
     def texts(self, fields: dict) -> list[str]:
-        """Returns the texts of the fields. Raises: BadRecord: one cannot be used."""
+        """Returns the texts of the fields.
+
+        Raises:
+            BadRecord: a text cannot be used.
+        """
         raise NotImplementedError
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded | BadRecord]:
@@ -290,14 +304,14 @@ class _Fields(Encoder):
         return "".join(self.texts(fields))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        """Returns the documents of the readable records, with the errors of the others in their places."""
+        """Returns a document for each record, or the error if the record cannot be used."""
         tokens = controls(tokenizer)
         texts = [self._read(fields, tokens) for fields in batch]
         documents = self.documents(tokenizer, [good for good in texts if not isinstance(good, BadRecord)])
         return [bad if isinstance(bad, BadRecord) else next(documents) for bad in texts]
 
     def _read(self, fields: dict, tokens: Collection[str]) -> list[str] | BadRecord:
-        """Returns the texts of a record, unless one contains a control token."""
+        """Returns the texts of a record, or an error if a text contains a control token."""
         try:
             texts = self.texts(fields)
         except BadRecord as bad:
@@ -309,7 +323,7 @@ class _Fields(Encoder):
 
 
 class Text(_Fields):
-    """The encoder of one field, all of which is learnt."""
+    """The encoder of a single field, all of which is learned."""
 
     def texts(self, fields: dict) -> list[str]:
         return [text_of(fields, *self.names)]
@@ -319,7 +333,7 @@ class Text(_Fields):
 
 
 class Completion(_Fields):
-    """The encoder of two fields, of which the second and the document's end are learnt."""
+    """The encoder of two fields. The second field and the document's end are learned."""
 
     def texts(self, fields: dict) -> list[str]:
         prompt, completion = self.names
@@ -345,13 +359,14 @@ def encoder(
     bos: bool | str = "auto",
     **chat: str | None,
 ) -> Encoder:
-    """Returns the encoder that a yaml's keys select; without any, the field "text".
+    """Returns the encoder that the keys of a yaml select; without keys, the encoder of the field "text".
 
     Args:
-        bos: see `Source`; chat: arguments for conversations, besides the name of their field.
+        bos: see `Source`.
+        chat: further arguments for conversations.
 
     Raises:
-        Refused: keys of several encoders, or half of one's.
+        Refused: keys of several encoders, or incomplete keys.
     """
     checked_fields(field, prompt, completion, messages)
     if messages:
@@ -372,10 +387,10 @@ def check_no_bos(bos: bool | str) -> None:
 
 
 def text_of(fields: dict, name: str, empty: bool = False) -> str:
-    """Returns a field's text.
+    """Returns the text of a field.
 
     Raises:
-        BadRecord: no such field, or it is no text that a tokenizer takes.
+        BadRecord: the field is missing, or its value cannot be tokenized.
     """
     if name not in fields:
         raise no_field(fields, name)
@@ -383,13 +398,13 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Returns whether a text repeats a prompt, whatever white space is around both."""
+    """Returns whether a text repeats a prompt, ignoring whitespace around both."""
     return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
-    """Returns the share of records that is validation. If fewer than `least` different ones would be, those with the
-    lowest numbers are taken, and at most half of them."""
+    """Returns the share of records to hold out for validation. The share is raised if it would hold out fewer than
+    `least` different records, but never above half of the records."""
     lowest: list[float] = []  # numbers of different records
     for record in records:
         number = place(record)
@@ -402,6 +417,6 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 
 
 def place(record: bytes) -> float:
-    """Returns a number from 0 to 1; records below `val_fraction` are validation. It depends on the record alone, so
-    that none changes sides when others are added."""
+    """Returns a number from 0 to 1, a stable hash of the record. Records below `val_fraction` are validation, so adding
+    data never moves a record to the other split."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

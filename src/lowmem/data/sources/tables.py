@@ -1,8 +1,8 @@
-"""Reads rows of csv and parquet files one by one: neither a file nor a row group is ever in memory as a whole.
+"""Reads rows of csv and parquet files one by one, so that neither a complete file nor a row group is in memory.
 
-It uses Python's own `csv` and pyarrow's file reader, not `datasets`: that reads csv with pandas, which takes an empty
-text or "NA" for no text and 1.0 for a number, and parquet with a scanner that holds full row groups: with groups of 256
-MB its memory grows by 300 MB, and by 20 MB here. `datasets` reads data sets of the hub (hub.py).
+This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`, which reads csv with pandas (an
+empty text or "NA" becomes null, and 1.0 a number), and parquet with a scanner that holds full row groups: with groups
+of 256 MB its memory grows by 300 MB, and by 20 MB here. `datasets` is used for data sets of the hub (hub.py).
 """
 
 import codecs
@@ -17,11 +17,11 @@ from lowmem.data.sources.records import FIELDS, BadRecord, FileReader, Record, R
 from lowmem.data.sources.text_files import find_files
 from lowmem.system.errors import Refused
 
-DELIMITERS = {"tab": "\t"}  # spellings that can be typed
-LONGEST = 1 << 28  # characters of a cell: beyond it a quotation mark is missing
+DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
+LONGEST = 1 << 28  # characters of a cell: a longer cell means that a quotation mark is missing
 AT_ONCE = 64  # rows of parquet: conversations of 100 kB make 6 MB
 BUFFER = 1 << 20  # bytes of a column that are read at once
-TOOLS = "tools"  # a column that belongs to conversations, like the field of this name
+TOOLS = "tools"  # a column that belongs to conversations, as the field `tools` of JSON records
 
 
 def table_csv(
@@ -33,8 +33,12 @@ def table_csv(
     delimiter: str = ",",
     **how: str | bool | None,
 ) -> Records:
-    """Returns the source of the rows of a csv file, or of the files of a folder that match `pattern`; its columns are
-    the fields. Args: how: those of `records`."""
+    """Returns the source of the rows of a csv file, or of the files of a folder that match `pattern`. Columns are
+    fields.
+
+    Args:
+        how: further arguments of `records`.
+    """
     check_utf8(encoding)
     files, columns = find_files(path, pattern, val_fraction, val_path), columns_of(how)
     settings = [UTF_8, delimiter]
@@ -49,8 +53,12 @@ def table_parquet(
     val_path: str | None = None,
     **how: str | bool | None,
 ) -> Records:
-    """Returns the source of the rows of a parquet file, or of the files of a folder that match `pattern`; only the
-    columns in use are read. Args: how: those of `records`."""
+    """Returns the source of the rows of a parquet file, or of the files of a folder that match `pattern`. Only the
+    columns in use are read.
+
+    Args:
+        how: further arguments of `records`.
+    """
     columns, optional = columns_of(how), [TOOLS] if how.get("messages") else []
     files, settings = find_files(path, pattern, val_fraction, val_path), [columns + optional]
     reader = FileReader(files, val_fraction, settings, lambda file: parquet_rows(file, columns, optional))
@@ -58,16 +66,17 @@ def table_parquet(
 
 
 def columns_of(how: dict) -> list[str]:
-    """Returns the columns that records are made of. Args: how: the keys of `records`."""
+    """Returns the columns that records are made of. Args: how: arguments of `records`."""
     return [how[name] for name in FIELDS if how.get(name)] or ["text"]
 
 
 def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
-    """Yields the rows of a table whose first line names the columns; a row has the number of its last line.
+    """Yields the rows of a table whose first line has the names of columns. The number of a row is the number of its
+    last line.
 
     Raises:
-        Refused: a column is missing, bytes are no UTF-8, or a quotation mark is missing: what follows it could be read
-            in several ways.
+        Refused: a column is missing, the file is not valid UTF-8, or a quotation mark is missing, which makes the rest
+            ambiguous.
     """
     csv.field_size_limit(LONGEST)
     with readable(file), file.open("rb") as stream:
@@ -75,7 +84,7 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
         table = csv.DictReader(decoded, delimiter=DELIMITERS.get(delimiter, delimiter), strict=True)
         number = 0
         try:
-            while table.fieldnames == []:  # blank lines before the names
+            while table.fieldnames == []:  # blank lines before the header
                 table.fieldnames = None
             _check_delimiter(table.fieldnames or [], columns, file)
             _check_columns(table.fieldnames or [], columns, file)
@@ -105,10 +114,10 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
 
 
 def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Record]:
-    """Yields the values of these columns in each row, and of the optional ones that the file has.
+    """Yields the values of these columns in each row, and of the optional columns that the file has.
 
     Raises:
-        Refused: the file is no parquet, or damaged, or lacks a column.
+        Refused: the file is not parquet, is damaged, or lacks a column.
     """
     import pyarrow
     from pyarrow import parquet
@@ -135,9 +144,9 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 
 
 def without_schema(fields: dict) -> dict:
-    """Returns the columns of a row without nulls inside them. A schema gives every object all keys of its column, with
-    null in those that the object lacks: such a key would be rendered, as in a tool call's arguments. A null that was
-    written cannot be told from those, and is taken off, too; lines of JSON keep theirs."""
+    """Returns the columns of a row without nulls in nested objects. A parquet schema gives every object all keys of its
+    column, with null for missing keys, which would be rendered, for example, in the arguments of a tool call. A null
+    that was in the data cannot be distinguished from these, and is removed, too; JSON lines keep it."""
     return {name: _present(value) for name, value in fields.items()}
 
 
@@ -148,7 +157,7 @@ def _present(value: object) -> object:
 
 
 def has_column(file: Path, name: str) -> bool:
-    """Returns whether a parquet file has a column; `parquet_rows` raises an error if it cannot be read."""
+    """Returns whether a parquet file has a column. If the file cannot be read, `parquet_rows` raises the error."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,7 +1,7 @@
-"""Finds the text files of a corpus, and chooses which of them are held out.
+"""Finds the text files of a corpus, and selects the files that are held out.
 
-Train and validation are split *by file*: a split inside of files would put a function's first half into training and
-its second half into validation. Only a single file is cut, near its end. Opening a corpus reads names and sizes.
+Training and validation are split *by file*: a split inside files would put the first half of a function into training
+and the second half into validation. Only a single file is cut, near its end. Opening a corpus reads names and sizes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Corpus(StoredSource):
     """Text files, each of which is a document. Names in keys and messages are relative to `root`.
 
     Args:
-        on_error: what to do with bytes that are no UTF-8: `refuse` the file, `replace` them by U+FFFD, or `skip` the
-            file.
+        on_error: what to do with bytes that are not valid UTF-8: `refuse` the file, `replace` them by U+FFFD, or `skip`
+            the file.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
         packing, too_long, bos: see `Source`.
     """
@@ -55,7 +55,7 @@ class Corpus(StoredSource):
     packing: str = "joined"
     too_long: str = "cut"
     bos: bool | str = "auto"
-    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # files that are no text, by split
+    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # number of files that are not text, by split
     controls: dict[str, int] = field(default_factory=dict, compare=False)  # control tokens in the text, by split
 
     def key(self) -> list:
@@ -113,7 +113,7 @@ class Corpus(StoredSource):
         return between(read(), 0, at) if split == "train" else between(read(), at, None)
 
 
-# Tests, other people's packages and generated files, such as tables of code points, are not the library.
+# Tests, third-party packages and generated files, such as tables of code points, do not count as library code.
 _NOT_STDLIB = {
     "site-packages",
     "dist-packages",
@@ -129,7 +129,7 @@ _NOT_STDLIB = {
 
 
 def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", bos: bool | str = "auto") -> Corpus:
-    """Returns the Python standard library's own source files on this machine."""
+    """Returns the source files of the Python standard library on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
@@ -152,8 +152,8 @@ def text(  # noqa: PLR0913
     too_long: str = "cut",
     bos: bool | str = "auto",
 ) -> Corpus:
-    """Returns a file, or the files of a folder that match `pattern`. Those of `val_path` are validation and nothing
-    else."""
+    """Returns a file, or the files of a folder that match `pattern`. The files of `val_path` are used for validation
+    only."""
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
@@ -161,7 +161,7 @@ def text(  # noqa: PLR0913
 
 
 class Files(NamedTuple):
-    """The files of both splits; their names in messages are relative to `root`."""
+    """The files of both splits. In messages their names are relative to `root`."""
 
     root: Path
     train: list[Path]
@@ -169,7 +169,7 @@ class Files(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Returns True if a single file is both splits, so that it is to be cut."""
+        """Returns True if a single file provides both splits and has to be cut."""
         return self.train == self.val
 
 
@@ -180,14 +180,14 @@ def find_files(
     val_path: str | Sequence[str] | None = None,
     usable: Callable[[list[Path]], list[Path]] = list,
 ) -> Files:
-    """Finds the files of `data.path` and `data.val_path`, or chooses which of the former are held out.
+    """Finds the files of `data.path` and `data.val_path`, or selects some files of `data.path` for validation.
 
     Args:
-        val_path: the first of several is validation; the others are excluded from training, too.
-        usable: returns those of the matching files that can be read.
+        val_path: of several paths the first is validation; files of the others are excluded from training, too.
+        usable: returns the matching files that can be read.
 
     Raises:
-        Refused: there are no files, or none is left.
+        Refused: no file was found, or no file is left for training or validation.
     """
     if isinstance(val_path, Mapping):  # the sources of data.val are read one by one
         raise Refused(
@@ -227,7 +227,7 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
         else:
             raise no_such(key, path)
         files = [f for f in files if f.is_file() and f.stat().st_size]
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         where = getattr(error, "filename", None)
         place = f" ({shown(where)})" if where and str(where) != path else ""
@@ -239,8 +239,8 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
 
 
 def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
-    """Returns the matching files. The log says how many others there are: a default pattern that finds a tenth of the
-    text should be noticed."""
+    """Returns the matching files, and logs the number of other files: users should notice a default pattern that finds
+    a tenth of the text."""
     everything = _all_files(root)
     try:
         files = sorted(f for f in root.glob(pattern) if f.is_file())
@@ -264,7 +264,7 @@ def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
 
 
 def _all_files(root: Path) -> set[Path]:
-    """Returns all files but hidden ones, which nobody means.
+    """Returns all files except hidden ones.
 
     Raises:
         OSError: a folder cannot be read; `glob` would silently skip it.
@@ -292,8 +292,8 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
 
 
 def split(root: Path, files: list[Path], val_fraction: float) -> Files:
-    """Holds out full files, in the order of a hash of their names, until `val_fraction` of the bytes is reached; a
-    single file is both splits."""
+    """Holds out complete files, in the order of a hash of their names, until `val_fraction` of the bytes is reached. A
+    single file provides both splits."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(
             f"data.val_fraction={val_fraction}: type a fraction between 0 and 1, such as data.val_fraction=0.05."
@@ -309,5 +309,5 @@ def split(root: Path, files: list[Path], val_fraction: float) -> Files:
 
 
 def _name(file: Path, root: Path) -> bytes:
-    """Returns the name below `root` in the disk's own bytes, which need not be UTF-8."""
+    """Returns the name below `root` as the file system's bytes, which may not be valid UTF-8."""
     return os.fsencode(file.relative_to(root).as_posix())

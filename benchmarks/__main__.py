@@ -1,7 +1,7 @@
 """Runs every benchmark on this machine, one after the other: python -m benchmarks
 
-Each benchmark runs its rows in processes of their own, and writes results/<name>.json and .md with the versions and the
-machine. On two cores all of them take about four hours; --only runs some.
+Each benchmark runs each row in a separate process, and writes results/<name>.json and .md with the versions and the
+machine. All benchmarks take about four hours on two cores; --only runs some of them.
 """
 
 import argparse

@@ -3,10 +3,10 @@
 python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB of memory
 python -m benchmarks.adapters --small    # tests the code on a model of 1M parameters; prints, saves nothing
 
-The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row is a real
-train.py in a process of its own. Memory is both predicted and measured. Merge errors are relative errors of the logits,
-compared with the model whose adapter is not merged. For them B is drawn at random, because an adapter that was trained
-for a few steps changes the logits very little.
+The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row runs
+train.py in a separate process. Memory is both predicted and measured. Merge errors are relative errors of the logits,
+compared with the model whose adapter is not merged. For merge errors B is drawn at random, because an adapter that was
+trained for a few steps changes the logits very little.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 def merge_errors(adapter: str, small: bool) -> dict:
     """Returns relative errors of the logits: without the adapter, merged in fp32, and merged and rounded to bf16.
 
-    QLoRA's adapter is also merged into the original base, instead of the base in 4 bits.
+    QLoRA's adapter is also merged into the original base, and not only into the base in 4 bits.
     """
     import torch
     from torch import nn

@@ -42,7 +42,7 @@ def row(recipe: str) -> dict:
 
 
 def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
-    """Draws a panel for each name; all have the same vertical scale, so that they can be compared."""
+    """Draws a panel for each name. All panels have one vertical scale, so that they can be compared."""
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
 
@@ -61,7 +61,7 @@ def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
         ends = [*list(starts.values())[1:], len(points)]
         for (phase, i), end in zip(starts.items(), ends, strict=True):
             axes.axvline(i, color="black", linewidth=0.6, linestyle=":")
-            if end - i > 0.1 * len(points):  # the word has room
+            if end - i > 0.1 * len(points):  # the label fits
                 axes.text(i, 0.98, f" {phase}", fontsize=7, va="top", transform=axes.get_xaxis_transform())
         axes.set(xlim=(0, len(points) - 1), xticks=[])
     for axes in panels[:, 0]:

@@ -6,8 +6,8 @@ python -m benchmarks.capacity            # about five minutes on two cores; noth
 Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
 `python -m benchmarks.pages` copies the second one into README.md.
 
-The optimizer of masters runs on the host's CPU. The planner takes the bandwidth of the CPU that is here; this benchmark
-takes the one that an update reached in benchmarks/results/host_optimizer.json.
+The optimizer of masters runs on the host's CPU. The planner uses the memory bandwidth of this machine's CPU; this
+benchmark uses the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
 """
 
 import argparse
@@ -26,8 +26,8 @@ LLAMA = ["model=llama-3.1-8b", "seq_len=2048"]
 STREAMED = ["experiment=llama_8b_4gb"]  # it sets LLAMA, too
 ON_CARD = ["precision=bf16", "optim=adamw8bit", "optim.in_backward=true", "clip=null", "batch_size=1"]
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled"]
-# size of the card -> (its key in conf/gpu.yaml, or a bare size; the lines that are typed). Batches are the largest that
-# fit, but for the first two recipes, which lose nothing with one sequence, and for the preset as it is.
+# size of the card -> (its key in conf/gpu.yaml, or a bare size; the overrides). Batch sizes are the largest that fit,
+# except in the first two recipes, which lose nothing with one sequence, and in the preset, which is used unchanged.
 RECIPES = {
     "141 GB": ("h200", [*LLAMA, "precision=bf16", "batch_size=1"]),
     "80 GB": ("h100", [*LLAMA, *ON_CARD]),
@@ -37,7 +37,7 @@ RECIPES = {
     "4 GB": ("4GiB", STREAMED),
     "4 GB, with a drive": ("4GiB", [*STREAMED, "weights.drive=scratch", "batch_size=3"]),
 }
-# size of the card -> {model, and what is trained: the lines that are typed}
+# size of the card -> {model, and the trained weights: the overrides}
 MODELS = {
     "8 GB": {
         "Llama-3.2-1B, all weights": ["experiment=llama_1b_8gb"],
@@ -57,7 +57,7 @@ MODELS = {
     "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
 }
 CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
-# a recipe that is in both tables is predicted once, so that both have the same figures
+# a recipe in both tables is predicted once, so that both tables show equal figures
 ROWS = RECIPES | {
     f"{model} on {size}": (CARDS[size], lines)
     for size, models in MODELS.items()
@@ -65,9 +65,9 @@ ROWS = RECIPES | {
     if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
-PER = 10_000_000  # parameters, to which its milliseconds belong
-MOVED = 16  # bytes of an update per parameter: 2 of gradient, 4 of master and 2 of state twice, and 2 of the new weight
-CORES = 2  # that it was measured with
+PER = 10_000_000  # number of parameters that its milliseconds refer to
+MOVED = 16  # bytes per parameter of an update: gradient 2, master 4 and state 2 (each read and written), new weight 2
+CORES = 2  # of the machine that was measured
 MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: half of eight channels of DDR5-4800
 
 
@@ -122,14 +122,14 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
 
 
 def by_category(need: "Prediction") -> dict[str, int]:
-    """Returns the bytes that torch has allocated at the peak, by category; what is in no other category is `other`."""
+    """Returns the bytes that torch has allocated at the peak, by category. All other bytes count as `other`."""
     named = {kind: getattr(need.device, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
     return named | {"other": need.allocated - sum(named.values())}
 
 
 def bandwidth(cores: int) -> float:
-    """Returns the bytes per second of a host's memory. More cores than those of the measurement are taken to be faster
-    in proportion, up to MANY_CORES."""
+    """Returns the bytes per second of a host's memory. With more cores than were measured, the bandwidth is scaled in
+    proportion, up to MANY_CORES."""
     stored = json.loads((RESULTS / "host_optimizer.json").read_text())["rounds"]
     seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000
     return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)

@@ -1,21 +1,21 @@
-"""Compares the learnt tokens of conversations with TRL's SFTTrainer: 13 chat templates, 20 conversations.
+"""Compares the learned tokens of conversations with TRL's SFTTrainer: 13 chat templates, 20 conversations.
 
 python -m benchmarks.chat_templates          # a minute; needs pip install -e '.[trl]'
 python -m benchmarks.chat_templates Qwen3    # only these templates, printed and not saved
 
-The templates are those that TRL ships, and ChatML is lowmem's. `CHAT_TEMPLATES=<folder>` names a folder with other
-files, such as `qwen3.jinja`, which come first. Each template gets a small BPE that is trained here and has all of its
-special tokens, so no file of a model is needed. The conversations are those of `tests/support/conversations.py`.
+The templates are shipped with TRL, except ChatML, which is lowmem's. `CHAT_TEMPLATES=<folder>` names a folder with
+other files, such as `qwen3.jinja`, which take precedence. For each template, a small BPE with all of its special tokens
+is trained here, so no file of a model is needed. The conversations are in `tests/support/conversations.py`.
 
-A learnt token is compared together with all the tokens before it in its row, so that it does not matter how many rows
-a conversation becomes. TRL prepares each conversation in two ways:
+A learned token is compared together with all the tokens before it in its row, so the number of rows of a conversation
+does not matter. TRL prepares each conversation in two ways:
 
-- conversation: all of it with `assistant_only_loss=True`, for which TRL replaces most templates by a version of its own
-  with generation tags;
+- conversation: the full conversation with `assistant_only_loss=True`, for which TRL replaces most templates by its own
+version with generation tags;
 - answers: each answer as the completion of the messages before it, with the model's own template.
 
-What the template loses is found without either library's training code: a part of a message is replaced by another
-one, and every answer's rendering stays as it was.
+To find what a template drops, without the training code of either library, a part of a message is replaced by another
+text: the part is dropped if the rendering of every answer is unchanged.
 """
 
 import argparse
@@ -55,10 +55,10 @@ class Template(NamedTuple):
 
     file: str | None  # None: lowmem's ChatML
     special: str
-    ordinary: str = ""  # added tokens that decoding does not leave out
+    ordinary: str = ""  # added tokens that decoding does not skip
     bos: str | None = None
     eos: str = "<|im_end|>"
-    strips: bool = False  # the special tokens take the white space after them
+    strips: bool = False  # the special tokens include the whitespace after them
 
 
 QWEN = (
@@ -116,13 +116,13 @@ OTHER = '{"other": "words"}'  # JSON, since it also replaces arguments
 
 
 class Row(NamedTuple):
-    """The tokens of a row, and which of them are learnt."""
+    """The tokens of a row, and which of them are learned."""
 
     ids: list[int]
     learnt: list[bool]
 
     def predictions(self) -> Iterator[tuple[bytes, int]]:
-        """Yields each learnt token with the tokens before it."""
+        """Yields each learned token with the tokens before it."""
         ids = np.array(self.ids, np.uint32)
         return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learnt[i])
 
@@ -140,7 +140,7 @@ def source(template: Template) -> str:
 
 @cache
 def tokenizer(template: Template) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE of the conversations and of the template, with the template's tokens."""
+    """Returns a byte-level BPE trained on the conversations and the template, with the template's tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -158,7 +158,7 @@ def tokenizer(template: Template) -> PreTrainedTokenizerFast:
 
 
 def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns lowmem's rows of a conversation, or the sentence that refuses it."""
+    """Returns lowmem's rows of a conversation, or the message that refuses the conversation."""
     try:
         (made,) = Chat().encode(tokenizer(template), [conversation])
     except Refused as error:
@@ -169,12 +169,12 @@ def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
 
 
 def conversation_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's row of a whole conversation, of which the assistant's part is learnt, or the error."""
+    """Returns TRL's row of a full conversation, in which the assistant's text is learned, or the error."""
     return _prepared(template, [conversation], assistant_only_loss=True)
 
 
 def answer_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's rows of a conversation's answers, each the completion of the messages before, or an error."""
+    """Returns TRL's rows of a conversation's answers, each as the completion of the messages before it, or an error."""
     messages = conversation["messages"]
     places = _places(conversation)
     rest = {key: value for key, value in conversation.items() if key != "messages"}
@@ -186,7 +186,8 @@ WAYS = {"conversation": conversation_rows, "answers": answer_rows}
 
 
 def _prepared(template: Template, records: list[dict], **settings: object) -> list[Row] | str:
-    """Returns rows of SFTTrainer's data set. Records are given one by one: a table would add keys to arguments."""
+    """Returns rows of SFTTrainer's data set. Records are given one by one, since a table would add keys to
+    arguments."""
     from datasets import IterableDataset
     from trl import SFTConfig, SFTTrainer
 
@@ -201,12 +202,12 @@ def _prepared(template: Template, records: list[dict], **settings: object) -> li
                 network, SFTConfig(folder, **how, **settings), train_dataset=data, processing_class=made
             )
             return [Row(row["input_ids"], [label >= 0 for label in row["labels"]]) for row in trainer.train_dataset]
-    except Exception as error:  # templates and TRL raise anything
+    except Exception as error:  # templates and TRL may raise anything
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class _Today(datetime):
-    """The day that lowmem's templates print."""
+    """The date that lowmem's templates print."""
 
     @classmethod
     def now(cls, tz: object = None) -> datetime:
@@ -242,7 +243,7 @@ UNEXPLAINED = "x!?"
 
 
 class Difference(NamedTuple):
-    """Neighbouring tokens that one side learns and the other does not.
+    """A run of tokens that one library learns and the other does not.
 
     kind: a letter of REASONS; text: the tokens; before: the tokens before them.
     """
@@ -253,7 +254,7 @@ class Difference(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Neighbouring learnt tokens, places [start, stop), of a learnt span, places [begin, end), of a row.
+    """A run of learned tokens at positions [start, stop) of a row, inside a learned span at [begin, end).
 
     number: of the span among all spans of the rows.
     """
@@ -276,7 +277,7 @@ def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
 
 
 def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
-    """Yields what `rows` teach and `others` do not teach behind the same tokens."""
+    """Yields pieces that `rows` teach and `others` do not teach after the same tokens."""
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):
@@ -292,14 +293,15 @@ def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
 
 
 class Answer(NamedTuple):
-    """The tokens of an answer: what the model gets when it is asked for it, and the rendering that ends with it."""
+    """The tokens of an answer: the generation prompt, and the rendering that ends with the answer."""
 
     prompt: list[int]
     rendering: list[int]
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Places where the answer may begin: behind the prompt, or where the rendering parts from it."""
+        """Returns the positions where the answer may begin: after the prompt, or where the rendering differs from the
+        prompt."""
         same = zip(self.prompt, self.rendering, strict=False)
         return len(self.prompt), next((i for i, (one, other) in enumerate(same) if one != other), len(self.prompt))
 
@@ -309,11 +311,11 @@ class Answer(NamedTuple):
 
 
 def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the reason of a piece that TRL alone learns. Args: rows: lowmem's."""
+    """Returns the reason of a piece that only TRL learns. Args: rows: lowmem's."""
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
-    if any(row.learnt[start] and row.ids[start] != ids[start] for row in known):  # which of_lowmem looks at
+    if any(row.learnt[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem handles this case
         return "e" if only_ends else "c"
     if not known or piece[1:3] == piece[3:5]:
         return "c"
@@ -325,7 +327,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
 
 
 def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the reason of a piece that lowmem alone learns."""
+    """Returns the reason of a piece that only lowmem learns."""
     ids = piece.row.ids
     answer = ",".join(map(str, ids[piece.begin : piece.end]))
     right = any(
@@ -338,9 +340,9 @@ def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizer
 
 
 class Marked(NamedTuple):
-    """A conversation under one template, on both sides.
+    """A conversation under one template, compared in both libraries.
 
-    marks: letters of REASONS; told: the refusals and the differences in words.
+    marks: letters of REASONS; told: descriptions of refusals and differences.
     """
 
     marks: str
@@ -348,9 +350,9 @@ class Marked(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A conversation, a template, and what both sides' rows are held against.
+    """A conversation with a template, and the data for comparing both libraries.
 
-    rows: lowmem's; lost: the parts that the template leaves out; answers: in every spelling of their calls.
+    rows: lowmem's; lost: the parts that the template drops; answers: in every spelling of their calls.
     """
 
     template: Template
@@ -378,7 +380,7 @@ class Case(NamedTuple):
         for piece in unmatched(self.rows, theirs):
             kind = of_lowmem(piece, self.answers, made)
             found[f"lowmem alone ({kind}): {_text(piece, made)}"] = kind
-        if failed:  # each of lowmem's answers was looked at alone
+        if failed:  # each of lowmem's answers was checked separately
             return Marked(marks + "?" * ("?" in found.values()) + "t", [*lost, f"TRL: {failed}"])
         return Marked(marks + "".join(sorted(set(found.values()))) or "=", [*lost, *found])
 
@@ -403,7 +405,7 @@ def _text(piece: Piece, made: PreTrainedTokenizerFast) -> str:
 
 
 def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields the path to each part of a conversation that a row has to show, with another text for it."""
+    """Yields the path to each part of a conversation that a row must contain, with a replacement text."""
     for i, message in enumerate(conversation["messages"]):
         for key in ("content", "reasoning_content", "thinking"):
             if message.get(key, "").strip():
@@ -429,7 +431,7 @@ def replaced(conversation: dict, path: tuple[str | int, ...], text: str) -> dict
 
 
 def spellings(conversation: dict) -> list[dict]:
-    """Returns the conversation, and copies with the arguments of its calls as objects and as texts of JSON."""
+    """Returns the conversation, and copies with the arguments of its calls as objects and as JSON text."""
     copies = [deepcopy(conversation) for _ in range(2)]
     for copy, spell in zip(copies, (_as_object, _as_text), strict=True):
         for call in (call for message in copy["messages"] for call in message.get("tool_calls", ())):
@@ -446,7 +448,8 @@ def _as_text(arguments: str | dict) -> str:
 
 
 def left_out(template: Template, conversation: dict) -> list[str]:
-    """Returns the parts of a conversation that are in no answer's rendering. A template that fails loses nothing."""
+    """Returns the parts of a conversation that no answer's rendering contains. For a template that fails, the list is
+    empty."""
     for one in spellings(conversation):
         before = _renderings(template, one)
         if all(before):
@@ -456,12 +459,12 @@ def left_out(template: Template, conversation: dict) -> list[str]:
 
 
 def _renderings(template: Template, conversation: dict) -> list[str]:
-    """Returns the rendering of each answer with the messages before it; "": the template fails."""
+    """Returns the rendering of each answer with the messages before it; "" if the template fails."""
     return [_rendered(template, conversation, i + 1) for i in _places(conversation)]
 
 
 def _prompts(template: Template, conversation: dict) -> list[str]:
-    """Returns what the model gets when it is asked for each answer; "": the template fails."""
+    """Returns the generation prompt of each answer; "" if the template fails."""
     return [_rendered(template, conversation, i, add_generation_prompt=True) for i in _places(conversation)]
 
 
@@ -478,7 +481,7 @@ def _rendered(template: Template, conversation: dict, count: int, **how: bool) -
     try:
         with patch.object(chat_template_utils, "datetime", _Today):
             return tokenizer(template).apply_chat_template(messages, tools, tokenize=False, **how)
-    except Exception:  # templates raise anything
+    except Exception:  # templates may raise anything
         return ""
 
 
@@ -493,7 +496,7 @@ def case_of(template: Template, conversation: dict) -> Case:
 
 
 def measured(template: Template) -> dict[str, dict[str, Marked]]:
-    """Returns {conversation: {way: how both sides compare}}."""
+    """Returns {conversation: {way of preparation: the comparison}}."""
     results = {}
     for title, conversation in CONVERSATIONS.items():
         case, results[title] = case_of(template, conversation), {}
@@ -526,7 +529,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> str:
 
 
 def _refusals(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> Iterator[str]:
-    """Yields a line for each sentence that refuses conversations, with the number of them by template."""
+    """Yields a line for each refusal message, with the number of refused conversations by template."""
     refused: dict[str, Counter] = defaultdict(Counter)
     for name, of_one in results.items():
         for ways in of_one.values():

@@ -8,7 +8,7 @@ from html import escape
 
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 
-WIDTH = 800  # of every picture, in its own units: at 800 pixels a unit is a pixel
+WIDTH = 800  # width of every picture in user units: one unit is one pixel at 800 pixels
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
 THEMES = {  # class -> its colour on a light and on a dark page
     "page": ("#ffffff", "#12171d"),
@@ -24,7 +24,7 @@ THEMES = {  # class -> its colour on a light and on a dark page
 
 
 class Picture:
-    """A picture of `WIDTH` x `height`. Args: title, about: its name and content, for readers who cannot see it."""
+    """A picture of `WIDTH` x `height`. Args: title, about: its name and content, for screen readers."""
 
     def __init__(self, height: float, title: str, about: str) -> None:
         self.height, self.title, self.about = height, title, about
@@ -41,14 +41,14 @@ class Picture:
         mono: bool = False,
         anchor: str = "start",
     ) -> None:
-        """Writes one line. Args: y: of its base line; anchor: start, middle or end, where x is."""
+        """Writes one line of text. Args: y: of its baseline; anchor: the end of the text at x: start, middle or end."""
         style = f'class="{role}{" mono" if mono else ""}" font-size="{size:g}"'
         style += ' font-weight="600"' if bold else ""
         style += f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._elements.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(words, quote=False)}</text>')
 
     def lines(self, x: float, y: float, lines: Iterable[str], step: float = 17, **style) -> None:
-        """Writes lines below each other."""
+        """Writes lines of text one below the other."""
         for number, line in enumerate(lines):
             self.text(x, y + number * step, line, **style)
 
@@ -65,7 +65,7 @@ class Picture:
         self._elements.append(f'<polyline points="{path}" {style}/>')
 
     def arrow(self, points: Sequence[tuple[float, float]], role: str = "soft", wide: float = 1.5) -> None:
-        """Draws a line with a head at its last point. The last piece is horizontal or vertical."""
+        """Draws a line with an arrowhead at its last point. The last segment must be horizontal or vertical."""
         (from_x, from_y), (x, y) = points[-2:]
         dx, dy = (_sign(x - from_x), _sign(y - from_y))
         size = 4 + wide

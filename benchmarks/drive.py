@@ -1,11 +1,12 @@
-"""Measures a drive as a third place (weights.drive): memory, bits, time, and the share of the drive's rate.
+"""Measures weights.drive: memory, bit-exactness, time, and the share of the drive's bandwidth that is used.
 
 python -m benchmarks.drive --folder /mnt/scratch --part 8b     # trains Llama-3.1-8B's shapes, exact masters
-python -m benchmarks.drive --folder /mnt/scratch --part 1b     # the same bits as in memory, Llama-3.2-1B's shapes
-python -m benchmarks.drive --folder /mnt/scratch --part time   # compared with memory, in turns, GPT-2 XL's shapes
+python -m benchmarks.drive --folder /mnt/scratch --part 1b     # compares bits with a run in memory, Llama-3.2-1B's
+shapes
+python -m benchmarks.drive --folder /mnt/scratch --part time   # compares times with a run in memory, GPT-2 XL's shapes
 
-8b and 8b-all need 65 GB of the drive, 16 GB of them for a model that they write, at random; 8b takes 20 GiB of memory,
-and 8b-all 8. Each part leaves the results of the others in results/drive.json.
+8b and 8b-all need 65 GB of the drive, 16 GB of which are a model with random weights that they write. 8b takes 20 GiB
+of memory, and 8b-all 8. Each part keeps the results of the other parts in results/drive.json.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def train_three_steps(model: str, *more: str) -> dict:
         def on_train_end(self, trainer, module) -> None:
             plugin = trainer.precision_plugin
             plugin.arrived()
-            # not of 8B: what is read of the drive outside of steps would count as resident
+            # not for 8B: pages of the drive that are read outside of steps would count as resident memory
             for p in module.parameters() if sum(p.numel() for p in module.parameters()) < 2e9 else ():
                 digest.update(plugin.full_precision(p).detach().view(torch.uint8).numpy())
 
@@ -204,13 +205,13 @@ NO_DRIVE = ("weights.drive=null",)
 
 
 def in_turn(place: str) -> dict:
-    """Runs one of the two loops that take turns."""
+    """Runs one of the two loops that alternate."""
     return streamed.in_turn("weights=streamed", [place])
 
 
 def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
-    """Returns how long the turns of blocks take that nobody computes with, and what reading all of their files at once
-    and then writing them takes."""
+    """Returns the seconds of reading and writing blocks one by one without computation, and of reading and writing all
+    of their files at once."""
     drive = Drive(Path(folder))
     every = SwapFiles(drive)
     swap_files = [every.new() for _ in range(blocks)]

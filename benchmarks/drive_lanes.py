@@ -1,7 +1,7 @@
-"""Draws when a step with a drive computes, steps on the host, reads and writes: docs/drive.png.
+"""Draws when a step with a drive computes, runs the optimizer, reads and writes: docs/drive.png.
 
-The last step of a real training on this CPU, of GPT-2 XL's shapes with 8 blocks: every interval was measured. A CPU
-computes and steps in the same thread, one after the other, and four threads of their own read and write.
+All intervals are measured in the last step of a training on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU,
+one thread computes and runs the optimizer, and four threads read and write.
 
 python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute.
 """
@@ -26,12 +26,12 @@ from lowmem.training import watchers
 
 LANES = ("computes", "host steps", "waits for the drive", "reads", "writes")
 STEPS = 4
-Interval = tuple[float, float, int | None]  # start, end, number of the block; None: the embedding or the head
+Interval = tuple[float, float, int | None]  # start, end, number of the block; None: the embedding or the output layer
 
 
 class Record:
-    """Records intervals of the last step. The training thread does one thing at a time, and what it does ends when
-    something else begins."""
+    """Records intervals of the last step. The training thread does one thing at a time: an interval ends when the next
+    one begins."""
 
     def __init__(self) -> None:
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
@@ -45,7 +45,7 @@ class Record:
                 self.intervals[lane].append((start, time.perf_counter(), number))
 
     def does(self, lane: str | None, number: int | None = None) -> tuple[str | None, int | None]:
-        """Begins to do something. Returns: what was done before."""
+        """Begins an interval. Returns: the lane and the block of the interval before."""
         before, since = self.doing, self.since
         self.doing, self.since = (lane, number), time.perf_counter()
         if before[0] is not None:

@@ -3,9 +3,9 @@
 python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
 
 For the card, it counts the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors, which have
-a shape and no memory. On a CPU, it makes real steps from random weights, with 1 x 256 tokens, bf16 master weights and
-8-bit Adam. Each row is a process of its own, whose resident memory is measured from outside, including construction,
-saving and export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
+a shape and no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, bf16 master weights and 8-bit Adam.
+Each row runs in a separate process, whose resident memory is measured from outside, including construction, saving and
+export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
 """
 
 import argparse
@@ -43,9 +43,10 @@ CAPS = ("12GiB", "6GiB")
 
 
 def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, list[dict], list[dict], int]:
-    """Runs train.py in a process of its own and watches its resident memory.
+    """Runs train.py in a separate process and watches its resident memory.
 
-    Args: seconds: time limit, after which the run is ended: its measurements count, and its summary is empty.
+    Args:
+        seconds: time limit. A run that exceeds it is stopped: its measurements count, and its summary is empty.
 
     Returns:
         (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
@@ -71,7 +72,7 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
 
 
 def _rows(file: Path) -> list[dict]:
-    """Reads the rows of a csv file; of a run that was ended, up to the last complete line."""
+    """Reads the rows of a csv file; for a run that was stopped, up to the last complete line."""
     if not file.exists():
         return []
     with file.open(newline="") as lines:
@@ -103,7 +104,7 @@ def row(name: str) -> dict:
 
 
 def alone() -> dict:
-    """Times forward and backward of the same model alone; each gradient is freed as soon as it exists."""
+    """Times forward and backward of the model without an optimizer; each gradient is freed as soon as it exists."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,7 +150,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
 
 
 def _pace(logged: list[dict]) -> dict[str, float | None]:
-    """Returns the pace of the steps that the run had time to log, without the initial step."""
+    """Returns the pace of the steps that the run has logged, without the initial step."""
     times, tokens = ([float(row[key]) for row in logged] for key in ("seconds", "tokens"))
     if len(logged) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}

@@ -1,9 +1,10 @@
-"""Compares predicted and measured host memory of a real model on a CPU, with and without what malloc keeps.
+"""Compares predicted and measured host memory of a real model on a CPU, with and without memory that malloc caches.
 
 python -m benchmarks.host_memory         # about five minutes on two cores
 
 glibc's malloc keeps freed memory for later allocations, so the resident size is above the live bytes that the planner
-predicts. With MALLOC_MMAP_THRESHOLD_ it returns what is freed. The rows show that nothing else is missing.
+predicts. With MALLOC_MMAP_THRESHOLD_ malloc returns freed memory at once. The rows show that this explains the whole
+difference.
 """
 
 import argparse

@@ -24,7 +24,7 @@ FACTORS = {
 
 def row(optim: str, lr: str) -> dict:
     arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
-    # a step shrinks weights by lr x weight_decay, so weight_decay is chosen to keep that product at every lr
+    # a step shrinks weights by lr x weight_decay, so weight_decay is scaled to keep this product constant
     decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
     summary = run_train([*arguments, *decay])
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}

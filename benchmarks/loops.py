@@ -1,11 +1,11 @@
-"""Runs the same training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
+"""Runs one training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
 
     python -m benchmarks.loops <loop> <recipe> <model>
 
-Weights, accumulation windows, optimizer, schedule, clipping and precision are the same, and lowmem builds them all;
+Weights, accumulation windows, optimizer, schedule, clipping and precision are equal, and lowmem builds all of them;
 only the loop differs. Each loop prints the seconds and the loss of each step, its speed over the steps after the third,
 and its peak of live tensors, which is counted at every operator of the third step. `benchmarks.card` runs the other
-loops on a card, with models of its own.
+loops on a card, with its own models.
 """
 
 import json
@@ -113,7 +113,7 @@ def silent_meter() -> type:
 
 
 class Materials(NamedTuple):
-    """Holds the model, the data and the optimizer of a loop, as lowmem builds them."""
+    """The model, the data and the optimizer of a loop, as lowmem builds them."""
 
     network: torch.nn.Module
     windows: list  # one per optimizer step: a list of micro-batches, each with input_ids and labels (B, T)
@@ -131,20 +131,21 @@ class Materials(NamedTuple):
 
 
 class Watches(Protocol):
-    """Watches the steps of a loop."""
+    """The interface of objects that observe the steps of a loop."""
 
     def begin(self) -> None:
-        """Is called before each optimizer step."""
+        """Called before each optimizer step."""
 
     def add(self, loss: torch.Tensor) -> None:
-        """Is called with the loss of each micro-batch, already divided by the number of micro-batches."""
+        """Called with the loss of each micro-batch, already divided by the number of micro-batches."""
 
     def end(self) -> None:
-        """Is called after each optimizer step."""
+        """Called after each optimizer step."""
 
 
 def materials(lines: Sequence[str], steps: int) -> Materials:
-    """Builds what the loops train. Args: lines: overrides of train.py; steps: the optimizer steps to read data for."""
+    """Builds the objects that the loops train. Args: lines: overrides of train.py; steps: optimizer steps to read data
+    for."""
     from lightning.pytorch import seed_everything
 
     from lowmem.config.settle import run_of
@@ -320,7 +321,7 @@ def trainer(loop: Materials, watch: Watches) -> None:
 
 
 def adding_losses(trainer: type, watch: Watches) -> type:
-    """Returns a subclass of a `Trainer` that tells a watch each micro-batch's loss."""
+    """Returns a subclass of a `Trainer` that passes each micro-batch's loss to a watch."""
 
     class AddingLosses(trainer):
         def training_step(self, *args, **kwargs) -> torch.Tensor:
@@ -332,7 +333,8 @@ def adding_losses(trainer: type, watch: Watches) -> type:
 
 
 def trainer_arguments(loop: Materials) -> dict[str, object]:
-    """Returns the arguments with which transformers.Trainer, or a trainer that is made of it, trains as the others."""
+    """Returns the arguments with which transformers.Trainer, or a trainer derived from it, trains like the other
+    loops."""
     return {
         "output_dir": tempfile.gettempdir(),  # nothing is saved
         "per_device_train_batch_size": len(loop.windows[0][0].input_ids),
@@ -350,7 +352,7 @@ def trainer_arguments(loop: Materials) -> dict[str, object]:
 
 
 def trainer_parts(loop: Materials, watch: Watches) -> dict[str, object]:
-    """Returns the optimizer with its schedule, and a callback that tells a watch when a step begins and ends."""
+    """Returns the optimizer with its schedule, and a callback that notifies a watch when a step begins and ends."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -376,8 +378,8 @@ def other(loop: Callable[[Materials, Watches], None], recipe: str, model: str) -
 
 
 def same_products(bf16: bool, device: str = "cpu") -> AbstractContextManager:
-    """Widens the 16-bit products of the other loops where lowmem widens its own: on a CPU without units for them, which
-    else would take ten times as long and round differently."""
+    """Runs 16-bit matmuls of the other loops in fp32 where lowmem does so: on a CPU without 16-bit instructions, where
+    they would take ten times as long and round differently."""
     from lowmem.techniques.precision.cpu_products import widened
 
     return widened(torch.bfloat16 if bf16 else torch.float32, device)

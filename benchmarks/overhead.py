@@ -2,7 +2,7 @@
 
 python -m benchmarks.overhead            # about twenty minutes on two cores.
 
-The time per step is that of `thin`, whose step is a few milliseconds: beside a step of a second it would be noise.
+The model is `thin`, whose step takes a few milliseconds: the overhead would be lost in the noise of a step of a second.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     ]
     results = measure(teams, options.rounds)
     tiny = ["-m", "benchmarks.loops", "lowmem", "32", "tiny"]
-    first_steps = [row(tiny) for _ in range(options.rounds)]  # alone, without turns
+    first_steps = [row(tiny) for _ in range(options.rounds)]  # one process at a time
     write("overhead", {"rounds": results, "first_steps": first_steps}, table(results, first_steps))
 
 

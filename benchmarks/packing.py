@@ -3,11 +3,11 @@
 python -m benchmarks.packing          # some minutes on one core
 python -m benchmarks.packing gemma2   # only these families, printed and not saved
 
-Families are made small as in `architectures.py`, in fp32 and without dropout; some documents are longer than the
-sliding windows of attention. Logits and the gradients of all parameters are compared with those of each document in a
-row of its own, relative to the largest element. Padded rows, which need no mask, are compared in the same way. `exact`
-and `refused` are the answers that a run would get before it starts to train. A family that is not causal is always
-refused.
+Families are shrunk as in `architectures.py`, in fp32 and without dropout; some documents are longer than the sliding
+windows of attention. Logits and the gradients of all parameters are compared with those of a run that gives each
+document its own row; errors are relative to the largest element. Padded rows, which need no mask, are compared in this
+way, too. `exact` and `refused` are the answers that a run would get before it starts to train. A family that is not
+causal is always refused.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 python -m benchmarks.pages               # takes no time
 
-A page names the table that it wants in a comment such as the following. The lines from there to the next empty line are
-replaced by that table: `<!-- table 2 of ../benchmarks/results/speed.md -->`
+A page names a table in a comment such as the following. The lines from there to the next empty line are replaced by
+that table: `<!-- table 2 of ../benchmarks/results/speed.md -->`
 """
 
 import re

@@ -36,7 +36,7 @@ SAID = {
 
 
 def legend(picture: Picture, y: float, kinds: dict[str, float]) -> None:
-    """Explains colours. Args: kinds: class -> where it begins."""
+    """Draws the legend of colours. Args: kinds: class -> the x at which its entry begins."""
     for kind, x in kinds.items():
         picture.box(x, y - 9, 10, 10, kind)
         picture.text(x + 15, y, SAID[kind], size=11, role="soft")
@@ -109,12 +109,13 @@ def capacity() -> Picture:
 
 
 def typed(overrides: list[str]) -> str:
-    """Returns the words of a row that the heading does not say."""
+    """Returns the overrides of a row that its heading does not mention."""
     return " ".join(line for line in overrides if line not in ("model=llama-3.1-8b", "seq_len=2048"))
 
 
 def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
-    """Draws what a recipe needs of the card by category, in an outline of the card, and of host and drive below."""
+    """Draws the memory that a recipe needs of the card by category, inside an outline of the card; below it host and
+    drive."""
     picture.box(x, y, row["card_size_bytes"] / GIB * scale, 18, "panel", edge="edge")
     at = x
     parts = {kind: size for kind, size in row["tensor_bytes_by_category"].items() if kind != "other"}
@@ -132,7 +133,7 @@ def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
 
 
 class Panel(NamedTuple):
-    """Says where the bytes of one parameter are, and which of them move in an optimizer step."""
+    """Where the bytes of one parameter are stored, and which of them are copied in an optimizer step."""
 
     title: str
     typed: str
@@ -147,7 +148,7 @@ class Panel(NamedTuple):
 
 
 STATE = 2.03  # bytes of the state of adamw8bit: two of 8 bits, and an fp32 scale of each for 256 of them
-TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of two blocks of 32 in 16 bits
+TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of two 16-bit blocks, of a model with 32 blocks
 MASTERS = "precision=bf16-master optim=adamw8bit clip=null"
 STREAMED = "gradient_checkpointing=offload loss=tiled weights=streamed"
 PANELS = [
@@ -198,7 +199,7 @@ PANELS = [
 
 
 def card_host_drive() -> Picture:
-    """Draws where each byte of a parameter is, and what is copied in a step, for four places of the masters."""
+    """Draws where each byte of a parameter is stored, and what is copied in a step, for four places of the masters."""
     top, step = 96, 142
     height = top + step * len(PANELS) + 96
     picture = Picture(
@@ -235,7 +236,7 @@ def card_host_drive() -> Picture:
 
 
 def stack(picture: Picture, x: float, y: float, wide: float, parts: dict[str, float], says: str) -> None:
-    """Draws what one place holds of a parameter, 20 units wide per byte."""
+    """Draws the bytes of a parameter in one place, 20 units wide per byte."""
     picture.box(x, y, wide, 78, "panel", edge="edge")
     if not parts:
         picture.text(x + 12, y + 44, "nothing", size=12, role="soft")
@@ -261,8 +262,12 @@ def exchange(picture: Picture, left: float, right: float, y: float, to_right: st
 
 
 class Symptom(NamedTuple):
-    """A symptom, and what to type. Args: kind: the class of its colour in memory.png; words: (what to type, its
-    price), the first one first."""
+    """A symptom, and what to type.
+
+    Args:
+        kind: the class of its colour in memory.png.
+        words: pairs of (what to type, its price), the best one first.
+    """
 
     kind: str
     title: str
@@ -347,7 +352,7 @@ SYMPTOMS = [
 
 
 def symptoms() -> Picture:
-    """Draws a decision tree: from what is too large to the word to type first, and its price."""
+    """Draws a decision tree: from the memory that is too large to the override to type first, and its price."""
     top, step, trunk = 112, 88, 34
     height = top + step * len(SYMPTOMS) + 16
     picture = Picture(
@@ -381,7 +386,7 @@ COLUMNS = 80
 
 
 def refusal() -> Picture:
-    """Draws a terminal with what a refused command really printed."""
+    """Draws a terminal with the real output of a refused command."""
     lines = [line for paragraph in printed(REFUSED) for line in textwrap.wrap(paragraph, COLUMNS)]
     step, top = 20, 76
     height = top + step * (len(lines) + 1) + 22
@@ -395,7 +400,7 @@ def refusal() -> Picture:
 
 
 def printed(command: str) -> list[str]:
-    """Returns the lines that a command prints. Raises: RuntimeError: it is not refused."""
+    """Returns the lines that a command prints. Raises: RuntimeError: the command is not refused."""
     _, program, *overrides = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -412,7 +417,7 @@ def printed(command: str) -> list[str]:
 
 # --- the map ---------------------------------------------------------------------------------------------------------
 
-ROOMS = {  # from the top: a room imports only from those below it
+ROOMS = {  # from top to bottom: a folder imports only from the folders below it
     "command": "command line, processes, --help",
     "fit": "fit.py: one run from start to end",
     "plan": "predicts memory and time, searches recipes",
@@ -431,7 +436,7 @@ ROOMS = {  # from the top: a room imports only from those below it
 
 
 def modules() -> Picture:
-    """Draws the folders of src/lowmem as a tower, and beside it which of them each one imports."""
+    """Draws the folders of src/lowmem as a stack, and next to each folder the folders that it imports."""
     top, step, cell, left = 76, 40, 23, 480
     height = top + step * len(ROOMS) + 34
     picture = Picture(
@@ -457,7 +462,7 @@ def modules() -> Picture:
 
 
 def imported() -> dict[str, set[str]]:
-    """Returns the rooms from which each room of src/lowmem imports, read from its files."""
+    """Returns the folders that each folder of src/lowmem imports, read from its files."""
     source, found = ROOT / "src" / "lowmem", {room: set() for room in ROOMS}
     for file in source.rglob("*.py"):
         room = file.relative_to(source).with_suffix("").parts[0]

@@ -2,10 +2,10 @@
 
 python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB of memory
 
-Each row is a real train.py in a process of its own. Its summary.json has the prediction, which is made before the
-weights are loaded, and the measurements of the meter. The same tracker counts live tensors for both, so the operating
-system serves as an independent check: the growth of the process's peak resident memory since just before the model was
-built. Two predictions are wrong on purpose, and the table must show their errors.
+Each row runs train.py in a separate process. Its summary.json has the prediction, which is made before the weights are
+loaded, and the measurements of the meter. Both count live tensors with one tracker, so the operating system serves as
+an independent check: the growth of the process's peak resident memory since just before the model was built. Two
+predictions are wrong on purpose, and the table must show their errors.
 """
 
 import argparse
@@ -106,9 +106,9 @@ def row(arguments: list[str]) -> dict:
 
 
 def dropped_block() -> float:
-    """Returns the right prediction of a run with gradient checkpointing, over a wrong one.
+    """Returns the ratio of a correct prediction of a run with gradient checkpointing to a wrong one.
 
-    The wrong one leaves out the activations inside the block that is being recomputed.
+    The wrong prediction leaves out the activations inside the block that is being recomputed.
     """
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -121,7 +121,7 @@ def dropped_block() -> float:
         return point.total, point.bytes["activations"]
 
     (total, some), (_, every) = peak("every_layer"), peak("none")
-    return total / (total - (every - some) / 11)  # checkpointing saves the insides of 11 of the 12 blocks
+    return total / (total - (every - some) / 11)  # checkpointing saves the inner activations of 11 of the 12 blocks
 
 
 def error(pair: list) -> float:

@@ -2,9 +2,9 @@
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
-The twelve recipes were fixed before anything was measured. Each runs in a process of its own, in alternating rounds.
-The result is Kendall's tau over all pairs whose measured times differ by more than five per cent. The efficiencies
-(`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) are those with the smallest squared error of log(seconds).
+The twelve recipes were fixed before anything was measured. Each runs in a separate process, in alternating rounds. The
+result is Kendall's tau over all pairs whose measured times differ by more than five per cent. The efficiencies
+(`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) minimize the squared error of log(seconds).
 """
 
 import argparse
@@ -62,8 +62,12 @@ def traced() -> dict[str, tuple]:
 
 
 def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float) -> dict[str, float]:
-    """Returns the planner's seconds per step of each recipe. Args: rates: of this machine; compute, memory: shares of
-    the rates of products and of the bandwidth that operators reach."""
+    """Returns the planner's seconds per step of each recipe.
+
+    Args:
+        rates: of this machine.
+        compute, memory: shares of the matmul rate and of the memory bandwidth that operators reach.
+    """
     here = Machine(**rates)
     flops = {dtype: compute * rate for dtype, rate in here.flops.items()}
     reached = replace(here, flops=flops, bandwidth=memory * here.bandwidth)
@@ -81,7 +85,7 @@ def fitted(rates: dict, traces: dict[str, tuple], timed: dict[str, float]) -> tu
 
 
 def tau(guess: dict[str, float], timed: dict[str, float]) -> float:
-    """Returns Kendall's tau over the pairs that differ by more than five per cent in `timed`."""
+    """Returns Kendall's tau over the pairs whose values in `timed` differ by more than five per cent."""
     pairs = [(a, b) for a, b in combinations(guess, 2) if max(timed[a], timed[b]) / min(timed[a], timed[b]) > 1.05]
     agree = sum((guess[a] < guess[b]) == (timed[a] < timed[b]) for a, b in pairs)
     return (2 * agree - len(pairs)) / len(pairs)

@@ -1,10 +1,10 @@
-"""Compares the bytes of training on pairs with those of fine-tuning on the same rows, and with TRL's DPOTrainer.
+"""Compares the bytes of training on pairs with fine-tuning on the same rows, and with TRL's DPOTrainer.
 
 python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
-All rows train the same transformer of random weights on the same pairs in fp32 with AdamW: the peak of live tensors is
-counted, weights included, and the models beside the trained one. TRL computes the reference in each step, as by
-default, or before the first one.
+All rows train one transformer with random weights on the same pairs in fp32 with AdamW. The peak of live tensors is
+counted, including the weights of the trained model and of other models. TRL computes the reference in each step (its
+default), or before the first step.
 """
 
 import json
@@ -61,7 +61,8 @@ def ours(name: str, folder: Path) -> dict:
 
 
 def theirs(before: bool, folder: Path) -> dict:
-    """Trains with TRL what a run of lowmem has exported. Args: before: the reference is computed before training."""
+    """Trains the model that a run of lowmem has exported with TRL. Args: before: compute the reference before
+    training."""
     ours("lowmem, loss=dpo", folder)
     import torch
     from datasets import Dataset

@@ -1,12 +1,12 @@
-"""Measures how fast text is tokenised, and the resident memory that this needs, for files of 1 and 3 GB.
+"""Measures how fast text is tokenized, and the resident memory that this needs, for files of 1 and 3 GB.
 
 python -m benchmarks.prepare                     # half an hour on two cores, and 8 GB of disk
 python -m benchmarks.prepare --sizes 64 192      # MB
 
-The text consists of paragraphs of the standard library in random order, as one file of text and as lines of JSON. The
-tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. Each row reads, hashes, tokenises, packs and writes in a
-process of its own, with all cores. The last column is the time that a step waits for its accumulation window of
-8 x 1024 tokens, in the order of an epoch, when the file is in the system's page cache.
+The text consists of paragraphs of the standard library in random order, as one text file and as JSON lines. The
+tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. Each row reads, hashes, tokenizes, packs and writes in a
+separate process, with all cores. The last column is the time that a step waits for its accumulation window of 8 x 1024
+tokens, in the order of an epoch, if the file is in the system's page cache.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def make(kind: str, size: int, file: Path) -> None:
 
 
 def prepare(kind: str, size: int) -> dict:
-    """Tokenises one file and returns the figures. Resident memory is counted after everything is imported."""
+    """Tokenizes one file and returns the figures. Resident memory is counted after all imports."""
     from lowmem.data import packing, token_store
     from lowmem.data.sources import jsonl, text_files
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
@@ -77,7 +77,7 @@ def prepare(kind: str, size: int) -> dict:
 
 
 def waited(rows) -> float:
-    """Returns the median seconds, of 100, that a step waits for its accumulation window."""
+    """Returns the median, over 100 steps, of the seconds that a step waits for its accumulation window."""
     from lowmem.config.accumulation import fixed
     from lowmem.data.loader import Share, WindowLoader
 

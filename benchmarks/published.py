@@ -4,10 +4,10 @@ python -m benchmarks.published           # about a minute on one core; nothing i
 
 The figures were chosen before any prediction was computed. All are full training of a causal model on one card, in
 eager mode (torch.compile decides itself which tensors it keeps), with exact lengths (packed, or cut from one stream);
-every setting was read in the project's own source. The models are planned as those projects define them
+every setting was read in the project's own source. The models are planned as their projects define them
 (`published_models.py`, or transformers' class where the peak is at the loss), and their losses and loops by the
-functions below. Memory that no trace shows is added to the prediction, and the row says why. One setting, the dtype of
-litgpt's logits, was read again after the initial prediction had missed the figure by 5.3 %.
+functions below. Memory that traces do not show is added to the prediction, and the row says why. One setting, the dtype
+of litgpt's logits, was read again after the initial prediction had missed the figure by 5.3 %.
 """
 
 import json
@@ -31,9 +31,9 @@ from lowmem.techniques.precision.contract import BasePrecision
 
 
 class PureBFloat16(BasePrecision):
-    """Keeps weights, gradients and optimizer state in bf16.
+    """Stores weights, gradients and optimizer state in bf16.
 
-    This project has no such precision: its own keep the optimizer state in fp32 (docs/masters.md).
+    lowmem has no such precision: its own precisions keep the optimizer state in fp32 (docs/masters.md).
     """
 
     dtype, weights_dtype = torch.bfloat16, None
@@ -49,7 +49,8 @@ def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the loss of `narrow`, and keeps the logits as a loop's variable does until the next micro-batch."""
+    """Returns the loss of `narrow`, and keeps the logits until the next micro-batch, like a variable of a training
+    loop."""
     logits = model(**batch.inputs, use_cache=False).logits
     model.held = logits.detach()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
@@ -62,14 +63,14 @@ def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Widens the logits to fp32, copies all positions but the last, and passes them to the loss as (B, V, T).
+    """Converts the logits to fp32, copies all positions except the last, and passes them to the loss as (B, V, T).
 
     A variable of the loop keeps that copy until the end of the backward pass.
     """
     logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
     model.held = logits.detach()
-    # CUDA's log_softmax copies what is not contiguous (host_softmax in aten/src/ATen/native/cuda/SoftMax.cu)
+    # CUDA's log_softmax copies tensors that are not contiguous (host_softmax in aten/src/ATen/native/cuda/SoftMax.cu)
     return F.cross_entropy(logits.transpose(1, 2).contiguous(), batch.labels[:, 1:], reduction="sum")
 
 
@@ -78,7 +79,7 @@ def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Published:
-    """Describes a published figure. `untraced`: bytes that the figure includes and that no trace shows."""
+    """A published figure. `untraced`: bytes that the figure includes and that traces do not show."""
 
     name: str
     figure: float

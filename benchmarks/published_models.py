@@ -29,7 +29,7 @@ class DecoderConfig(PretrainedConfig):
         num_key_value_heads: int = 4,
         head_dim: int = 64,
         intermediate_size: int = 5632,
-        rotary: int = 64,  # elements of a head that RoPE turns
+        rotary: int = 64,  # elements of a head that RoPE rotates
         norm: str = "rms",  # rms: its weight multiplies in 16 bits; wide-rms: in fp32; layer: LayerNorm
         gated: bool = True,  # True: SwiGLU; False: GELU
         parallel: bool = False,  # attention and MLP read the same hidden states

@@ -72,7 +72,8 @@ def row(strategy: str, size: str, way: str) -> dict:
 
 
 def on_paper(lines: tuple[str, ...], devices: int) -> dict:
-    """Runs plan.py and returns the bytes of a card, of a host with eight cards, and those that a card gets per step."""
+    """Runs plan.py and returns the bytes of a card, of a host with eight cards, and the bytes that a card receives per
+    step."""
     with TemporaryDirectory() as folder:
         typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
         done = subprocess.run([sys.executable, "plan.py", *typed], capture_output=True, text=True, cwd=ROOT)
@@ -95,7 +96,7 @@ def highest(file: Path) -> dict[str, int]:
 
 
 def error(result: dict) -> float:
-    """Returns predicted over measured bytes, less one, of the highest phase on the rank that needs most memory."""
+    """Returns predicted over measured bytes, minus one, of the highest phase on the rank that needs the most memory."""
     return max(result["predicted"].values()) / max(max(ranks.values()) for ranks in result["measured"]) - 1
 
 

@@ -1,4 +1,4 @@
-"""Finds the longest packed rows that a card has room for, by shape, with a mask of (tokens, tokens) and without one.
+"""Finds the longest packed rows that fit on a card, by shape, with and without a mask of (tokens, tokens).
 
 python -m benchmarks.reach               # about ten minutes on two cores; nothing is downloaded or allocated.
 """
@@ -23,7 +23,7 @@ RECIPES = {
 
 
 def row(recipe: str, rows_of: str) -> dict[str, int]:
-    """Returns the bytes that a card of the reference's kernels must have, by length of the rows."""
+    """Returns the bytes that a card with the reference's kernels must have, by length of the rows."""
     from lowmem.config.cards import card
     from lowmem.config.settle import run_of
     from lowmem.model import packed_attention

@@ -1,8 +1,8 @@
-"""Runs the rows of all benchmarks in processes of their own, and writes each benchmark's results as JSON and a table.
+"""Runs the rows of all benchmarks in separate processes, and writes each benchmark's results as JSON and a table.
 
 A row is a command that prints one JSON object as its last line. Rounds alternate in direction (a b c, c b a, ...), so
-that a machine that slows down favours no row. Figures are medians over the rounds; ratios are medians of the rounds'
-ratios.
+that a machine that slows down does not favour a row. Figures are medians over the rounds; ratios are medians of the
+rounds' ratios.
 """
 
 import json
@@ -34,7 +34,7 @@ def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[di
 
 
 def row(arguments: Sequence[str]) -> dict:
-    """Runs a row in a process of its own and returns the result, which is the last line of output."""
+    """Runs a row in a separate process and returns the result, which is the last line of output."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *arguments],

@@ -2,9 +2,9 @@
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 
-It measures speed, the peak of live tensors, resident memory without that of imports, and the largest difference of any
-step's loss from the plain loop's. Weights, data, optimizer and seed are the same (see loops.py), and the four loops of
-a recipe take turns (see turns.py).
+It measures speed, the peak of live tensors, resident memory without imports, and the largest difference of any step's
+loss from the plain loop's loss. Weights, data, optimizer and seed are equal (see loops.py), and the four loops of a
+recipe alternate step by step (see turns.py).
 """
 
 import argparse
@@ -15,9 +15,9 @@ from benchmarks.runner import medians, ratio, write
 from benchmarks.turns import measure, speed_ratio
 
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
-# Limits: least ratio of lowmem's tokens/s to another loop's, and largest ratio of its peak to theirs.
+# Limits: lowest ratio of lowmem's tokens/s to another loop's, and highest ratio of its peak to another loop's.
 OF_FRAMEWORKS, PEAK = 0.98, 1.01
-OF_PLAIN = {"bf16": 0.95}  # 0.97 elsewhere
+OF_PLAIN = {"bf16": 0.95}  # 0.97 for other recipes
 
 
 def table(results: dict) -> str:

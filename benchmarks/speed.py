@@ -74,7 +74,7 @@ def loss_alone() -> dict[str, float]:
     from lowmem.techniques.loss import cross_entropy as losses
 
     class Head(nn.Module):
-        """Stands in for a model whose blocks cost nothing."""
+        """A model whose blocks cost nothing."""
 
         def __init__(self) -> None:
             super().__init__()

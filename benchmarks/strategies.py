@@ -1,7 +1,7 @@
-"""Tests every strategy with every feature: several processes must train what one process trains on the joint batch.
+"""Tests every strategy with every feature: several processes must give the result of one process on the joint batch.
 
-python -m benchmarks.strategies                    # some 20 minutes on two cores that nobody else uses
-python -m benchmarks.strategies --only ddp fsdp    # earlier results of the others stay
+python -m benchmarks.strategies                    # some 20 minutes on two idle cores
+python -m benchmarks.strategies --only ddp fsdp    # keeps earlier results of the other strategies
 
 It also records each rank's share of the memory, and the collectives that are sent. The cases come from matrix.py of
 tests and run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and the time of a step
@@ -27,7 +27,9 @@ SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs"
 def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
     """Tests a strategy's features, and returns the results and, for one case, the memory and collectives of each rank.
 
-    Args: before: earlier results; only: the features that are tested again; None: all.
+    Args:
+        before: earlier results.
+        only: the features to test again; None: all.
     """
     import matrix
     import pair

@@ -37,7 +37,7 @@ STREAMED = "weights=streamed"
 
 @contextmanager
 def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
-    """Trains as train.py does, but without checkpoints and an export, which are 16 GB each for 8B parameters."""
+    """Trains as train.py does, but without checkpoints and an export, which take 16 GB each for 8B parameters."""
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -62,7 +62,7 @@ EIGHT = [
 SMALLER = [f"model.architecture.{d}" for d in ("hidden_size=1024", "intermediate_size=3584", "num_hidden_layers=8")]
 SMALLER += [f"model.architecture.{d}" for d in ("num_attention_heads=8", "num_key_value_heads=2")]
 RESIDENT_ASKED = 21 * GIB
-ENDED = 0.5 * GIB  # memory left on the machine: below it this run is ended, so that the kernel does not end another
+ENDED = 0.5 * GIB  # free memory of the machine below which this run is stopped, before the kernel kills another process
 
 
 class Progress:
@@ -170,7 +170,7 @@ def _size(batch_size: int, seq_len: int) -> list[str]:
     return [f"batch_size={batch_size}", f"seq_len={seq_len}"]
 
 
-# name -> (overrides, most GiB of the device, and of the host: most bytes per parameter, and GiB in addition to them)
+# name -> (overrides, limit of the device in GiB, limits of the host: bytes per parameter, and GiB in addition)
 REACH = {
     "GPT-2 XL, 4 x 1024, bf16-master, adamw8bit": ([*XL, *MASTERS, *_size(4, 1024)], 1.1, 6.03, 2),
     "Llama-3.1-8B, 1 x 2048, the same": ([*LLAMA, *MASTERS, *_size(1, 2048)], 2.8, 6.03, 4),
@@ -243,7 +243,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
-    """Runs one of the two loops that take turns."""
+    """Runs one of the two loops that alternate."""
     from lowmem.training import watchers
 
     mine = turns.Turns()
@@ -349,7 +349,8 @@ def counted(micro_batches: int) -> dict:
     from lowmem.training import watchers
 
     class Counting(AtOnceLane):
-        """Counts the bytes of copies; `staged` has the addresses of host memory for gradients and other weights."""
+        """Counts the bytes of copies; `staged` has the addresses of host memory for gradients and for weights outside
+        of blocks."""
 
         def __init__(self) -> None:
             self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}

@@ -68,11 +68,11 @@ def of_shipped(results: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Returns {row: the rows that it is refused with}, of rows that are accepted alone."""
+    """Returns {row: rows with which it is refused}, for rows that are accepted on their own."""
 
     def says(*names: str) -> list[str]:
         needed = [line for name in names for line in WITH.get(name, [])]
-        return list(refused(run_of([*needed, *names])))  # the names win, because they come last
+        return list(refused(run_of([*needed, *names])))  # `names` come last and so take precedence
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
     alone = [name for name in CHOICES if not says(name)]
@@ -95,7 +95,7 @@ def table(results: dict) -> str:
     ]
     for name in (name for name in ROWS if name in results):
         label = "(defaults)" if name == BASE else name
-        stored = nan if isnan(peak[name]) else activations[name]  # compiled code allocates where nothing is counted
+        stored = nan if isnan(peak[name]) else activations[name]  # allocations of compiled code are not counted
         lines.append(
             f"| {label} | {peak[name] / 2**20:.1f} | {peak[name] / peak[BASE]:.2f} | {stored / 2**20:.1f} "
             f"| {state[name] / parameters:.2f} | {speed[name]:,.0f} | {of_shipped(results, name):.2f} |"

@@ -1,15 +1,15 @@
-"""Implements a byte-trigram model, which every language model of the same corpus must beat.
+"""Implements a byte-trigram model, a baseline that every language model of the same corpus must beat.
 
-It estimates P(c | ab) from counts and smooths it towards P(c | b), which is smoothed towards P(c), and that towards
-1/256, each with the weight of `PRIOR` observations. It needs 256^3 counts, which are 64 MiB, and about a second per
-10 MB of text.
+It estimates P(c | ab) from counts and smooths it towards P(c | b), which is smoothed towards P(c), which in turn is
+smoothed towards 1/256, each with the weight of `PRIOR` observations. It needs 256^3 counts, which are 64 MiB, and about
+a second per 10 MB of text.
 """
 
 from collections.abc import Iterable
 
 import numpy as np
 
-PRIOR = 2.0  # imagined observations from the shorter context; 1-4 differ by less than 0.02 bits on source code
+PRIOR = 2.0  # pseudo-observations from the shorter context; 1-4 differ by less than 0.02 bits on source code
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float:

@@ -1,8 +1,8 @@
-"""Runs training loops that take turns, one step each, so that a slow phase of the machine slows all of them equally.
+"""Alternates training loops step by step, so that a slow phase of the machine slows all loops equally.
 
-Each loop is a process of its own that waits for its turn before every step. While one loop steps, the others wait, so a
-step is as fast as if its process were alone, and the steps of two loops that are compared are only a few seconds apart.
-A loop that is started by hand does not wait for turns.
+Each loop runs in a separate process and waits for its turn before every step. While one loop steps, the other loops
+wait, so a step is as fast as if its process ran alone, and the steps of two loops that are compared are only a few
+seconds apart. A loop that is started by hand does not wait for turns.
 """
 
 import os
@@ -17,21 +17,21 @@ from statistics import median
 
 from benchmarks.runner import ROOT, environment, result
 
-PIPES = "ROW_PIPES"  # environment variable: two pipes, by which a loop gets its turns and returns them
-SETTLE = 0.05  # seconds between two turns, in which the threads of the previous loop go to sleep
+PIPES = "ROW_PIPES"  # environment variable: two pipes, through which a loop receives its turns and returns them
+SETTLE = 0.05  # seconds between two turns, in which the threads of the previous loop become idle
 
 
 class Turns:
     """Waits for turns in the process of a loop."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []  # for every step but the last, from its start to the next step's
+        self.seconds: list[float] = []  # for every step except the last, from its start to the next step's start
         self.pages: list[int] = []  # page faults of each step
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
         self._start: tuple[float, int] | None = None
 
     def next(self) -> None:
-        """Returns the turn and waits for the next one. Call it where a step starts."""
+        """Gives back the turn and waits for the next one. Call it where a step starts."""
         if self._start is not None:
             seconds, pages = _now()
             self.seconds.append(seconds - self._start[0])
@@ -102,7 +102,14 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:
-    """Runs teams of loops. Args: teams: rows that take turns with each other. Returns {name: each round's result}."""
+    """Runs groups of loops.
+
+    Args:
+        teams: rows that alternate with each other.
+
+    Returns:
+        {name: each round's result}.
+    """
     results: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):
         for team in teams:
@@ -113,15 +120,16 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns how many times as fast our loop is as theirs: the median of the ratios of the same steps, of all rounds.
+    """Returns the speed of our loop divided by the speed of the other loop: the median ratio of corresponding steps
+    over all rounds.
 
-    The median leaves out the cost of rare work, such as the meter's break-down; `tokens_per_second` includes it.
+    The median excludes the cost of rare work, such as the meter's break-down; `tokens_per_second` includes it.
     """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 
 def difference(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns the median of the seconds by which a step of ours is longer than the same step of theirs."""
+    """Returns the median difference in seconds between a step of ours and the corresponding step of the other loop."""
     return median(our - their for our, their in _steps(ours, theirs, warm_up))
 
 

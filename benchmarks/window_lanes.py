@@ -1,7 +1,8 @@
-"""Draws when a window computes, copies and steps, in both orders of weights that stream: docs/window.png.
+"""Draws when an accumulation window computes, copies and runs the optimizer, for both orders of streamed weights:
+docs/window.png.
 
-A small model is really trained on a CPU, and its copies happen at once; a clock beside it counts what a card would take
-whose link is slow: computing a block takes 1 in forward and 3 in backward, and copying its 16-bit weights 4.
+A small model is trained on a CPU, where copies are instant. A simulated clock counts the times of a card with a slow
+link: computing a block takes 1 in forward and 3 in backward, and copying its 16-bit weights takes 4.
 
 python -m benchmarks.window_lanes        # half a minute.
 """
@@ -22,7 +23,7 @@ from lowmem.system.torch_private import in_backward
 from lowmem.techniques.weights.streamed import Streamed
 
 BLOCKS, MICRO_BATCHES = 4, 4
-FORWARD, BACKWARD, COPY, STEP = 1.0, 3.0, 4.0, 2.0  # of a block; a copy of its weights in 16 bits
+FORWARD, BACKWARD, COPY, STEP = 1.0, 3.0, 4.0, 2.0  # time units per block; COPY: of its 16-bit weights
 LANES = ("computes", "copies up", "copies down", "host steps")
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
 MODEL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300, "tie_word_embeddings": "false"}
@@ -38,17 +39,17 @@ Interval = tuple[float, float, int]  # start, end, number of the block
 
 
 class At:
-    """A mark: a time on the clock."""
+    """An event: a time on the clock."""
 
     def __init__(self, time: float) -> None:
         self.time = time
 
     def synchronize(self) -> None:
-        """Returns at once: the copy has been made."""
+        """No-op: the copy has been made."""
 
 
 class Clock:
-    """A lane and a link whose times are counted. Args: weights: of the model that trains."""
+    """A copy lane and a link with simulated times. Args: weights: of the model that is trained."""
 
     registers = True
 
@@ -88,7 +89,7 @@ class Clock:
 
     def copy(self, to: Tensor, source: Tensor, after: At) -> At:
         to.copy_(source)
-        if source.data_ptr() not in self.memory:  # a few rows of the embedding
+        if source.data_ptr() not in self.memory:  # some rows of the embedding
             return At(self.now)
         self.takes("copies up", self.memory[source.data_ptr()], max(self.now, after.time), COPY)
         return At(self.free["copies up"])
@@ -97,10 +98,10 @@ class Clock:
         self.now = max(self.now, until.time)
 
     def register(self, _: Tensor) -> None:
-        """Registers nothing."""
+        """No-op."""
 
     def unregister(self, _: Tensor) -> None:
-        """Has registered nothing."""
+        """No-op."""
 
     # --- a link -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class Clock:
         number = self.numbers.get(id(getattr(getattr(take, "__self__", None), "weight", None)))
         if number is not None:
             start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
-            self.now = max(self.now, start)  # staging memory has room for one gradient that waits
+            self.now = max(self.now, start)  # staging memory has space for one waiting gradient
         self.fetch(gradient, take)
 
     def steps(self, host_block: object, compute: object) -> None:
@@ -120,7 +121,7 @@ class Clock:
 
 @contextmanager
 def clocked() -> object:
-    """Yields a list to which each training adds its clock."""
+    """Yields a list to which each training appends its clock."""
     clocks, start = [], Streamed.start
 
     def with_clock(self: Streamed, sink: object = None) -> None:

@@ -1,1 +1,1 @@
-"""Measures everything that only a card can show, with one command: `python -m benchmarks.card`."""
+"""Measures everything that needs a real GPU, with one command: `python -m benchmarks.card`."""

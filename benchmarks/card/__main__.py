@@ -1,16 +1,16 @@
-"""Measures what only a CUDA card can show: speed, how much copying is hidden, and memory beside its prediction.
+"""Measures results that need a CUDA card: speed, how much copying is hidden, and memory compared with its prediction.
 
     python -m benchmarks.card --minutes 9      # the most valuable cases first, as many as fit; again for the rest
     python -m benchmarks.card --only masters   # cases with a word in their names, even if they have been measured
     python -m benchmarks.card --list           # the cases, their seconds, and which have been measured
-    python -m benchmarks.card --device cpu     # a rehearsal without a card: the same lines of code, small models
+    python -m benchmarks.card --device cpu     # a rehearsal without a card: the same code, small models
     python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml, without one
     python -m benchmarks.card --table          # writes the page again from the file of results
 
-Every case runs in a process of its own. A case begins only if its seconds fit in what is left of --minutes; twice its
-seconds end it. benchmarks/results/card.json is written after each case, and a case with a result is not run again, so
-that the next call goes on with the next case, or with the one that the minutes ended. The exit code is 1 if a case
-failed or found a wrong result.
+Every case runs in a separate process. A case starts only if its estimated seconds fit in the rest of --minutes, and is
+stopped after twice its estimate. benchmarks/results/card.json is written after each case, and a case with a result is
+not run again, so that the next call continues with the next case, or with the case for which the time was too short.
+The exit code is 1 if a case failed or found a wrong result.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
 PATIENCE = {"cuda": 2, "cpu": 10}  # times a case's seconds: then it is ended; a rehearsal may run on a busy machine
-LEAST = 60  # seconds that every case gets
+LEAST = 60  # minimum seconds for every case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a case failed, was ended or is wrong; 2 if nothing could be run."""
+    """Returns 0; 1 if a case failed, was stopped or is wrong; 2 if nothing could be run."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"Not installed: {', '.join(missing)}. Type pip install -e . first.")
-    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this checkout, even if another one is installed
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # this checkout takes precedence over an installed version
     from benchmarks.card import case, page, prediction
     from benchmarks.card.cases import CASES
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
-    """Runs the chosen cases that have no result and fit in the minutes; with --only also those that have one."""
+    """Runs the chosen cases that have no result and fit in the minutes; with --only also cases that have a result."""
     from benchmarks.card import case, page
     from lowmem.report.summary import write
 
@@ -104,7 +104,8 @@ def _case_record(one, known: dict, device: str, left: float) -> dict | None:
 
 
 def _is_over(case, known: dict) -> bool:
-    """Returns whether a case has a result: not if the minutes were over before its own limit was."""
+    """Returns whether a case has a final result. A case that was stopped early because the minutes were over has
+    none."""
     return not known["cases"].get(case.name, {"again": True}).get("again")
 
 
@@ -120,7 +121,7 @@ def _status(case, known: dict) -> str:
 
 
 def _set_aside(file: Path) -> dict:
-    """Renames results of another machine. Returns an empty record."""
+    """Renames the results of another machine and returns an empty record."""
     aside = file.with_stem(f"{file.stem}-{int(file.stat().st_mtime)}")
     file.replace(aside)
     print(f"{file.name} has results of another machine. They are in {aside.name} now.", flush=True)
@@ -128,7 +129,8 @@ def _set_aside(file: Path) -> dict:
 
 
 def _read(file: Path) -> dict:
-    """Returns the results in a file, or none if there is no file. Raises: OSError, ValueError: it has none."""
+    """Returns the results in a file; an empty record if the file does not exist. Raises: OSError, ValueError: no
+    results."""
     found = json.loads(file.read_text()) if file.exists() else {"cases": {}}
     if not isinstance(found, dict) or not isinstance(found.get("cases"), dict):
         raise ValueError("it has no cases")
@@ -136,7 +138,8 @@ def _read(file: Path) -> dict:
 
 
 def _file(device: str) -> Path:
-    """Returns the file of results; those of a rehearsal are no figures of a card, and stay out of the repository."""
+    """Returns the file of results. A rehearsal's results are not figures of a card, and are stored outside the
+    repository."""
     return ROOT / ("benchmarks/results/card.json" if device == "cuda" else ".cache/card/rehearsal.json")
 
 
@@ -160,7 +163,7 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    for name in ("SIGTERM", "SIGHUP"):  # they raise, as Ctrl-C does, so that no case outlives this process
+    for name in ("SIGTERM", "SIGHUP"):  # they raise, like Ctrl-C, so that cases end with this process
         if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     try:

@@ -106,10 +106,10 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
 
 
 def compared(mine: dict, theirs: dict, speed: str = "lowmem's speed over this loop's") -> dict[str, object]:
-    """Returns one loop's speed over another's, and how far apart their losses are, relative to the loss.
+    """Returns the ratio of two loops' speeds, and the difference of their losses, relative to the loss.
 
     Args:
-        speed: the name of the first finding.
+        speed: the name of the ratio.
     """
     times = [seconds_per_step(row) for row in (mine, theirs)]
     if None in times:

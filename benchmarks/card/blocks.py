@@ -1,11 +1,11 @@
-"""Times blocks of optimizer steps as a user's run makes them: nothing waits between the steps of a block.
+"""Times blocks of optimizer steps as in a user's run: nothing waits between the steps of a block.
 
 A loop calls `begin` before each step and `end` after it. The device is synchronized once before the first timed step
 and once after the last one. A clock that synchronizes at every step would make a loop that never waits for the device
 as slow as one that always does.
 
 Loops that are compared run one after the other in one process, in the order A B B A, so that a card that slows down as
-it warms up favours none of them. Each block has the card's clock and temperature beside it.
+it warms up does not favour a loop. Each block records the card's clock and temperature.
 """
 
 import time
@@ -51,14 +51,14 @@ class Blocks:
     def begin(self) -> None:
         if self.begun == self.warm_up:
             if self.here.on_card:
-                _sensors()  # NVML starts now, and not in the timed block
+                _sensors()  # starts NVML before the timed block
             self.here.settle()
             self._start = time.perf_counter()
         self.begun += 1
         self._losses.append(torch.zeros((), device=self.here.device))
 
     def add(self, loss: Tensor) -> None:
-        """Adds a micro-batch's share of the step's mean loss. It is not read before the block has ended."""
+        """Adds a micro-batch's share of the step's mean loss, which is read only after the block has ended."""
         self._losses[-1] = self._losses[-1] + loss.detach()
 
     def end(self) -> None:
@@ -72,16 +72,17 @@ class Blocks:
         return [float(loss) for loss in self._losses]
 
     def as_dict(self) -> dict:
-        """Raises: SystemExit: the loop ended before the block did."""
+        """Returns the block's figures. Raises: SystemExit: the loop ended before the block did."""
         if self.seconds is None:
             raise SystemExit(f"The loop made {self.ended} of {self.all_steps} steps.")
         return {"steps": self.steps, "seconds": self.seconds, **self.sensors}
 
 
 def _sensors() -> dict[str, float | None]:
-    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts, where NVML is."""
+    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts, if NVML is
+    available."""
     found: dict[str, float | None] = {"mhz": None, "celsius": None, "watts": None}
-    with suppress(Exception):  # a figure beside the measurement must not end it
+    with suppress(Exception):  # missing sensors must not stop the measurement
         found |= {"mhz": torch.cuda.clock_rate(), "celsius": torch.cuda.temperature()}
         found["watts"] = torch.cuda.power_draw() / 1000
     return found

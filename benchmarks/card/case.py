@@ -1,8 +1,8 @@
-"""Runs one case of `python -m benchmarks.card` in a process of its own, with a time limit.
+"""Runs one case of `python -m benchmarks.card` in a separate process, with a time limit.
 
 A case is a function of a module of this package that takes a `Here` and yields rows: dictionaries that become one line
-of the table each. Every row is written as soon as it has been measured, so that a case that fails or is ended keeps
-the rows before it.
+of the table each. Every row is written as soon as it has been measured, so a case that fails or is stopped keeps the
+rows before it.
 
 python -m benchmarks.card.case <module:function> <device> <folder>
 """
@@ -28,7 +28,7 @@ from lowmem.system.without_gc import undisturbed
 
 SCRATCH = ROOT / ".cache" / "card"  # on the project's disk, because checkpoints are written and /tmp may be memory
 RESULT = "result.json"
-LINES, CHARACTERS = 12, 2000  # at most so many of the last output are recorded
+LINES, CHARACTERS = 12, 2000  # limits of the recorded last output
 # Environment variables of the user that would change what is measured.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Here:
-    """Holds where a case runs. Args: folder: a temporary folder of the case; device: cuda, or cpu for a rehearsal."""
+    """Where a case runs. Args: folder: a temporary folder of the case; device: cuda, or cpu for a rehearsal."""
 
     device: str
     folder: Path
@@ -86,13 +86,13 @@ class Here:
                 torch._C._host_emptyCache()
 
     def gib(self) -> float:
-        """Returns the GiB of the card; without one, those of an H100."""
+        """Returns the GiB of the card; in a rehearsal, the GiB of an H100."""
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory / 2**30 if self.on_card else 79.1
 
     def host_gib(self) -> float:
-        """Returns the GiB of host memory that are available; in a rehearsal, those beside an H100."""
+        """Returns the GiB of available host memory; in a rehearsal, of a typical host with an H100."""
         from lowmem.system.process import available_bytes
 
         return available_bytes() / 2**30 if self.on_card else 120.0
@@ -119,7 +119,7 @@ def main() -> None:
 def described(device: str) -> dict | None:
     """Returns the card, its driver and the versions of packages, or None if there is no CUDA device.
 
-    A process of its own asks, so that the one that starts the cases takes no memory of the card.
+    A separate process asks CUDA, so that the process that starts the cases uses no memory of the card.
     """
     code = f"import json; from benchmarks.card import case; print(json.dumps(case.here_is({device!r})))"
     done = subprocess.run(
@@ -131,7 +131,7 @@ def described(device: str) -> dict | None:
 
 
 def here_is(device: str) -> dict | None:
-    """Returns what `described` returns, in the process that asks."""
+    """Returns the result of `described`; called in the separate process."""
     import torch
 
     from benchmarks.runner import machine
@@ -165,7 +165,7 @@ def run(case: Case, device: str, limit: float) -> dict:
         said = Path(folder) / "said"
         command = [sys.executable, "-m", "benchmarks.card.case", case.run, device, folder]
         with said.open("w") as output:
-            # in a process group of its own, so that the processes that it starts end with it
+            # in its own process group, so that its child processes end with it
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -193,7 +193,7 @@ def run(case: Case, device: str, limit: float) -> dict:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Yields whether no other process runs cases in this checkout: two at once would slow each other down."""
+    """Yields whether no other process runs cases in this checkout, since two at once would slow each other down."""
     SCRATCH.mkdir(parents=True, exist_ok=True)
     handle = os.open(SCRATCH, os.O_RDONLY)
     try:

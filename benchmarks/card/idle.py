@@ -1,8 +1,8 @@
 """Measures how much of a step the card is idle, and how often a step waits for the card, in four training loops.
 
-A loop that reads a number from the card, such as the loss, waits until all queued work is done; until the next work is
-queued the card is idle. In GPT-2 124M a step takes less than 20 ms, so that waiting shows; 1.24B parameters are the
-smallest model that people train on such a card.
+A loop that reads a number from the card, such as the loss, waits until all queued work is done, and the card is idle
+until new work is queued. GPT-2 124M shows such waits best, since its steps take less than 20 ms; 1.24B parameters are
+the smallest model that people train on such a card.
 """
 
 import warnings
@@ -21,8 +21,8 @@ from benchmarks.card.blocks import Blocks, attempt
 from benchmarks.card.case import Here
 
 RUNS = ("GPT-2 124M, bf16", "1.24B, bf16")
-STEPS = 3  # that are profiled, and as many in which waits are counted
-READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operators whose result the host needs
+STEPS = 3  # steps that are profiled, and steps in which waits are counted
+READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operators whose result the host reads
 WAITED = "called a synchronizing CUDA operation"  # torch also warns once that counting such operations is a prototype
 
 
@@ -44,7 +44,7 @@ def _row(here: Here, run: str, by: str, train) -> dict:
 
 
 class Profiled(Blocks):
-    """Profiles some steps and counts waits in as many more. The block itself is not a measurement of speed."""
+    """Profiles some steps, then counts waits in equally many. The block is not a measurement of speed."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, 2 * STEPS)
@@ -69,7 +69,7 @@ class Profiled(Blocks):
             self.found["waits per step"] = waits(self._messages) / STEPS
 
     def close(self) -> None:
-        """Ends what is under way, also after an error: the next loop is measured in this process."""
+        """Ends active measurements, also after an error, since the next loop is measured in this process."""
         self._under_way.close()
 
     def _end_profile(self) -> None:
@@ -94,15 +94,15 @@ def waits(messages: Iterable[warnings.WarningMessage]) -> int:
 
 
 def on_card(events: Iterable[FunctionEvent]) -> Iterator[tuple[float, float]]:
-    """Yields when kernels and copies ran. A named part, such as an optimizer's step, is an event, too: from its first
-    kernel to its last one, with the gaps between them."""
+    """Yields the intervals of kernels and copies. Named regions, such as an optimizer's step, are events, too, which
+    reach from their first kernel to their last one and include gaps."""
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             yield event.time_range.start, event.time_range.end
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Returns the share of the time from the first start to the last end in which no interval lasts, or None."""
+    """Returns the share of idle time between the first start and the last end, or None."""
     ordered = sorted(intervals)
     if not ordered:
         return None

@@ -22,7 +22,7 @@ FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
 def swapped(here: Here) -> Iterator[dict]:
     """Yields the plain loop, and the plain loop with each of the other kernels, in turns."""
     kernels: dict[str, Callable] = {}
-    if here.on_card:  # a CPU has one attention
+    if here.on_card:  # a CPU has one attention kernel
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}
     kernels[f"{PLAIN}, Liger's norm, rotary embedding and SwiGLU"] = with_liger
     kernels[PLAIN] = others.plain  # last, so that it is complete first, and each of the others at once has its ratio

@@ -1,7 +1,6 @@
-"""Lanes that measure how long copies to the device take, and how long the device waits for them.
+"""Copy lanes that measure how long copies to the device take, and how long the device waits for them.
 
-A lane makes the copies between host and device. `OnCard` measures with the card's events; `Rehearsed` stands in for it
-without a card.
+`OnCard` measures with CUDA events; `Rehearsed` simulates copies without a card.
 """
 
 import time
@@ -12,12 +11,12 @@ import torch
 from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
-Timed = list[Callable[[], float]]  # each returns seconds, and is called when all copies are done
+Timed = list[Callable[[], float]]  # each returns seconds, and is called once all copies are done
 FIRST = 3  # the first third of the copies is left out: the device is still warming up
 
 
 class OnCard(CardLane):
-    """Measures with the card's events, on the stream that copies and on the stream that computes."""
+    """Measures with CUDA events, on the copy stream and on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -27,7 +26,7 @@ class OnCard(CardLane):
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.Event) -> torch.Event:
         if self.is_host(to):
             return super().copy(to, source, after)
-        self._up.wait_event(after)  # before the clock starts, so that waiting does not count as copying
+        self._up.wait_event(after)  # before the first event, so that waiting does not count as copying
         return _on(self._up, self.copied, lambda: super(OnCard, self).copy(to, source, after))
 
     def hold(self, until: torch.Event) -> None:
@@ -66,5 +65,5 @@ class Rehearsed(SlowLane):
 
 
 def seconds(timed: Timed) -> float:
-    """Returns the sum of the measured seconds, without those of the first third, which warms up."""
+    """Returns the sum of the measured seconds, without the first third (warm-up)."""
     return sum(one() for one in timed[len(timed) // FIRST :])

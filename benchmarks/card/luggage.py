@@ -1,12 +1,12 @@
-"""Collects the wheels that a card machine without a network lacks, and checks that they are complete.
+"""Collects the wheels that a GPU machine without a network needs, and checks that they are complete.
 
     python -m benchmarks.card.luggage                        # into .wheels, for the Python 3.12 of the card machine
     python -m benchmarks.card.luggage --check python3.12     # also installs them in a temporary folder and imports them
     python -m benchmarks.card.luggage .wheels311 --python 3.11 --check python
 
-The machine's image has the packages of `IMAGE`. Every requirement of the wheels must be one of `WHEELS` or of `IMAGE`.
-The folder and the files that git tracks travel together, so both are counted for the limit. The exit code is 1 if
-something is missing, too large, or cannot be imported.
+The machine's image has the packages of `IMAGE`. Every requirement of the wheels must be in `WHEELS` or in `IMAGE`. The
+folder and the files that git tracks are sent together, so both count for the limit. The exit code is 1 if something is
+missing, too large, or cannot be imported.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def named(wheel: Path) -> tuple[str, str]:
 
 
 def refuse_others(folder: Path) -> None:
-    """Raises: SystemExit: the folder holds a wheel that is not in the list, which would be installed, too."""
+    """Raises SystemExit if the folder contains a wheel that is not in the list, which would be installed, too."""
     for wheel in folder.glob("*.whl"):
         name, version = named(wheel)
         if WHEELS.get(name) != version:

@@ -21,7 +21,7 @@ from lowmem.model import loading
 from lowmem.system.quiet_libraries import quiet
 from lowmem.training import training, watchers
 
-POOL = (1 << 24) + 43  # random numbers that all weights are copied from; a prime, so that no two blocks are equal
+POOL = (1 << 24) + 43  # size of the pool from which all weights are copied; a prime, so that blocks differ
 STD = 0.02
 
 
@@ -102,7 +102,7 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
 
 
 def peaks(meter: MemoryMeter) -> dict[str, int | None]:
-    """Returns the highest bytes of a run: tensors on the device, what its allocator reserved, and the process's."""
+    """Returns the peak bytes of a run: tensors on the device, memory reserved by its allocator, and the process."""
     reserved = [int(row["reserved_peak_bytes"]) for row in meter.rows() if row.get("reserved_peak_bytes")]
     return {
         "peak_bytes": meter.peak_bytes["device"],
@@ -112,7 +112,7 @@ def peaks(meter: MemoryMeter) -> dict[str, int | None]:
 
 
 def in_blocks(watch: Blocks) -> type:
-    """Returns the class of the callback that ends training, which also tells a watch when a step begins and ends."""
+    """Returns the class of a callback that ends training, and notifies a watch when a step begins and ends."""
 
     class InBlocks(watchers.Stop):
         def on_train_batch_start(self, trainer, module, *_) -> None:

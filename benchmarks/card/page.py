@@ -57,7 +57,7 @@ def _top(machine: Mapping) -> list[str]:
 
 
 def _of_predictions() -> str:
-    """Returns for which machine the predictions are: the card that was measured may be another one."""
+    """Returns the machine for which the predictions were made, which may differ from the machine that was measured."""
     card, cores = (prediction.stored().get(key) for key in ("card", "cores"))
     return (
         f"Predictions are for an {card.upper()} with {cores} host cores, at the rates of conf/gpu.yaml, and were made "
@@ -111,7 +111,7 @@ def tokens_per_second(row: Mapping) -> float:
 
 
 def _findings_table(known: Mapping) -> list[str]:
-    """Returns the table of what the cases found besides speed and memory."""
+    """Returns the table of findings other than speed and memory."""
     lines = [
         f"| {row['run']} | {row.get('by', 'lowmem')} | {what} | {shown(value)} |"
         for row in _rows(known)

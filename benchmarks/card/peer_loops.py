@@ -3,8 +3,8 @@
 RoundPipe's preset for Qwen3 calls transformers as of version 4 and raises a TypeError with version 5, so its layers are
 listed here, as for any model without a preset. Its loss, in chunks of 4,096 tokens, is compiled; TrainStream's is not.
 
-A loop gets the network in bf16 on the host, the rows of each step, and a watch whose block it fills. It returns what is
-equal to lowmem's run and what is not.
+A loop gets the network in bf16 on the host, the rows of each step, and a watch whose block it fills. It returns the
+traits in which it equals lowmem's run, or differs.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,13 @@ class Step(NamedTuple):
 
 
 def traits(state: str, stale: bool, streams: bool) -> dict[str, bool | str]:
-    """Returns what the page says of a method. Args: state: precision of the optimizer's state; stale: a step computes
-    with the weights of the step before; streams: the card does not hold all weights."""
+    """Returns the traits of a method for the page.
+
+    Args:
+        state: precision of the optimizer state.
+        stale: a step computes with the weights of the step before.
+        streams: the card does not hold all weights.
+    """
     return {
         "masters": "fp32 on the host",
         "optimizer state": f"{state} on the host",

@@ -1,8 +1,8 @@
 """Predicts every run of `recipes.RUNS` for a card, without the card: bytes by the planner, seconds by its rates.
 
-The predictions are made and committed before a card measures anything, and stand beside the measurements. They count
-operations and bytes at the rates of conf/gpu.yaml, and assume a host of sixteen cores: each as fast in the optimizer as
-those of benchmarks/results/host_optimizer.md, and with memory of 150 GB/s.
+The predictions are made and committed before a card measures anything, and are shown next to the measurements. They
+count operations and bytes at the rates of conf/gpu.yaml, and assume a host of sixteen cores: each core runs the
+optimizer as fast as the cores of benchmarks/results/host_optimizer.md, and memory has 150 GB/s.
 """
 
 import json
@@ -52,12 +52,12 @@ def page(found: Mapping) -> str:
 
 
 def predicted(run: str) -> dict:
-    """Returns the prediction of a run, or nothing if there is none."""
+    """Returns the prediction of a run; empty if it does not exist."""
     return stored().get("runs", {}).get(run, {})
 
 
 def stored() -> dict:
-    """Returns all predictions, and for which card they are."""
+    """Returns all predictions, and the card they were made for."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 

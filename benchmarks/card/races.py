@@ -1,14 +1,14 @@
 """Looks for races between streams with torch's own sanitizer for CUDA streams.
 
-TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so that this case has an environment of its
-own. The sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): two accesses to one address are
-a race if nothing orders one after the other, whenever they ran. A short training with streamed weights and offloaded
-boundaries must have none. The same training with one wait left out must have one: otherwise the sanitizer sees nothing
-here, and "none" says nothing.
+TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so this case has its own environment. The
+sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): two accesses to one address are a race if
+they are not ordered by an event, whenever they ran. A short training with streamed weights and offloaded boundaries
+must not have a race. The same training without one of its waits must have one; otherwise the sanitizer does not see
+these copies, and its silence proves nothing.
 
-The sanitizer sees a tensor by its first byte, only on the device, and only what the training loop's threads ask for.
-Host memory and the host's own threads are watched by `tests/offload/test_races.py`, without a card. The
-checker of these tests is the same one, and so it stands in here where there is no card.
+The sanitizer identifies a tensor by its first byte, only on the device, and sees only work that the threads of the
+training loop launch. Host memory and the host's own threads are checked by `tests/offload/test_races.py`, without a
+card. Its checker is also used here if there is no card.
 """
 
 import re
@@ -29,26 +29,26 @@ from lowmem.training.training import training_session
 RUNS = {
     "streamed weights": False,
     "streamed weights that are not waited for": True,
-}  # True: the device waits for no copy
+}  # True: the device does not wait for copies
 LINES = (  # two windows of two micro-batches, and an evaluation
     *("model=gpt2", "model.pretrained=false", *recipes.SMALL["model=gpt2"], "model.architecture.n_layer=4"),
     *("data=random", *recipes.STREAMED, "weights=streamed", "batch_size=2", "seq_len=16", "max_steps=2"),
     *("accumulation=fixed", "accumulation.batches=2", "val_every=2", "val_sequences=2", "sample_tokens=0"),
     *("scheduler=constant", "save_every=1000", "plan=off", "logger=csv", "export=null"),
 )
-LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a library's frame in a stack
+LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a frame of a library in a stack trace
 
 
 @dataclass
 class Seen:
-    """Holds what the sanitizer saw of a training."""
+    """The accesses that the sanitizer saw during a training."""
 
     operators: Counter = field(default_factory=Counter)  # stream -> number
     copies: Counter = field(default_factory=Counter)  # True: the sanitizer saw them -> number
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
-        """Wraps the sanitizer's check of an operator, so that a race counts even if somebody suppresses its error."""
+        """Wraps the sanitizer's check of an operator, so that a race is counted even if its error is suppressed."""
 
         def check(stream, *arguments):
             errors = checked(stream, *arguments)
@@ -59,7 +59,7 @@ class Seen:
         return check
 
     def copy(self, copies: Callable) -> Callable:
-        """Wraps a lane's `copy`: the sanitizer sees those of threads in which it is on."""
+        """Wraps a lane's `copy`. The sanitizer sees copies of threads in which it is active."""
 
         def counted(lane, *arguments):
             self.copies[_get_current_dispatch_mode() is not None] += 1
@@ -68,12 +68,13 @@ class Seen:
         return counted
 
     def right(self, wrong: bool) -> bool:
-        """Returns whether the sanitizer saw copies and several streams, and a race only if one was made."""
+        """Returns whether the sanitizer saw copies and several streams, and found a race if and only if a wait was
+        removed."""
         return self.copies[True] > 0 and len(self.operators) > 1 and bool(self.races) == wrong
 
 
 def streamed_step(here: Here) -> Iterator[dict]:
-    """Yields a row of a training, and one of the same training with a wait left out."""
+    """Yields a row of a training, and a row of the same training without one of its waits."""
     run = ours.checked([*LINES, f"device={here.device}"])
     for name, wrong in RUNS.items():
         seen = _watched_run(run, here, wrong)
@@ -99,10 +100,10 @@ def _checked(handler, seen: Seen) -> AbstractContextManager:
 
 @contextmanager
 def _by_torch() -> Iterator[tuple[Seen, type]]:
-    """Yields what torch's sanitizer sees of this process, and the class of its lanes.
+    """Yields the accesses that torch's sanitizer sees in this process, and the class of its lanes.
 
     Raises:
-        SystemExit: it is not on.
+        SystemExit: the sanitizer is off.
     """
     from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
@@ -115,7 +116,7 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
 
 @contextmanager
 def _by_stand_in() -> Iterator[tuple[Seen, type]]:
-    """Yields the same where there is no card: simulated lanes tell the sanitizer's checker of every access."""
+    """Yields the accesses without a card: simulated lanes report every access to the sanitizer's checker."""
     from races import all_over
     from traced_lane import TracedLane, watched
 

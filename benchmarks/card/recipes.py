@@ -1,7 +1,7 @@
-"""The runs of lowmem that a card measures, by name, as they are typed after `python train.py`.
+"""The runs of lowmem that a card measures, by name, as overrides of train.py.
 
-A prediction of each run is made without a card (`python -m benchmarks.card --predict h100`) and stands beside its
-measurement. A rehearsal without a card runs the same lines with `SMALL` shapes.
+A prediction of each run is made without a card (`python -m benchmarks.card --predict h100`) and is shown next to its
+measurement. A rehearsal without a card runs the same overrides with `SMALL` shapes.
 """
 
 from benchmarks.card.case import Here
@@ -12,7 +12,7 @@ def _shape(**sizes: object) -> list[str]:
 
 
 def _sized(batch_size: int, seq_len: int, batches: int = 1) -> list[str]:
-    """Returns the lines of a step with `batches` micro-batches of `batch_size` sequences."""
+    """Returns the overrides for steps with `batches` micro-batches of `batch_size` sequences."""
     lines = [f"batch_size={batch_size}", f"seq_len={seq_len}"]
     return lines + (["accumulation=fixed", f"accumulation.batches={batches}"] if batches > 1 else [])
 
@@ -39,7 +39,7 @@ QWEN = ["model=qwen3-0.6b", *NO_TOKENS]
 QWEN_1_7B = [*QWEN, *_shape(hidden_size=2048, intermediate_size=6144)]
 QWEN_4B = [*QWEN, *_shape(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32)]
 
-# the shapes of a rehearsal, by the first line of a model; a real seq_len would take minutes there
+# the shapes of a rehearsal, by the first override of a model; a real seq_len would take minutes
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}
 TINY_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512}
@@ -93,7 +93,7 @@ RUNS = {
 
 
 def typed(name: str, here: Here, *more: str) -> list[str]:
-    """Returns the lines of a run of `RUNS`, in a rehearsal with a small model. Args: more: lines that come last."""
+    """Returns the overrides of a run of `RUNS`, with a small model in a rehearsal. Args: more: appended overrides."""
     lines = RUNS[name]
     small = [] if here.on_card else [line for first in SMALL if first in lines for line in SMALL[first]]
     return [*lines, *QUIET, *small, *([] if here.on_card else ["seq_len=16"]), f"device={here.device}", *more]

@@ -1,12 +1,13 @@
-"""Trains with TRL's SFTTrainer, beside the loops of `benchmarks.loops`: same rows, order, optimizer and schedule.
+"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`: same rows, order, optimizer and
+schedule.
 
-Its loss is its own: log-probabilities of the labels, computed from hidden states in tiles, so that no step stores all
-logits. The loss is divided by the tokens of the step, as in the other loops; losses in fp32 differ from theirs by 1e-6
-at most, because the sums are rounded in another order. SFTTrainer also computes an entropy and an accuracy, which it
-reads from the device at every micro-batch.
+SFTTrainer computes the loss in its own way: log-probabilities of the labels, computed from hidden states in tiles, so
+that the logits of a step are never stored at once. The loss is divided by the tokens of the step, as in the other
+loops; losses in fp32 differ from theirs by 1e-6 at most, because the sums are rounded in another order. SFTTrainer also
+computes an entropy and an accuracy, which it reads from the device at every micro-batch.
 
-Labels are shifted already, so they go in as `shift_labels`: SFTTrainer's own collator would drop a position of each
-row.
+Labels are shifted already, so they are passed as `shift_labels`: SFTTrainer's own collator would drop a position of
+each row.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from benchmarks.loops import Batches, Materials, Watches, adding_losses, trainer
 
 
 def sft(loop: Materials, watch: Watches) -> None:
-    """Trains on all windows. Args: watch: is told when a step begins and ends, and the loss of each micro-batch."""
+    """Trains on all windows. Args: watch: receives the begin and end of each step, and the loss of each micro-batch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -15,11 +15,11 @@ from lowmem.system.units import GIB
 from lowmem.training.training import DidNotFit
 
 STREAMED, RESIDENT = "8B, streamed by layer, 8 x 2048", "8B, resident, 8 x 2048"
-QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, whatever the depth
+QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, independent of depth
 EQUAL = (QUARTER, "8 of 32 layers of 8B, resident")
-HOST = {STREAMED: 58, RESIDENT: 82}  # GiB, as predicted, with some to spare
-CARD = 20  # GiB for resident weights, as predicted, with some to spare
-TRIES = 4  # caps that are tried
+HOST = {STREAMED: 58, RESIDENT: 82}  # GiB, as predicted, plus a margin
+CARD = 20  # GiB for resident weights, as predicted, plus a margin
+TRIES = 4  # number of caps to try
 
 
 def streamed(here: Here) -> Iterator[dict]:
@@ -65,7 +65,7 @@ def same_losses(one: dict, other: dict) -> bool:
 
 
 def _few(here: Here) -> Blocks:
-    """Returns a block for runs whose steps take seconds: the first step warms up, the next three are timed."""
+    """Returns a block for runs whose steps take seconds: one step of warm-up, then three timed steps."""
     return Blocks(here, 3, warm_up=1)
 
 
@@ -85,12 +85,13 @@ def hidden(name: str, here: Here, *more: str) -> dict:
 
 
 def hidden_share(copied: float, waited: float) -> float | None:
-    """Returns the share of the seconds of copying in which the device did not wait, or None if nothing was copied."""
+    """Returns the share of the copy time in which the device did not wait, or None if nothing was copied."""
     return 1 - min(1.0, waited / copied) if copied else None
 
 
 def masters(here: Here) -> Iterator[dict]:
-    """Yields 4B parameters whose masters step as gradients arrive, and such whose masters step after clipping."""
+    """Yields 4B parameters whose masters are updated as gradients arrive, and 4B parameters whose masters are updated
+    after clipping."""
     for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
         yield _row(here, name, Blocks(here, 10 if here.on_card else 2, warm_up=2))
 
@@ -112,7 +113,7 @@ def _adapters(here: Here, *names: str) -> Iterator[dict]:
 
 
 def twice(here: Here) -> Iterator[dict]:
-    """Yields GPT-2 with and without deterministic kernels, each trained twice, with whether the losses are equal."""
+    """Yields GPT-2 with and without deterministic kernels, each trained twice, and whether the losses are equal."""
     name = "GPT-2 124M, bf16"
     ways = {True: ["deterministic=true"], False: []}
     rows = {}
@@ -143,10 +144,10 @@ def capped(here: Here) -> Iterator[dict]:
 
 
 def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
-    """Searches the smallest cap that works between 0.9 and 1.1 times the planned one, by bisection.
+    """Searches for the smallest cap that works between 0.9 and 1.1 times the planned cap, by bisection.
 
     Returns:
-        The smallest cap in bytes that was seen to work, or None; GiB of each cap that was tried -> whether it worked.
+        The smallest working cap in bytes, or None; GiB of each tried cap -> whether it worked.
     """
     low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None
     cap = planned

@@ -184,8 +184,8 @@ def size(folder: Path, limit: int = LIMIT) -> int:
 
 
 def missing_requirements(folder: Path, python: str, image: Mapping[str, str | None] = IMAGE) -> Iterator[str]:
-    """Yields the requirements of the wheels that neither the folder nor the image meets, without those of extras. A
-    version of the image that is not known meets every requirement."""
+    """Yields the requirements of the wheels that neither the folder nor the image meets, without requirements of
+    extras. A version of the image that is not known meets every requirement."""
     wheels = sorted(folder.glob("*.whl"))
     there = {**image, **dict(map(named, wheels))}
     for wheel in wheels:

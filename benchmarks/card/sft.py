@@ -45,8 +45,8 @@ def sft(loop: Materials, watch: Watches) -> None:
 
 
 def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
-    """Returns a micro-batch of rows of equal length. Trainer counts the tokens of `labels`, and SFTTrainer those of the
-    attention mask; the loss reads `shift_labels`."""
+    """Returns a micro-batch of rows of equal length. Trainer counts the tokens of `labels`, and SFTTrainer the tokens
+    of the attention mask; the loss reads `shift_labels`."""
     ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "shift_labels": labels}
 

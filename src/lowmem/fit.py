@@ -83,7 +83,7 @@ def fit(
 
 
 def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
-    """Returns the command with these lines in place of those of the same keys."""
+    """Returns the command in which these lines replace lines with the same keys."""
     run = command.run
     for key, value in lines.items():
         run = run.replacing(key, value)

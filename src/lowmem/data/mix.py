@@ -114,7 +114,7 @@ def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:
 
 class Mixed(Rows):
     """The rows of several sources. Row numbers of the first source come first, repeated as often as an epoch needs,
-    then those of the second source, and so on."""
+    then rows of the second source, and so on."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())

@@ -7,8 +7,8 @@ from lowmem.system.errors import Refused
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that a model calls one after the other; in a model that also sees or hears, those of its text
-    decoder.
+    """Returns the modules that a model calls one after the other; in a model that also sees or hears, the blocks of its
+    text decoder.
 
     Raises:
         Refused: a model without a list of blocks.

@@ -52,7 +52,7 @@ def first_tokens_or_mask(  # noqa: PLR0913
     **kwargs,
 ) -> Tensor | None:
     """Returns what `attend` takes as its mask: the first tokens of documents, a mask of numbers, or None if each row is
-    one document. transformers calls it; its arguments are those of `sdpa_mask`."""
+    one document. transformers calls it with the arguments of `sdpa_mask`."""
     packed = not allow_is_causal_skip and q_length == kv_length and kwargs.get("attention_mask") is None
     if packed and not use_vmap and (local_size is None or local_size >= kv_length):
         first = first_tokens(mask_function, batch_size, q_length, torch.device(device))

@@ -49,7 +49,7 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Return how many parameters do not compute a token: those of all fused experts but the chosen ones."""
+    """Return how many parameters a token does not use: the weights of all fused experts except the chosen ones."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [getattr(model.get_submodule(name), key) for name, keys in fused_experts(model).items() for key in keys]

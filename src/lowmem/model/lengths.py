@@ -35,7 +35,7 @@ def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
     the run; rows: of a micro-batch.
 
     Raises:
-        Refused: a row depends on the others, or on those of earlier micro-batches.
+        Refused: a row depends on other rows of its micro-batch, or on rows of earlier micro-batches.
     """
     if (length := depends_from(model, longest, together=rows > 1)) is None:
         return

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
 ROUNDINGS = 8  # in another order a sum is off by one or two roundings of the largest number, another function by more
 OTHER_KERNELS = 1e-4  # kernels for other shapes differ by less, another function by a hundred times as much
-MANY_ZEROS = 1e-3  # of the numbers: those of a normal distribution of weights are some millionths in fp16
+MANY_ZEROS = 1e-3  # share of the weights; of normally distributed weights, some millionths become zero in fp16
 
 
 def largest_magnitude(numbers: Tensor) -> float:

@@ -38,7 +38,7 @@ class Compared(NamedTuple):
 
     unused: list[str]  # tensors that the class has no place for
     beyond: str | None  # one of them that belongs to a layer which the configuration does not have
-    layers: int  # as many as the files hold at least; 0: no tensor is beyond
+    layers: int  # lower bound of the layers in the files; 0: no tensor is beyond
     own_head: bool  # the configuration ties the head, and the files hold another one
 
 
@@ -46,7 +46,7 @@ _compared: dict[tuple, Compared] = {}
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Returns the tensors that transformers would read of a folder, by name: those of one file, or of an index."""
+    """Returns name -> tensor that transformers would read from a folder: the tensors of one file, or of an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():

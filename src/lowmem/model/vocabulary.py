@@ -1,4 +1,5 @@
-"""Adds tokens that a tokenizer lacks, such as those of a chat template, with their rows in the embedding and the head.
+"""Adds tokens that a tokenizer lacks, such as the tokens of a chat template, with their rows in the embedding and the
+head.
 
 A new row is the mean of the old ones: its logits do not stand out, and nothing random is needed. transformers' default
 draws around the mean with the covariance of the embedding, which at 128k x 4096 takes minutes and fp32 copies. Rows

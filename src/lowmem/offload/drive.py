@@ -43,9 +43,9 @@ class Sizes(NamedTuple):
     tensors: int = 0  # bytes that leave the host's memory
     files: int = 0  # the same in full pages
     room: int = 0  # bytes of memory for what is inside
-    stepped: int = 0  # those of the files that a step reads and writes: all but frozen weights
-    masters: int = 0  # those of `tensors` that are master weights, or the lower halves of master weights
-    weights: int = 0  # those of `files` that are 16-bit weights
+    stepped: int = 0  # bytes of the files that a step reads and writes: all except frozen weights
+    masters: int = 0  # bytes of `tensors` that are master weights, or the lower halves of master weights
+    weights: int = 0  # bytes of `files` that are 16-bit weights
 
 
 def goes_to_drive(tensor: object) -> bool:
@@ -104,8 +104,8 @@ class SwapFile:
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes the tensors that have no place in the file yet, one by one, and makes them views of it: so those of a
-        first step need no memory beside their own. Args: bounce: (full pages,). Raises: OSError."""
+        """Writes the tensors that have no place in the file yet, one by one, and makes them views of it: so the tensors
+        of a first step need no extra memory. Args: bounce: (full pages,). Raises: OSError."""
         if self._file is None:
             self._file = self.drive.file()
         new = {key: tensor for key, tensor in self._tensors.items() if key not in self._places}

@@ -1,7 +1,7 @@
 """Keeps 16-bit weights on the device and their fp32 masters on the host: the callback that joins both to the training
 loop.
 
-The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed those of the blocks that compute).
+The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only the blocks that compute).
 The host keeps what the optimizer steps (`host_weight.py`: fp32 masters, or another form of weights that stream), its
 state, and the gradients of an optimizer step. In the order of a run this callback
 

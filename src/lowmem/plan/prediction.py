@@ -116,7 +116,7 @@ def predict(
     """Predicts the needs of the device that needs most.
 
     Args: run: resolved, with a number for batch_size; other: called instead of `trace`, with its arguments; libraries:
-    resident bytes of a process that has imported what the run will import; None: those of this process.
+    resident bytes of a process that has imported what the run will import; None: the bytes of this process.
 
     Raises:
         NotPredicted: the model cannot be traced.

@@ -43,7 +43,7 @@ def of_answer(line: str, found: Plan | str) -> str:
 
 def of_plan(plan: Plan, rows: int) -> str:
     """Lists the recipes under headings that say what they change: each with its figures, and with the overrides to type
-    after those of the heading."""
+    after the overrides of the heading."""
     head = ("time", "device", "room", "reserves", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]

@@ -61,7 +61,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
     Args:
         tensors: name -> tensor. Of a DTensor each process writes its shard (replicated shards are written once); a
             plain tensor is equal in all processes.
-        content: further tensors and plain values; those of rank 0 are written.
+        content: further tensors and plain values; the content of rank 0 is written.
 
     Raises:
         OSError: on every process, if one cannot write. The draft is deleted, and `path` is unchanged.

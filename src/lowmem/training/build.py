@@ -105,7 +105,8 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Describes the model and opens all files, in its own tokens or in those of a BPE that is trained on them."""
+    """Describes the model and opens all files, in the model's tokens or in tokens of a BPE that is trained on the
+    files."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()

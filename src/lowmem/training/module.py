@@ -187,7 +187,7 @@ class CausalLM(LightningModule):
         if usable:
             self.faults.in_a_row = 0
         elif not (loss_is_finite and self.trainer.precision_plugin.lowered_scale):
-            # an overflow that a smaller loss scale may end is no fault
+            # an overflow that a smaller loss scale may end is not a fault
             self.faults.meet(self, loss, window)
         return usable
 

@@ -115,7 +115,7 @@ def report(training: Training, command: Command, summary: Mapping[str, object]) 
 
 
 def draw(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Draws where the bytes were, and writes those of one step as a table."""
+    """Draws memory.png, and writes the live bytes of one step as a table."""
     from lowmem.report import picture  # matplotlib takes half a second
 
     run, folder, meter = command.run, command.folder, training.watchers.meter

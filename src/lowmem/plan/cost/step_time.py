@@ -7,8 +7,8 @@ forward     operators   weights                boundaries                   weig
 backward    operators   weights, boundaries    gradients     sums           weights (read)
 update                  updated weights                      norm, update   masters and state (read, written)
 
-Boundaries are offloaded activations; the other entries beside the operators are those of weights and masters that wait
-on the host. The host updates beside the last backward pass if the step is early (`Run.early`). Else the host updates
+Boundaries are offloaded activations; other entries next to the operators belong to weights and masters in host memory.
+The host updates beside the last backward pass if the step is early (`Run.early`). Else the host updates
 after the norm of all gradients, beside the first forward pass of the next window. An update on the card hides behind
 nothing. On a CPU only the drive works beside the rest. Exchanges between devices hide behind the pass that sends them.
 """

@@ -183,7 +183,7 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
     """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step.
 
-    Gradients in host memory are summed in fp32, but those of a single micro-batch are not. So with masters it is a
+    Gradients in host memory are summed in fp32, but gradients of a single micro-batch are not. So with masters it is a
     separate route, which needs less host memory than smaller micro-batches, and comes after them: they need less of the
     card. Weights stream in both orders. Steps in backward take a single micro-batch.
 

@@ -24,7 +24,7 @@ GROWTH = 4  # from one number to the next while one fits
 HALVINGS = 2  # of the distance between the last number that fits and the first that does not
 HOPELESS = 1 << 24  # no card reaches it
 
-PlanOf = Callable[[Sequence[str]], Plan]  # lines to type instead of those of the same key -> the search
+PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones with equal keys -> the search
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Predicts which kernel torch takes for attention on a card: one table for all dtypes, cards and head sizes.
 
 The flash, memory-efficient and cuDNN kernels hold no tensor of shape (tokens, tokens). The math kernel, which takes
-every call that they refuse, holds several. The rules are those of torch 2.11 to 2.13, read in
+every call that they refuse, holds several. The rules of torch 2.11 to 2.13 were read in
 aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. torch for
 CPUs does not have them compiled in: `torch._fused_sdp_choice` on a card compares them (tests/plan/test_attention.py),
 and did with torch 2.11 on an H200.
@@ -52,7 +52,7 @@ def kernel(call: Call, capability: float) -> str:
 
 
 def _flash(call: Call, capability: float) -> bool:
-    """Follows can_use_flash_attention. A head whose size is no multiple of 8 is padded (attention.cpp)."""
+    """Follows can_use_flash_attention. A head whose size is not a multiple of 8 is padded (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):

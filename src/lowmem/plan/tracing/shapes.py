@@ -36,7 +36,8 @@ from lowmem.system.torch_private import (
 )
 
 EXPERTS = 3  # this many stand for all that a mixture calls one by one: a third adds its gradient to the sum of two
-# The most operators of a micro-batch: four times those of GPT-2 XL. A loop that waits for a number would never end.
+# The most operators of a micro-batch: four times the number of GPT-2 XL. A loop that waits for a number would never
+# end.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -79,7 +80,7 @@ class ShapeMode(LeanFakeTensorMode):
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
         self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
-        self.operators = 0  # without those of updates, which may step a large parameter in thousands of pieces
+        self.operators = 0  # without operators of updates, which may step a large parameter in thousands of pieces
         self.micro_batches = 1  # of a window
         self.spread = False  # tokens were spread evenly over experts
         self._inside = False  # inside an operator that torch composes of others
@@ -194,7 +195,7 @@ class ShapeMode(LeanFakeTensorMode):
 
 
 def _is_real(args: tuple) -> bool:
-    """Returns whether all tensors of a call have real numbers, as those of a device mesh do."""
+    """Returns whether all tensors of a call have real numbers, like tensors of a device mesh."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 

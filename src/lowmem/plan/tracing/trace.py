@@ -106,7 +106,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     Args:
         run: resolved, with a number for batch_size.
         on_card: trace as CUDA computes, even on a machine without CUDA.
-        depth: blocks of the model; None: as many as it has.
+        depth: blocks of the model; None: all of them.
         capability: of the card; None: see `card.kernels`.
         rank: the rank to trace if the run has several devices.
 
@@ -318,7 +318,7 @@ def quietly() -> Iterator[None]:
 class Steady(Callback):
     """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
 
-    It is the last callback except for those of the loss, whose work counts. During the traced window it sets the phase
+    It comes after all callbacks except the loss's own, whose work counts. During the traced window it sets the phase
     of `mode`, so only that window's work counts.
 
     Args: before: windows that run before the traced one and leave their memory behind.

@@ -21,7 +21,7 @@ class ModelSizes:
     waits_on_host: bool  # weights, gradients and state wait on the host
     trained_parameters: int  # parameters that require a gradient
     largest_trained: int  # elements of the largest of these
-    trained_in_blocks: int  # those of the trained parameters that blocks have
+    trained_in_blocks: int  # elements of the trained parameters of blocks
     gradients: int  # bytes of all gradients, as backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest on the device)
     streamed: int  # bytes of the blocks' weights that come from the host for each pass
@@ -48,8 +48,8 @@ class MemoryTrace(ModelSizes):
     rounding: int  # bytes by which `offloaded` grows in pinned memory, which is allocated in powers of two
     places: dict[str, Point]  # the highest point at each place of a pass
     phases: dict[str, Point]  # the highest point of each phase
-    # Device events, (serial, bytes): + born, - died. Those of a window begin with the tensors that exist before it; for
-    # a card they begin with the run's first window, see `from_the_start`. Empty: not known.
+    # Device events, (serial, bytes): + born, - died. Events of a window begin with the tensors that exist before it;
+    # for a card they begin with the run's first window, see `from_the_start`. Empty: not known.
     events: list[tuple[Hashable, int]]
 
 

@@ -9,7 +9,7 @@ from lowmem.report.folders import RunFolder, number
 from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
-POINTS = 500  # points per curve: about as many as a chart has pixels
+POINTS = 500  # points per curve: about the number of pixels of a chart
 AXES = ("tokens", "learned_tokens", "seconds")  # x-axes of a loss curve
 
 Curve = list[list[float]]  # a list per column

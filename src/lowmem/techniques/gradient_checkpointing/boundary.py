@@ -72,8 +72,8 @@ class OnHost:
 
 
 class Chain:
-    """Makes boundaries, and knows in which order backward needs them: those of the last block first, and of one block
-    (weights.order=by_layer) in the order in which they were made."""
+    """Makes boundaries, and knows in which order backward needs them: boundaries of the last block first, and of one
+    block (weights.order=by_layer) in the order in which they were made."""
 
     def __init__(self) -> None:
         # Weak: the graph owns a boundary, and frees one whose backward never comes.

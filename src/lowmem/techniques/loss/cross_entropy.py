@@ -5,9 +5,9 @@ A loss takes the model and a micro-batch, whose `labels` (B, T) [b, t] is the to
 window.
 
 `full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: with a vocabulary of
-150 000 they are the peak of the run. `Chunked` holds those of a few rows and computes the gradient in the forward pass,
-while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989. What
-the model computes before and after the product with the head stays the model's own (`head.py`).
+150 000 they are the peak of the run. `Chunked` holds the logits of a few rows and computes the gradient in the forward
+pass, while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989.
+What the model computes before and after the product with the head stays the model's own (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator

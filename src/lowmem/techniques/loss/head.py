@@ -36,7 +36,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     """Runs a forward pass in which the head sees only the first token and returns zeros, without reading its weight.
 
     Args:
-        inputs: those of `MicroBatch`, each (B, T).
+        inputs: fields of `MicroBatch`, each (B, T).
 
     Raises:
         Refused: the head is not one matrix that is applied once to every token.
@@ -164,7 +164,7 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     """Returns True if the input that `enter` caught leads to the model's own logits up to rounding, also in uneven
     chunks: a function that depends on a token's place or neighbours fails there.
 
-    Args: inputs: those of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
+    Args: inputs: fields of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)

@@ -39,7 +39,7 @@ class MakeOptimizer:
 
     Args:
         make: parameter groups -> optimizer, a partial of the class that the yaml names.
-        embedding_bits: bits of an 8-bit optimizer's state of embeddings; None: it is no 8-bit optimizer.
+        embedding_bits: bits of an 8-bit optimizer's state of embeddings; None: not an 8-bit optimizer.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:

@@ -37,7 +37,7 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         unused = [nn.Parameter(torch.zeros(1, 1))]  # torch makes no optimizer without a parameter
         self.muon = torch.optim.Muon(unused, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        # lr and weight_decay are checked here; a step replaces them by those of the group
+        # lr and weight_decay are checked here; a step replaces them by the values of the group
         self.adamw = torch.optim.AdamW(unused, lr, tuple(betas), eps, weight_decay, fused=True)
 
     def __getstate__(self) -> dict:

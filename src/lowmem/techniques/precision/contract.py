@@ -74,7 +74,7 @@ class BasePrecision(Precision):
         return module
 
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
-        """Returns the optimizer of weights on the device. Args: those of `DeviceOptimizer`."""
+        """Returns the optimizer of weights on the device. Args: see `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:

@@ -55,6 +55,6 @@ class BFloat16Autocast(Autocast):
 
 
 class Float16Autocast(ScaledLoss, Autocast):
-    """Autocast to fp16, with a loss scale. Args: those of `ScaledLoss`."""
+    """Autocast to fp16, with a loss scale. Args: see `ScaledLoss`."""
 
     dtype = torch.float16

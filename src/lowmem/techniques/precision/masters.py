@@ -27,7 +27,7 @@ class BFloat16Master(BasePrecision):
 
 
 class Float16Master(ScaledLoss, BasePrecision):
-    """fp16 weights on the device, with a loss scale. Args: those of `ScaledLoss`."""
+    """fp16 weights on the device, with a loss scale. Args: see `ScaledLoss`."""
 
     dtype = torch.float16
     steps_on_host = "always"

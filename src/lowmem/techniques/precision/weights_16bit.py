@@ -153,6 +153,6 @@ class BFloat16Stochastic(SixteenBitWeights):
 
 
 class Float16Weights(ScaledLoss, SixteenBitWeights):
-    """fp16 weights, with a loss scale. Args: those of `ScaledLoss`."""
+    """fp16 weights, with a loss scale. Args: see `ScaledLoss`."""
 
     dtype = torch.float16

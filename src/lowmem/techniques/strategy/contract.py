@@ -53,7 +53,7 @@ class OneDevice:
 
     @staticmethod
     def data_ranks(devices: int, **options: object) -> int:
-        """Returns the `data_size` that a config leads to, before any process starts. Args: options: those of the
+        """Returns the `data_size` that a config leads to, before any process starts. Args: options: keys of the
         strategy's yaml.
 
         Raises:

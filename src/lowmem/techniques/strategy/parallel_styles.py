@@ -5,10 +5,10 @@ it is sharded by rows, its output is such a sum, and the gradient needs none. An
 one rank has a token's row. A head gathers its logits, or leaves them sharded for a loss that reads them in tiles.
 
 torch's `parallelize_module` applies the styles; DTensor holds the shards and computes the sums. Matrix products take
-plain tensors, so code that watches operators (memory, selective checkpointing) sees those of any other run. torch's own
-ColwiseParallel and RowwiseParallel multiply DTensors. Measured with them: twice the host time per block, and five
-all-reduces in a block's backward pass instead of two, since query, key and value each sum the gradient of the same
-input; an embedding's gradient is complete on every rank. They know neither GPT-2's Conv1D nor its fused matrices.
+plain tensors, so code that watches operators (memory, selective checkpointing) sees the operators of any other run.
+torch's own ColwiseParallel and RowwiseParallel multiply DTensors. Measured with them: twice the host time per block,
+and five all-reduces in a block's backward pass instead of two, since query, key and value each sum the gradient of the
+same input; an embedding's gradient is complete on every rank. They know neither GPT-2's Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator

@@ -3,8 +3,8 @@
 Weights, gradients and optimizer state are divided by blocks, and only hidden states (B, T, H) travel, once forward and
 once back: the least of all strategies that divide a model. It costs waiting while the pipeline fills and drains: with S
 stages and n micro-batches the share (S - 1) / (n + S - 1) of a step. GPipe holds the activations of all n; 1F1B starts
-backward as soon as it can and holds those of S. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
-arXiv 2104.04473; torch.distributed.pipelining.
+backward as soon as it can and holds the activations of S. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al.
+2021, arXiv 2104.04473; torch.distributed.pipelining.
 
 All stages read the same rows. A weight that is tied between the first and the last stage is on both; its gradients are
 added before the step, which is then the same on both. An evaluation passes one micro-batch at a time.

@@ -256,7 +256,7 @@ def root_handlers():
 
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
-    """Stores no rates: those of a busy machine that runs tests must not be used by the next plan, nor by a child's."""
+    """Stores no rates: rates of a busy machine that runs tests must not be used by the next plan, nor by a child's."""
     monkeypatch.setattr("lowmem.plan.cost.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
     monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 

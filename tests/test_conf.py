@@ -160,7 +160,7 @@ def test_advice_suggests_only_unused_techniques_and_composes():
     ],
 )
 def test_architecture_has_the_parameter_count_of_the_published_model(model, millions):
-    """Built without memory: only shapes. The counts are those of the published checkpoints."""
+    """Built without memory: only shapes. The counts come from the published checkpoints."""
     import torch
 
     from lowmem.config.schema import Model

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture
 def ran(monkeypatch):
-    """(the outcome of one setting; those of the others pass) -> exit code; `ran.settings` are the environments, and
+    """(the outcome of one setting; the other settings pass) -> exit code; `ran.settings` are the environments, and
     `ran.marks` chooses the tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
@@ -62,6 +62,6 @@ def test_shards_divide_the_kernel_settings(ran):
     )
 
 
-def test_one_failing_kernel_setting_fails_the_command(ran, capsys):
+def test_single_failing_kernel_setting_fails_the_command(ran, capsys):
     assert ran("MKL_CBWR=COMPATIBLE") == 1
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["MKL_CBWR=COMPATIBLE", "2", "1"]

@@ -253,7 +253,7 @@ def test_planted_error_of_a_page_is_found(checker, wrong):
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_one_changed_digit_of_a_table_is_found(page):
+def test_single_changed_digit_of_a_table_is_found(page):
     """Every table that says where it comes from is looked at to its last cell."""
     text = page.read_text()
     for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):

@@ -73,7 +73,7 @@ def test_runs_without_a_folder_lock_share_a_folder_and_the_check_fails(race, tmp
 
 @pytest.mark.process
 @pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
-def test_one_of_eight_runs_with_the_same_folder_starts_and_seven_are_refused(race, tmp_path, more, exists):
+def test_eight_runs_in_one_folder_start_once_and_seven_are_refused(race, tmp_path, more, exists):
     if exists:
         (tmp_path / "mine").mkdir()
     codes, said = race(f"hydra.run.dir={tmp_path}/mine", *more)

@@ -46,8 +46,8 @@ THERE = [
 
 @pytest.fixture(autouse=True)
 def a_command():
-    """Each sweep is a command of its own, which gives its folder back. The apps of these tests ask for no version of
-    Hydra's behaviour, while those of other tests have asked for one."""
+    """Each sweep is a separate command, which releases its folder. The apps of these tests do not ask for a version of
+    Hydra's behaviour, unlike apps of other tests."""
     state = Singleton.get_state()
     version.setbase("1.1")
     yield

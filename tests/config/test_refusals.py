@@ -308,7 +308,7 @@ def test_proof_paged_state_is_not_divided(config):
     ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
 )
 def test_proof_an_optimizer_of_whole_matrices_steps_parts_otherwise(config, optim, is_another):
-    """The first of two ranks has the upper half of a matrix, whose 5,000 elements are no whole blocks."""
+    """The first of two ranks has the upper half of a matrix, whose 5,000 elements are not a whole number of blocks."""
     whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
     with torch.no_grad():
         half.weight.copy_(whole.weight[:50])

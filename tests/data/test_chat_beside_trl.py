@@ -1,6 +1,7 @@
-"""Learnt tokens of twenty conversations under 13 chat templates are those of TRL's SFTTrainer, or differ for a reason.
+"""Learnt tokens of twenty conversations under 13 chat templates equal those that TRL's SFTTrainer learns, or differ for
+a reason.
 
-benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name. TRL is no
+benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name. TRL is not a
 dependency: where it is missing, what was recorded is read.
 """
 
@@ -53,7 +54,7 @@ def test_identical_rows_are_marked_equal(right):
     assert right.compared(right.rows).marks == "="
 
 
-def test_one_row_per_answer_is_marked_equal_to_one_row_of_all_answers(right):
+def test_rows_of_single_answers_are_marked_equal_to_one_row_of_all_answers(right):
     (row,) = right.rows
     first = row.learnt.index(True)
     begins = [i for i in range(first, len(row.ids)) if row.learnt[i] and not row.learnt[i - 1]]

@@ -313,7 +313,7 @@ def test_token_that_ends_a_row_ends_generation_and_is_exported(around):
     assert encoded(made, "A:", " 42").ids[-1] in end_tokens(made, model) and 77 in end_tokens(made, model)
 
 
-def test_both_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
+def test_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
     made = tokenizer("bpe", "byte level", "bos")
     file = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": f"Q: {i}?\nA:", "chosen": f" the {i}", "rejected": f" cat {i}"} for i in range(20)]

@@ -68,7 +68,7 @@ def test_added_line_moves_no_other_line_between_splits(tmp_path):
     assert held_out(TEXTS[::-1]) == before
 
 
-def test_one_of_few_lines_is_held_out_for_validation(tmp_path):
+def test_few_lines_still_hold_out_one_for_validation(tmp_path):
     for count in (2, 3, 4):
         source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in TEXTS[:count]]), 0.001)
         sizes = [len(list(source.reader.records(split))) for split in ("train", "val")]

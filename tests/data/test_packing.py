@@ -38,7 +38,7 @@ def following(documents):
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 def test_every_next_token_inside_a_document_is_predicted_once(kind):
-    """Those of documents that were cut, too."""
+    """Next tokens of documents that were cut, too."""
     made = rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
     assert sorted(pairs(every(made))) == following(texts())
 

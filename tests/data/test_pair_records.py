@@ -51,7 +51,7 @@ OTHERS = {str: TEXT | {"prompt": "other"}, list: CHAT | {"prompt": "other"}}
 
 
 def validation(folder, like, **typed):
-    """A file of one pair that is no training pair, in the fields that are typed."""
+    """A file of one pair that is not a training pair, in the fields that are typed."""
     other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
     if like is str and "prompt" in typed:
         other = {key: "other" + str(value) for key, value in other.items()}
@@ -142,7 +142,7 @@ def test_pair_without_a_prompt_field_shares_the_common_beginning_up_to_a_word(tm
     assert found == [f"{one}{END}]" for one in expected]
 
 
-def test_both_answers_of_a_pair_have_the_same_prompt_tokens(tmp_path):
+def test_answers_of_a_pair_have_the_same_prompt_tokens(tmp_path):
     for number, record in enumerate((TEXT, CHAT | {"prompt": EARLIER})):
         train = tokens_of(tmp_path / str(number), opened(tmp_path / str(number), record)).train
         learnt = train.learnt(0, len(train.ids))

@@ -163,7 +163,7 @@ def test_indistinguishable_field_names_are_refused(tmp_path):
 
 
 def test_mismatched_row_without_a_prompt_swaps_the_first_token():
-    """Nothing predicts it, so it is no label."""
+    """Nothing predicts the first token, so it is not a label."""
     texts = [np.array([5, 6, 7]), np.array([8, 9])]
     batch = made(split(*texts, learnt=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
     assert read(batch.mismatched_ids[0], batch.mismatched_labels[0]) == ([5, 9], [9])

@@ -201,7 +201,7 @@ def test_hub_data_without_streaming_reads_every_row(config, typed, folder):
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 
 
-def test_one_of_few_hub_rows_is_held_out_for_validation(tmp_path):
+def test_few_hub_rows_still_hold_out_one_for_validation(tmp_path):
     reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
     assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
 

@@ -1,4 +1,4 @@
-"""Rows of csv and parquet: what was written comes back, what is no row is named, and memory is bounded."""
+"""Rows of csv and parquet: written rows come back, invalid rows are named, and memory is bounded."""
 
 import csv
 import io

@@ -292,7 +292,7 @@ def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     made, first = uneven
     for count in range(first):
         assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
-    assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token is no text
+    assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token has no bytes
     for count in range(len(SIGNS) + 1):  # also inside a sign of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
@@ -324,7 +324,7 @@ def test_val_bytes_of_sentencepiece_tokens_equal_the_decoded_bytes(uneven, tmp_p
     ] + [
         *(ids["▁läst"], ids["▁läst"], ids["<end>"]),
     ]
-    text = [0, 5, 11, 17, 23, 23, 25, 25, 30, 36, 36]  # the first byte of ß alone is no character
+    text = [0, 5, 11, 17, 23, 23, 25, 25, 30, 36, 36]  # the first byte of ß is not a character
     assert [made.val_bytes(count) for count in range(11)] == text
 
 

@@ -15,7 +15,7 @@ def test_tolerance_of_same_scales_with_the_dtype_and_the_largest_number(dtype, l
     assert not same(numbers + torch.tensor([1.1 * off, 0, 0]), numbers, 64.0, [torch.float32, dtype], least)
 
 
-def test_nan_and_inf_are_the_same_only_if_equal_in_both():
+def test_nan_and_inf_pass_only_if_equal_in_both():
     nan, inf = float("nan"), float("inf")
     assert same(torch.tensor([nan, inf]), torch.tensor([nan, inf]), 1.0, [torch.float32])
     for one, other in ((nan, 0.0), (inf, 0.0), (inf, -inf)):

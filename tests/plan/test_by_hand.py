@@ -147,8 +147,8 @@ def llama_block_keeps(s, groups):
 
 
 def llama_backward_peak(s, groups=None):
-    """In the last block, while every boundary is still there: the gradient of the gated product has just become those
-    of both its factors (3 F wide in all), and the product itself has been used (1 F)."""
+    """In the last block, while every boundary is still there: the gradient of the gated product has just become the
+    gradients of both its factors (3 F wide in all), and the product itself has been used (1 F)."""
     arriving = 2 * s.N * s.H  # the gradient of what the block returned
     inside = llama_block_keeps(s, s.g if groups is None else groups)
     return llama_whole_pass(s) + inside + arriving + (3 - 1) * 2 * s.N * s.F

@@ -30,7 +30,7 @@ def test_peak_memory_of_a_mixture_of_experts_is_predicted(config, monkeypatch, t
     assert name == "mixtral" or "spread evenly" in found.estimate
     monkeypatch.setattr(
         "lowmem.plan.tracing.shapes.EXPERTS", 1
-    )  # and not that each gradient is as large as those of all
+    )  # and not that each gradient is as large as all together
     cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
     wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device.total / measured - 1) > OFF

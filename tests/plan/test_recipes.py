@@ -281,7 +281,7 @@ def test_host_lower_bound_of_a_route_is_below_its_trace(name):
 
 
 @pytest.mark.seam
-def test_one_micro_batch_is_chosen_if_the_host_has_no_room_for_gradient_sums():
+def test_single_micro_batch_is_chosen_if_the_host_has_no_room_for_gradient_sums():
     asked, gpu = typed(*WIDE, *HOST["masters"]), card(2**40)
     (whole,) = (route for route in routes(asked, trainings(asked)[0]) if not route.sums)
     looked = recipes._Search(asked, Target(True, gpu))._climb(whole).of_least_memory()

@@ -184,7 +184,7 @@ def test_memory_of_a_tiled_sequence_is_linear_in_the_batch_size(config):
 
 
 def test_padded_rows_are_predicted_without_an_attention_mask(config):
-    """They are planned as long as a row can be. Labels are no view of the ids, and no copy in the loss either."""
+    """They are planned as long as a row can be. Labels are neither a view of the ids nor a copy in the loss."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))
     assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
 

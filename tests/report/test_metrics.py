@@ -1,4 +1,4 @@
-"""The clock counts steps and nothing else; a loss that is no number ends the run in a sentence."""
+"""The clock counts steps and nothing else; a loss of nan ends the run with a message."""
 
 import csv
 import errno

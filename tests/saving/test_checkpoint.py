@@ -29,7 +29,7 @@ WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max
 
 @pytest.mark.matrix
 def test_resume_inside_an_epoch_and_its_short_last_window_reads_each_sequence_once(fit, tmp_path, monkeypatch):
-    """The sequences that completed windows consumed are those of an unbroken run, none twice and none left out."""
+    """Completed windows consume the sequences of an unbroken run, none twice and none left out."""
     from lowmem.data.packing import Joined
     from lowmem.training.module import CausalLM
 

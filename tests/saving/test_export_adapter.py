@@ -145,7 +145,7 @@ def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp
     assert off(merged, wanted) < ROUNDED
 
 
-def test_what_is_held_in_4_bits_without_an_adapter_is_written_too(tokenizer, tmp_path):
+def test_4_bit_layers_without_an_adapter_are_exported_too(tokenizer, tmp_path):
     trained = adapted(quantised=True, target=["q_proj"])
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", merged=True)

@@ -186,7 +186,7 @@ def test_run_with_a_wrong_gguf_file_is_complete_and_says_what_to_type(command, t
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Fetches llama.cpp, which is no dependency."""
+    """Fetches llama.cpp, which is not a dependency."""
     if llama_cpp.is_installed():
         yield
         return

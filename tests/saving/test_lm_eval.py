@@ -1,4 +1,4 @@
-"""lm-evaluation-harness opens exported folders, and its bits per byte of the same texts are those of `evaluate=`.
+"""lm-evaluation-harness opens exported folders, and its bits per byte of the same texts equal `evaluate=`.
 
 Both predict the same tokens: each text behind the begin-of-text token, and its end-of-text token. It runs in an
 environment of its own: LM_EVAL=<its python>, or else one is made here, which takes a network.

@@ -73,7 +73,7 @@ def test_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path
     if wrong == "reading":
         monkeypatch.setattr("lowmem.training.module.joined", lambda *halves: held.append(joined(*halves)) or held[-1])
     rises["reading"] = highest(read)
-    # one block's 16 bits and those of what does not stream; nothing; one tensor
+    # the 16-bit weights of one block and of layers that do not stream; nothing; one tensor
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):

@@ -68,7 +68,7 @@ def test_ranks_restore_their_own_random_state_or_all_reseed(caplog, there, here,
         assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
-def test_one_process_resuming_from_two_seeds_by_window(caplog):
+def test_single_process_resuming_from_two_seeds_by_window(caplog):
     two = saved(Several, [0, 1])
     drawn = [drawn_by(OneDevice(), two, window) for window in (3, 4)]
     assert torch.equal(drawn[0], of(7 + 3)) and torch.equal(drawn[1], of(7 + 4))

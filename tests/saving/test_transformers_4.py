@@ -34,7 +34,7 @@ LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 BY_KIND = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}}
 BY_KIND |= {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
 DEFAULT = {"rope_type": "default", "rope_theta": 5e3}
-MODELS = {  # with numbers that are no architecture's default, so that a key that is not read shows
+MODELS = {  # numbers that differ from every architecture's default, so that a key that is not read shows
     "llama": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
     "qwen2": {"rope_parameters": DEFAULT, "tie_word_embeddings": True},
     "qwen3": {"rope_parameters": DEFAULT | {"rope_type": "linear", "factor": 4.0}, "head_dim": 32},

@@ -1,7 +1,7 @@
 """Lists what several devices must train like one: each feature as a case, and how far it may be from one process.
 
 In fp64 no rounding hides an error. In fp32 with plain SGD nothing but the order of sums differs. If products or weights
-have 16 bits, those of half of the rows are summed and rounded by themselves.
+have 16 bits, sums over half of the rows are rounded separately.
 """
 
 import json

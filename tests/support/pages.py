@@ -176,7 +176,7 @@ def missing_files(text: str, folder: Path) -> list[str]:
 
 
 def wrong_figures(text: str, folder: Path) -> list[str]:
-    """Numbers in a link to results that do not stand there, and tables that are not those of their results."""
+    """Numbers in a link to results that do not stand there, and tables that differ from their results."""
     wrong = []
     for said, link in re.findall(r"\[([^\]]*)\]\(([^)\s]*benchmarks/results/[^)\s]+)\)", text):
         there = (folder / link).read_text()

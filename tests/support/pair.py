@@ -1,7 +1,7 @@
 """Several processes over gloo that live as long as their tests, and run one case after the other beside one process.
 
 A case is plain data. Each rank trains it with the real module under the real trainer, and answers with what it has
-seen; `alone` trains the same rows in this process, which reads those of all ranks together.
+seen; `alone` trains the same rows in this process, which reads the rows of all ranks together.
 """
 
 import os
@@ -57,13 +57,13 @@ PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 @dataclass(frozen=True)
 class Case:
     """Args:
-    lines: overrides beside BASE, and those of the strategy.
+    lines: overrides beside BASE and of the strategy.
     together: rows of a micro-batch, of all ranks.
     network: of `streams.MODELS`, in the place of BASE's.
-    from_data: whether rows are those of cfg.data; else they are `parity.rows_for` its loss.
+    from_data: whether rows come from cfg.data; else from `parity.rows_for` its loss.
     overflow: (window, rank, where): there a gradient is not finite, in "loss", or in one "element" of its own part.
     wrong: the name of a mistake, in WRONG.
-    apart: alone, each rank's rows are a micro-batch of their own: where a loss is no sum over rows.
+    apart: alone, each rank's rows are a micro-batch of their own: where a loss is not a sum over rows.
     counted: whether collectives are counted.
     """
 

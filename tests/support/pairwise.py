@@ -1,6 +1,6 @@
 """A choice of the rows of a matrix in which any two values of different axes occur together.
 
-Faults of combinations are nearly always those of two values (Kuhn, Wallace and Gallo 2004, "Software fault interactions
+Faults of combinations nearly always involve two values (Kuhn, Wallace and Gallo 2004, "Software fault interactions
 and implications for software testing"), and a matrix of all rows is ten times as large.
 """
 

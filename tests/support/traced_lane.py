@@ -8,7 +8,7 @@ they ran.
 
 Watched are the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and weights.
 Operators of the training loop's thread, and of micro-batches that have one of their own, run on the device's stream,
-unless they touch host memory; those of other threads run on the host.
+unless they touch host memory; operators of other threads run on the host.
 """
 
 import threading

@@ -93,7 +93,7 @@ def test_validation_loss_of_a_chat_counts_assistant_tokens_only(fit, config, pac
         text, count = text + len(tokenizer.decode(learnt, skip_special_tokens=True).encode()), count + len(learnt)
     assert summary["bits_per_byte"] == pytest.approx(loss / math.log(2) * count / text, abs=1e-4)
     every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
-    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions are no part of it
+    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions do not count
     said = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])["prompt"]
     assert "Who are you?" in said and said != "Who are you?"  # in the template's words
     kept = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
@@ -111,7 +111,7 @@ def test_metrics_have_a_column_for_each_validation_set(fit, files):
 def test_first_validation_set_decides_and_all_sets_are_excluded_from_training(fit, config, files, monkeypatch):
     both = build.data(config(*typed(files)))
     alone = build.data(config(*typed(files, f"data.val_path={files / 'near'}")))
-    assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is no training text
+    assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is not training text
     assert torch.equal(next(iter(both.val[0])).input_ids[:, 1:8], next(iter(both.val[0])).labels[:, :7])
     losses = iter([[9.0, 9.0], [2.0, 5.0], [3.0, 4.0], [4.0, 3.0], [5.0, 1.0]])  # the others fall
     evaluated = CausalLM.on_validation_epoch_end

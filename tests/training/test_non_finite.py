@@ -87,14 +87,14 @@ def test_sequences_named_in_the_error_are_those_of_the_window(fit, broken, monke
 @pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_skipped_non_finite_step_changes_only_its_count(fit, broken, caplog, monkeypatch, precision, what):
-    """The weights are those of a run that never saw the window."""
+    """The weights equal the weights of a run that never saw the window."""
     if what == GRADIENT and precision == "bf16-master":
         pytest.skip("its gradients leave before a hook sees them: test_master_run.py breaks them on their way")
     lines = (f"precision={precision}", "on_nonfinite=skip", "scheduler=constant", "max_steps=3")
     broken(what, {2})
     summary, run = fit(*lines)
     assert summary["steps"] == 3 and summary["skipped_steps"] == 1
-    overflowed = precision == "16" and what == GRADIENT  # the scaler's affair: it is no fault, and is not told
+    overflowed = precision == "16" and what == GRADIENT  # left to the scaler: not a fault, and not reported
     assert ("In step 2" in caplog.text and "Skipping this step." in caplog.text) != overflowed
     rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["train_loss"]]
     assert all(float(row["train_loss"]) < 100 for row in rows)

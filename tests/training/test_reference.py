@@ -1,4 +1,4 @@
-"""The reference's log-probabilities: those of a second model to the bit, stored once, and noticed when they change."""
+"""The reference's log-probabilities equal a second model's bit for bit, are stored once, and changes are noticed."""
 
 import csv
 import gc
@@ -112,7 +112,7 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
 @pytest.mark.matrix
 @pytest.mark.kernels
 def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring, tmp_path):
-    """By their own prompts, and by those of the mismatched rows."""
+    """With their own prompts, and with the prompts of mismatched rows."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
     for number, (batch,) in enumerate(batches):
@@ -143,7 +143,7 @@ def test_streamed_weights_give_equal_reference_log_probabilities(preferring, tmp
 
 @pytest.mark.matrix
 def test_reference_of_an_adapter_is_its_base_model(preferring, tmp_path, computed):
-    """The numbers are those of the model without it, and adapters of other sizes share them."""
+    """The numbers equal the model's without the adapter, and adapters of other sizes share them."""
     plain = stored_by(preferring, tmp_path)
     fit_run(preferring("adapter=lora"), tmp_path / "a")
     known = ~np.isnan(plain)
@@ -267,7 +267,7 @@ def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_p
 @pytest.mark.rows("loss=dpo")
 @BOTH
 def test_resumed_preference_run_equals_the_unbroken_run(preferring, tmp_path, computed, loss):
-    """The numbers that it still lacks, and all of them without the cache, are those of the model at its start."""
+    """Numbers that are still missing, and all numbers without the cache, are computed with the initial model."""
     longer = partial(preferring, "max_steps=8", CONSTANT, loss)
     unbroken = fit_run(longer(), tmp_path / "unbroken")["val_loss"]
     shutil.rmtree(tmp_path / "cache")

@@ -227,7 +227,7 @@ def typed_run(copy, small, monkeypatch):
 
 
 def contents(run):
-    """Every file of a run but those of model/ and Hydra's log, with its bytes."""
+    """Every file of a run except model/ and Hydra's log, with its bytes."""
     files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
     return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
 

@@ -241,7 +241,7 @@ def test_compiled_functions_inside_a_block_stay_compiled():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_works_in_selective_contexts():
-    """It is no operator but a function of functions, which most dispatch modes do not admit."""
+    """Flex attention is a higher-order operator, which most dispatch modes do not admit."""
     x = torch.randn(1, 2, 16, 16)
     forward, again = selective.contexts()
     with forward:

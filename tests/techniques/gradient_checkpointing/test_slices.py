@@ -63,7 +63,7 @@ def test_dropped_short_last_slice_is_caught(batch, monkeypatch):  # noqa: F811
     assert off(kept, gradients(tiled(shaped("llama")), batch)) > 100 * FP32_REORDERED
 
 
-def test_one_slice_of_the_whole_sequence_has_the_same_bits(batch):  # noqa: F811
+def test_single_slice_of_the_whole_sequence_has_the_same_bits(batch):  # noqa: F811
     kept = gradients(shaped("llama", dropout=0.3), batch)
     found = gradients(tiled(shaped("llama", dropout=0.3), tokens=32), batch)
     assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))

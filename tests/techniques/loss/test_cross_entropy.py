@@ -201,7 +201,7 @@ def test_loss_without_any_label_is_zero(batch):
 
 
 def test_model_is_called_with_the_inputs_of_the_micro_batch(batch):
-    """In each of its forward passes, those of the chunks included."""
+    """In each of its forward passes, also for the chunks."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
     model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)

@@ -236,7 +236,7 @@ SHAPE = ("val_every=1000", "batch_size=8", "lr=3e-3", "seq_len=64", "max_steps=5
 
 
 def ratings(folder):
-    """Pairs, and more answers that were rated alone: desirable are those of the first half of the colours."""
+    """Pairs, and more answers that were rated alone: answers with the first half of the colours are desirable."""
     draw, lines, half = random.Random(1), [], len(COLOURS) // 2
     for number in range(240):
         good, bad = draw.choice(COLOURS[:half]), draw.choice(COLOURS[half:])

@@ -1,7 +1,8 @@
 """Losses of answers beside TRL's trainers: both train one network on the same text for 20 steps, in fp32 on the CPU.
 
 TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Either side computes
-its own reference, and has its own loop, loss and AdamW. TRL is no dependency: where it is missing, these are skipped.
+its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: where it is missing, these are
+skipped.
 
 TRL defines two losses otherwise than their papers and lowmem:
 
@@ -186,8 +187,8 @@ def tensors(rows):
 
 
 class Watch(Callback):
-    """Records the loss and the rewards of every step. Args: per_token: the rewards are means over tokens, as those of
-    IPO, and TRL's are sums."""
+    """Records the loss and the rewards of every step. Args: per_token: the rewards are means over tokens, as in IPO,
+    and TRL's are sums."""
 
     def __init__(self, per_token):
         self.per_token, self.losses, self.rewards = per_token, [], []

@@ -36,7 +36,7 @@ def written(wide, narrow):
 
 
 def gradients(shape, dtype, steps=4):
-    """Rows and columns of different sizes, as those of tokens are."""
+    """Rows and columns of different sizes, like rows of tokens."""
     draw = torch.Generator().manual_seed(1)
     scale = torch.rand(shape[0], generator=draw).pow(4).view(-1, *[1] * (len(shape) - 1)) + 1e-3
     return [(30 * scale * torch.randn(shape, generator=draw)).to(dtype) for _ in range(steps)]

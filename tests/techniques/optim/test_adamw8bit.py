@@ -339,7 +339,7 @@ def test_split_weights_rounded_to_nearest_even_are_caught(monkeypatch, tmp_path)
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse is still finite; it is not
 def test_adamw8bit_treats_a_block_of_tiny_gradients_as_zero(way, tiny):
-    """Its codes would come from infinity, and of the zeros among them from what is no number."""
+    """Its codes would be computed from infinity, and codes of zeros from nan."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
     gradient[::2] = tiny

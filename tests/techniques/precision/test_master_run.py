@@ -211,7 +211,7 @@ def test_non_finite_gradient_with_masters_skips_the_step_and_is_counted(fit, bro
     broken("wpe.weight", (1, 2))
     summary, run = fit(*lines)
     assert summary["steps"] == 4 and summary["skipped_steps"] == 2
-    assert summary["tokens"] == 6 * 4 * 16  # seen, those of skipped steps included
+    assert summary["tokens"] == 6 * 4 * 16  # seen, including tokens of skipped steps
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert int([row for row in rows if row["skipped_steps"]][-1]["skipped_steps"]) == 2
 

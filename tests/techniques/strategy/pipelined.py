@@ -22,7 +22,7 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.techniques.strategy.rank_0_turns import Turns
 from lowmem.training.build import causal_lm
 
-# Windows of 4 micro-batches, of 1 of a single row, and of 4: as many as stages, and fewer.
+# Windows of 4 micro-batches, of 1 of a single row, and of 4: the number of stages, and fewer.
 LINES = ("model.architecture.num_hidden_layers=4", "batch_size=2", "accumulation=fixed", "max_steps=3")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 

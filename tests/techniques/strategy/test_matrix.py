@@ -99,7 +99,7 @@ WRONG = (
 )
 def test_planted_distributed_mistake_is_caught(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
-    # a row for each rank: those of two rows have nearly as many tokens, and bf16's products differ between processors
+    # a row for each rank: two rows have nearly equal numbers of tokens, and bf16's products differ between processors
     case = replace(typed(case, strategy), together=2)
     try:
         found = apart(ranks(replace(case, wrong=mistake)), alone(case))

@@ -193,7 +193,7 @@ WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of s
     ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.matrix) for w in WAITS[1:])]
 )
 def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, policy, slots):
-    """But for those of the first block after a step, before which nothing computes."""
+    """Except for copies of the first block after a step, before which nothing computes."""
     steps = 2
     arguments = lines("llama", "loss=chunked", f"max_steps={steps}", policy=policy)
 

@@ -1,8 +1,8 @@
-"""Tests that prose.py finds a name that says nothing, and phrases of texts that are not plain."""
+"""Tests that prose.py finds names that could mean anything, and phrases that are not plain."""
 
 import pytest
 
-from prose import RULES, main, wrong
+from prose import REMARKS, RULES, main, wrong
 
 pytestmark = pytest.mark.docs
 
@@ -21,6 +21,78 @@ def test_docstring_may_be_a_noun_phrase(tmp_path, text):
     file = tmp_path / "code.py"
     file.write_text(f'def opened():\n    """{text}"""\n')
     assert not list(wrong(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("test_it_is_exact", "begins with a pronoun"),
+        ("test_what_is_read_is_written", "begins with a pronoun"),
+        ("test_one_row_is_read", "begins with a pronoun"),
+        ("test_both_ways_are_equal", "begins with a pronoun"),
+        ("test_resume_is_the_same", "lacks the noun"),
+        ("test_card_gives_the_same_as_a_cpu", "lacks the noun"),
+        ("test_card_and_cpu_give_the_same_bits", None),
+        ("test_oneway_copy_returns_the_same_assignment", None),
+        ("test_items_are_read_if_those_before_are", None),
+    ],
+)
+def test_test_names_without_a_subject_or_a_noun_are_refused(tmp_path, name, advice):
+    file = tmp_path / "test_code.py"
+    file.write_text(f"def {name}():\n    pass\n")
+    lines = list(wrong(file))
+    assert len(lines) == (advice is not None) and all(f"{file}:1: {name} {advice}" in line for line in lines)
+
+
+REMARK = ["The path is no folder.", "The rules are those of torch.", "It has as many as the model."]  # one per rule
+PLACES = {  # source with a remark -> the line where it stands
+    'def f():\n    """{}"""\n': 2,
+    '"""First line.\n\n    {}\n"""\n': 3,
+    "x = 1  # {}\n": 1,
+    "# first line\n# {}\nx = 1\n": 2,
+}
+
+
+@pytest.mark.parametrize(("rule", "remark"), list(zip(REMARKS, REMARK, strict=True)))
+@pytest.mark.parametrize("place", PLACES)
+def test_forbidden_phrase_of_a_docstring_or_comment_is_found(tmp_path, place, rule, remark, capsys):
+    file = tmp_path / "code.py"
+    file.write_text(place.format(remark))
+    assert main(str(tmp_path)) == 1
+    (found,) = capsys.readouterr().out.splitlines()
+    assert found.startswith(f'{file}:{PLACES[place]}: "') and found.endswith(f": {REMARKS[rule]}.")
+
+
+@pytest.mark.parametrize("source", ['"""The path is\n    no folder."""\n', "# the path is\n# no folder\n"])
+def test_forbidden_phrase_over_two_lines_is_found_in_the_first_line(tmp_path, source):
+    file = tmp_path / "code.py"
+    file.write_text(source)
+    assert [line.startswith(f'{file}:1: "is no"') for line in wrong(file)] == [True]
+
+
+@pytest.mark.parametrize(
+    "remark",
+    [
+        "There is no card here, and it is no longer than the other.",
+        "The losses differ from those of a plain loop, and are compared with those of TRL.",
+        "Returns twice as many as before, and as many as fit.",
+        "It is not a number.",
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_plain_docstrings_and_comments_pass(tmp_path, place, remark):
+    (tmp_path / "code.py").write_text(place.format(remark))
+    assert main(str(tmp_path)) == 0
+
+
+def test_docstring_with_no_after_a_line_break_passes(tmp_path):
+    (tmp_path / "code.py").write_text('def f():\n    """It runs if there\n    is no card."""\n')
+    assert main(str(tmp_path)) == 0
+
+
+def test_comment_marked_plain_is_exempt(tmp_path):
+    (tmp_path / "code.py").write_text("x = 1  # it is no number  # plain\n")
+    assert main(str(tmp_path)) == 0
 
 
 PHRASES = [  # one for each rule, in its order

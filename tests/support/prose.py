@@ -1,47 +1,103 @@
-"""Checks what a machine can check of names, and of texts that users read. `make lint` runs both checks.
+"""Checks the rules of docs/style.md that a machine can check. `make lint` runs both commands.
 
-The name of a function or class says what it is: it is not one of the words that have stood for many things each.
+`python tests/support/prose.py src/lowmem benchmarks tests` checks code for its readers: names of functions and classes
+that could mean anything, names of tests that need a pronoun, and phrases of docstrings and comments.
 
-`python tests/support/prose.py --texts src/lowmem conf docs README.md` lists phrases that docs/style.md rules out: in
-strings of src, comments of conf/, the page of comparisons, and pages outside of code. A line of code with `# plain` at
-its end is exempt: a rule finds a phrase there that is right.
+`python tests/support/prose.py --texts src/lowmem conf docs README.md` checks texts for users: strings of src,
+comments of conf/, the comparison page, and pages outside of code.
+
+A line of code with `# plain` at its end is exempt, for a phrase that is right.
 """
 
 import ast
+import io
 import re
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# words that have stood for many things each
+
+class Text(NamedTuple):
+    """A text, and the line where it begins."""
+
+    line: int
+    words: str
+
+
+PLAIN = "# plain"
+
+# --- code, for its readers -------------------------------------------------------------------------------------------
+
+# words that could name anything
 SAY_NOTHING = frozenset(
     """part whole held kept one of it what said told asked given made found there beside together trained
     shapes first""".split()  # noqa: SIM905
 )
 NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-# --- names -----------------------------------------------------------------------------------------------------------
+# In a report of failures a test's name stands alone. After `the_same` a noun must follow.
+PRONOUN = re.compile(r"test_(it|they|so|these|those|what|one|both)_")
+NO_NOUN = "as|at|by|each|for|from|if|in|of|on|only|or|the|to|too|twice|way|when|with|without"
+SAME = re.compile(rf"_the_same(?:$|_(?:{NO_NOUN})(?:_|$))")
+IS_NO = r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more|less|fewer|other)\b| \w+er than\b)"
+REMARKS = {  # phrase of a docstring or a comment -> advice; a space also stands for a line break
+    IS_NO: "write `is not a ...`",
+    r"(?<!from )(?<!than )(?<!with )(?<!to )\bthose of\b": "repeat the noun",
+    r"(?<!twice )(?<!times )\bas many as\b(?! fit\b)": "give the number",
+}
 
 
 def wrong(file: Path) -> Iterator[str]:
-    """Yield a line for each function or class whose name says nothing. Tests may use such names."""
-    if "tests" in file.parts:
-        return
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, NAMED) and node.name.strip("_").lower() in SAY_NOTHING:
-            yield f"{file}:{node.lineno}: {node.name} could be anything. Name what it returns, does or is."
+    """Yield a line for each name, docstring or comment of a file that a rule refuses. Tests may have any name of
+    SAY_NOTHING."""
+    source = file.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, NAMED) and (advice := about_name(node.name, "tests" in file.parts)):
+            yield f"{file}:{node.lineno}: {node.name} {advice}"
+    yield from phrases(file, [*docstrings(tree), *remarks(source)], REMARKS)
 
 
-# --- texts that users read -------------------------------------------------------------------------------------------
+def about_name(name: str, is_of_test: bool) -> str | None:
+    """Return what is wrong with a name, or None."""
+    if not is_of_test and name.strip("_").lower() in SAY_NOTHING:
+        return "could be anything. Name what it returns, does or is."
+    if PRONOUN.match(name):
+        return "begins with a pronoun or a number. Name the subject, the condition and the result."
+    if name.startswith("test_") and SAME.search(name):
+        return "lacks the noun after `the_same`. Name what is equal."
+    return None
+
+
+def docstrings(tree: ast.AST) -> Iterator[Text]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield Text(node.lineno, "\n".join(map(str.strip, node.value.value.split("\n"))))
+
+
+def remarks(source: str) -> Iterator[Text]:
+    """Yield the comments of a file. Comments in adjacent lines are one text."""
+    lines: list[Text] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            words = token.string.lstrip("# ")
+            if lines and token.start[0] == lines[-1].line + lines[-1].words.count("\n") + 1:
+                lines[-1] = Text(lines[-1].line, f"{lines[-1].words}\n{words}")
+            else:
+                lines.append(Text(token.start[0], words))
+    return iter(lines)
+
+
+# --- texts, for users ------------------------------------------------------------------------------------------------
 
 NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands in a text for a number that is computed
-# of which there may be one
+# nouns of which there may be one
 THINGS = """answers batches blocks cards checkpoints choices conversations devices documents epochs examples files keys
     layers lines messages micro-batches pairs prompts records rows runs samples sequences splits steps texts
     windows""".split()  # noqa: SIM905
-RULES = {  # what is not plain English here, and what to write; a space stands for a line break, too
-    r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more|less|fewer|other)\b| \w+er than\b)": "write `is not a ...`",
+RULES = {  # phrase of a text for users -> advice; a space also stands for a line break
+    IS_NO: "write `is not a ...`",
     r"\band no (text|object|number|list|function|group|prompt|file)\b(?! (is|are|was|can)\b)": "write `, not a ...`",
     r"(?<!there )\b(is|are) (?-i:none)\b": "write `is not a ...`",
     r"(?<!from )(?<!than )\bthose of\b": "repeat the noun",
@@ -55,23 +111,20 @@ RULES = {  # what is not plain English here, and what to write; a space stands f
     r", say[,.)]": "write `for example` or `such as`",
     rf"(?<!of )(\b1|{NUMBER}) ({'|'.join(THINGS)})\b": "use the singular for 1",
 }
-QUOTES = "style.md"  # the page that quotes what is wrong
-PLAIN = "# plain"
+QUOTES = "style.md"  # the page that quotes wrong phrases
 COUNTS = re.compile(r"\blen\(|\bsum\(|\btotal\b|\bcount\b|\bnumber\b|\['(" + "|".join(THINGS) + r")'\]")
 
 
-class Text(NamedTuple):
-    """A text that users read, and the line where it begins."""
-
-    line: int
-    words: str
-
-
 def dialect(file: Path) -> Iterator[str]:
-    """Yield file, line, phrase and advice for each phrase of a file's texts that a rule of RULES finds."""
+    """Yield a line for each phrase of a file's texts that a rule of RULES finds."""
+    yield from phrases(file, texts(file), RULES)
+
+
+def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iterator[str]:
+    """Yield file, line, phrase and advice for each phrase that a rule finds in a line that is not exempt."""
     exempt = {number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if PLAIN in line}
-    for text in texts(file):
-        for rule, advice in RULES.items():
+    for text in found:
+        for rule, advice in rules.items():
             for match in re.finditer(rule.replace(" ", r"\s"), text.words, re.IGNORECASE):
                 line = text.line + text.words.count("\n", 0, match.start())
                 phrase = " ".join(match[0].replace(NUMBER, "{...}").split())
@@ -139,7 +192,7 @@ def main(*arguments: str) -> int:
     places = [Path(argument) for argument in arguments if argument != "--texts"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*")))]
     found = [line for file in files if file.suffix in KINDS[check] and file.name != QUOTES for line in check(file)]
-    print("\n".join(found) or ("All texts are plain." if check is dialect else "All names say something."))
+    print("\n".join(found) or ("All texts are plain." if check is dialect else "All names and remarks are plain."))
     return bool(found)
 
 

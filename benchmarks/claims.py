@@ -2,7 +2,7 @@
 
 python -m benchmarks.claims              # about ten minutes on two cores, 4 GiB of memory
 
-Each row trains GPT-2 small's architecture (124M parameters) in a process of its own; in the default model, `tiny`, most
+Each row trains GPT-2 small's architecture (124M parameters) in a separate process; in the default model, `tiny`, most
 tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of GPT-2 XL are counted
 on fake tensors, which have a shape and no memory.
 """

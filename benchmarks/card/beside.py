@@ -24,7 +24,7 @@ PLAIN = "a plain PyTorch loop"
 
 
 def loops(here: Here) -> Iterator[dict]:
-    """Yields lowmem and a plain loop, in turns, and then Lightning, transformers.Trainer and TRL's SFTTrainer.
+    """Yields lowmem and a plain loop, which alternate, and then Lightning, transformers.Trainer and TRL's SFTTrainer.
 
     Raises:
         LeftOut: the card is too small.
@@ -63,7 +63,7 @@ def variants(here: Here) -> Iterator[dict]:
 
 
 def tf32(here: Here) -> Iterator[dict]:
-    """Yields a run with TF32 products and one with fp32 products, in turns."""
+    """Yields a run with TF32 matmuls and a run with fp32 matmuls, which alternate."""
     fast, slow = "1.24B, tf32", "1.24B, fp32"
     rows = dict(in_turns({n: lambda n=n: ours.train(n, here, Blocks(here, 5)) for n in (fast, slow)}, here))
     times = [seconds_per_step(rows[name]) for name in (slow, fast)]

@@ -20,7 +20,7 @@ FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
 
 
 def swapped(here: Here) -> Iterator[dict]:
-    """Yields the plain loop, and the plain loop with each of the other kernels, in turns."""
+    """Yields the plain loop, and the plain loop with each of the other kernels, which alternate."""
     kernels: dict[str, Callable] = {}
     if here.on_card:  # a CPU has one attention kernel
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}

@@ -1,4 +1,4 @@
-"""Measures lowmem beside RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
+"""Compares lowmem with RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
 
 All of them train the same network (Qwen3-1.7B's shapes, the same random weights in bf16) on the same random rows, 8 x
 2048 tokens per step, with AdamW on the host, fp32 masters, no clipping, and recomputation of activations. They differ:
@@ -6,12 +6,12 @@ All of them train the same network (Qwen3-1.7B's shapes, the same random weights
 - lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as the recipe says. Another row
   has fp32 state, like the peers.
 - RoundPipe streams the weights in stages of several layers and divides the rows into 2 micro-batches (its default). By
-  default its optimizer step runs beside the next step, which therefore computes with weights that are one step old. Its
+  default its optimizer step runs during the next step, which therefore computes with weights that are one step old. Its
   synchronous mode waits for the update, like lowmem.
 - TrainStream keeps the weights on the card if they fit, sends gradients to the host during backward, and updates each
   weight there when its gradient has arrived. It gets all 8 rows at once, so that gradients cross the bus once.
 
-Every peer runs in a process of its own: RoundPipe ends its process on an error, and pinned memory that has been freed
+Every peer runs in a separate process: RoundPipe ends its process on an error, and pinned memory that has been freed
 stays cached. Compilers (of TrainStream's extension, RoundPipe's optimizer and its loss) run before the timed block.
 
 python -m benchmarks.card.peers <peer> <device>
@@ -62,7 +62,7 @@ def streamed(here: Here) -> Iterator[dict]:
 
 
 def _in_process(name: str, here: Here) -> dict:
-    """Returns the row that a process of its own prints.
+    """Returns the row that a separate process prints.
 
     Raises:
         SystemExit: it failed; the message ends with its last output.

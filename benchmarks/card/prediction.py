@@ -19,7 +19,7 @@ KEYS = ("peak_bytes", "reserved_bytes", "smallest_cap_bytes", "host_bytes", "sec
 
 
 def write(card: str) -> int:
-    """Predicts all runs for a card of conf/gpu.yaml, each in a process of its own. Returns the exit code."""
+    """Predicts all runs for a card of conf/gpu.yaml, each in a separate process. Returns the exit code."""
     from lowmem.config import cards
 
     if card not in cards.cards():

@@ -132,7 +132,7 @@ def twice(here: Here) -> Iterator[dict]:
 
 
 def capped(here: Here) -> Iterator[dict]:
-    """Yields a part of 8B under a cap of 4 and of 8 GiB, and the smallest cap that works beside the predicted one."""
+    """Yields a part of 8B under a cap of 4 and of 8 GiB, and the smallest cap that works, with its prediction."""
     for cap in ("4GiB", "8GiB"):
         row = _row(here, QUARTER, _few(here), f"memory.limit={cap}")
         yield row | {"run": f"{QUARTER}, under {cap}"}

@@ -1,4 +1,4 @@
-"""Mixtures of experts with streamed weights: their bits are those of resident weights, in both orders."""
+"""Mixtures of experts with streamed weights are bit-exact with resident weights, in both orders."""
 
 import pytest
 from benchmarks.architectures import shrunk

@@ -57,8 +57,8 @@ _unfit: list[Path] = []  # folders of this command's plans for which no recipe f
 
 
 def _skip_last_collection() -> None:
-    """Skips the garbage collection at exit, which takes a second: the process frees all memory anyway. If Triton is
-    loaded (CUDA builds of torch import it), the skipped objects would be reported as leaks."""
+    """Skips the garbage collection at exit, which takes a second: the process frees all memory anyway. A no-op if
+    Triton is loaded (CUDA builds of torch import it), since Triton would report the skipped objects as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 

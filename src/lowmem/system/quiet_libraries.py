@@ -16,5 +16,5 @@ def quiet() -> None:
     # from fully_shard, when ranks gather the outputs of a model: lowmem never changes logits in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     disable_progress_bar()
-    set_verbosity_error()  # load reports: lowmem refuses incomplete files with a message of its own
+    set_verbosity_error()  # load reports: lowmem itself refuses incomplete files
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -220,6 +220,13 @@ def test_folder_name_typed_as_a_choice_is_suggested_as_data_path(tmp_path, monke
             cli.prepare([line])
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])
+def test_architecture_of_a_shipped_type_may_leave_out_keys(model_type):
+    architecture = f"model.architecture={{model_type: {model_type}, vocab_size: 300}}"
+    run = settled(composed(["model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", architecture]))
+    assert run.model.architecture == {"model_type": model_type, "vocab_size": 300}
+
+
 def test_all_invalid_keys_are_reported_together():
     with pytest.raises(Refused) as refusal:
         typed_run(["max_steps=0", "lr=a", "+seeds=1"])

@@ -363,8 +363,9 @@ def arguments(identity: str) -> type[BaseModel]:
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}
-    needed = set.intersection(*map(set, nodes)) if nodes else set()
-    if "." in identity and identity.partition(".")[0] not in PACKAGES:
+    is_class = "." in identity  # an architecture has defaults for all of its keys
+    needed = set.intersection(*map(set, nodes)) if nodes and is_class else set()
+    if is_class and identity.partition(".")[0] not in PACKAGES:
         return _schema({key: value for key, value in values.items() if str(value).startswith("${")}, needed)
     return _schema({**dict.fromkeys(ARGUMENTS, ...), **values} if nodes else {}, needed)
 

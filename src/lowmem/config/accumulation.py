@@ -1,12 +1,12 @@
 """Gradient accumulation: how many micro-batches make one optimizer step.
 
-A window is the micro-batches of one optimizer step. The loader yields whole windows, each with its token count, so
-that every micro-batch's loss is divided by the tokens of the *window* before its backward pass: the update is that of
-one big batch, also where sequences differ in length and where an epoch ends in a short window. It saves activations
-(those of one micro-batch exist at a time) and costs nothing but smaller matrix products.
+A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its token count, so
+that every micro-batch's loss is divided by the tokens of the *window* before its backward pass. The update equals that
+of one large batch, even if sequences differ in length or an epoch ends in a short window. Accumulation saves
+activations (only one micro-batch's exist at a time); its only cost is smaller matmuls.
 
-Lightning's own accumulation weights a short last window too little (Lightning #19987) and gives every micro-batch the
-same weight whatever its tokens (#20350); its schedules know epochs only (#21583).
+Lightning's own accumulation weights a short last window too little (Lightning #19987), gives every micro-batch the same
+weight whatever its number of tokens (#20350), and schedules by epoch only (#21583).
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from lowmem.system.errors import Refused
 
 @dataclass(frozen=True)
 class WindowSize:
-    """Says how many micro-batches a window has. An epoch's last window has the micro-batches that are left.
+    """The number of micro-batches in each window. The last window of an epoch may be shorter.
 
     Args:
         sizes: first epoch or window -> micro-batches from there on.
-        by: the unit of the keys of `sizes`. Windows are optimizer steps, also those that fp16 skipped.
+        by: the unit of the keys of `sizes`. Windows are optimizer steps, including steps that fp16 skipped.
     """
 
     sizes: Mapping[int, int]
@@ -38,7 +38,7 @@ class WindowSize:
 
 
 def fixed(batches: int) -> WindowSize:
-    """Returns windows that all have the same number of micro-batches."""
+    """Returns windows of `batches` micro-batches each."""
     if not _counts(batches):
         raise Refused(
             f"accumulation.batches={batches}: an optimizer step needs at least one micro-batch. Type "
@@ -48,7 +48,7 @@ def fixed(batches: int) -> WindowSize:
 
 
 def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
-    """Returns windows of as many micro-batches as make `size` sequences per optimizer step, over all devices."""
+    """Returns windows whose micro-batches add up to `size` sequences per optimizer step, over all devices."""
     sequences = batch_size * devices
     if not _counts(size) or size % sequences:
         near = max(1, round(size / sequences)) * sequences
@@ -65,12 +65,13 @@ def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
 
 
 def by_step(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns windows whose size depends on how many are done: `{0: 3, 101: 4}` is three micro-batches, then four."""
+    """Returns windows whose size depends on the number of completed windows: `{0: 3, 101: 4}` is three micro-batches,
+    and four from window 101 on."""
     return WindowSize(_checked(sizes), "window")
 
 
 def divisors(n: int) -> list[int]:
-    """Returns the sizes of a micro-batch with which `n` sequences make full windows."""
+    """Returns the micro-batch sizes by which `n` sequences are divisible."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

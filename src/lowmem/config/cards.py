@@ -1,9 +1,10 @@
 """Cards: how much of their memory a run can use, and how fast they are.
 
-A run can use less than a card's name says: firmware reserves some of its memory, and CUDA's context takes some more.
-conf/gpu.yaml lists cards by name, with the memory that torch reports and the bytes of the context. For a bare size such
-as 12GiB a share stays free and the context is assumed. For a card in this machine CUDA reports the free memory, from
-which the context is already subtracted, so that it is counted once. This module imports nothing heavy.
+A run can use less memory than a card's nominal size: firmware reserves a part, and the CUDA context takes another.
+conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context. For a bare size such
+as 12GiB, a share stays free and the size of the context is assumed. For a card in this machine CUDA reports the free
+memory, from which the context is already subtracted, so the context is not counted again. This module imports nothing
+heavy.
 """
 
 from collections.abc import Mapping
@@ -19,22 +20,26 @@ from lowmem.memory import cap
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
-SPARE = 0.02  # share of a bare size that stays free
-CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; the few that have more are the largest
-COMMUNICATOR = 512 * MIB  # of NCCL, for each group of ranks that exchange: 0.5 to 1 GiB were seen (nccl#864, nccl#1685)
+SPARE = 0.02  # share of a bare size that is kept free
+CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; only the largest cards have more
+COMMUNICATOR = 512 * MIB  # of NCCL, per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
 LATER = 160 * MIB  # for kernels that load at their first call: 20 to 70 MiB were published, an H200 took 158
-# The first compute capability whose cards multiply in a dtype. One without tensorfloat32 computes it in fp32.
+# dtype -> the lowest compute capability with matmuls in it. Cards without tensorfloat32 compute in fp32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
-# Bytes of cuBLAS's workspace, which torch's allocator holds once for each thread that has multiplied matrices:
-# getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, measured on an H200
+# Bytes of cuBLAS's workspace. torch's allocator holds one for each thread that has run a matmul: getChosenWorkspaceSize
+# in aten/src/ATen/cuda/CublasHandlePool.cpp, measured on an H200.
 WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
-WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large one
-REFERENCE = "rtx3060"  # its rates are assumed for a bare size if no card is here
+WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large workspace
+REFERENCE = "rtx3060"  # its speeds are assumed for a bare size if this machine has no card
 
 
 class Link(NamedTuple):
-    """The link between host and card. Args: up, down: bytes per second to the card and from it, one direction alone;
-    duplex: share of `up` that is left while other bytes come down at their full rate."""
+    """The link between host and card.
+
+    Args:
+        up, down: bytes per second to the card and from it, in one direction at a time.
+        duplex: share of `up` that remains while `down` runs at its full rate.
+    """
 
     up: float
     down: float
@@ -43,11 +48,15 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """Describes a card that a plan is made for.
+    """A card that a plan is made for.
 
-    Args: size: bytes that a run may need; says: a name for these bytes; context_bytes: bytes that torch cannot reserve;
-    rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among its flops; None: as measured on
-    the card of this machine, or those of REFERENCE; name: the card whose rates they are.
+    Args:
+        size: bytes that a run may use.
+        says: describes `size` in messages.
+        context_bytes: bytes that torch cannot reserve.
+        rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among its flops; None: as measured
+            on the card of this machine, or the rates of REFERENCE.
+        name: the card that the rates belong to.
     """
 
     size: int
@@ -58,8 +67,8 @@ class Card:
     name: str | None = None
 
     def multiplies(self, dtype: str) -> bool:
-        """Returns whether the card multiplies in this dtype itself. Others emulate it: torch reports bf16 as supported
-        on them, and takes twice the time of fp32."""
+        """Returns whether the card has hardware for matmuls in this dtype. Other cards emulate it: torch reports that
+        they support bf16, but a matmul takes twice as long as in fp32."""
         if dtype not in MULTIPLIES:
             raise Refused(
                 f"It is not known which cards have matrix products in {dtype}. Add {dtype} to MULTIPLIES in "
@@ -69,10 +78,11 @@ class Card:
 
 
 def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
-    """Returns the card for 'rtx3060' or '12GiB'; None, if none was typed, stands for the card in this machine.
+    """Returns the card for 'rtx3060' or '12GiB'. Returns None if nothing was typed, which means the card in this
+    machine.
 
     Raises:
-        Refused: neither a size nor a name of conf/gpu.yaml.
+        Refused: the value is neither a size nor a name of conf/gpu.yaml.
     """
     if name_or_size is None:
         return None
@@ -83,12 +93,12 @@ def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
 
 
 def here() -> Card:
-    """Returns this process's CUDA device with the memory that others leave free.
+    """Returns this process's CUDA device, with the memory that other processes leave free.
 
     Raises:
-        Refused: there is no CUDA device.
+        Refused: this machine has no CUDA device.
     """
-    import torch  # not above: a command reads sizes before it needs torch
+    import torch  # imported late: a command reads sizes before it needs torch
 
     if not torch.cuda.is_available():
         raise Refused(
@@ -120,7 +130,7 @@ def workspace(capability: float, deterministic: bool) -> int:
 
 
 def nearest(word: object) -> list[str]:
-    """Returns all names: first those that begin with `word`, then those with a similar spelling."""
+    """Returns all card names: first the names that begin with `word`, then the others by similarity."""
     word = str(word).lower()
     return sorted(get_close_matches(word, cards(), len(cards()), 0), key=lambda name: not name.startswith(word))
 

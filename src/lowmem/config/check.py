@@ -1,8 +1,8 @@
-"""Refuses a run that cannot work before anything heavy is built, with one sentence for each error and all at once.
+"""Refuses a run that cannot work before anything heavy is built. All errors are reported at once, in a sentence each.
 
-Cheap checks come first (`settled`, `check_places`), before torch is imported; then those that import the classes that a
-yaml names (`check`).
-Errors that only the data or the weights show are raised where those are read, with the same exception.
+Cheap checks run first, before torch is imported (`settled`, `check_places`); `check` then imports the classes that a
+yaml names. Errors that only show in the data or the weights are raised, as the same exception, by the code that reads
+them.
 """
 
 import inspect
@@ -25,20 +25,20 @@ from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.scratch_file import PAGE, Drive, is_memory
 
-# Names under which a model's config may have the length of the longest sequence.
+# Keys of a model's config that may hold the maximum sequence length.
 POSITIONS = ("max_position_embeddings", "n_positions")
-OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name something trained
+OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name a trained run or model
 TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # in a yaml
-# lowmem's own keys of conf/optim. All others are arguments of the class that a yaml names.
+# lowmem's own keys of conf/optim. All other keys are arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
 def settled(cfg: Config) -> Run:
-    """Returns the run of a composed config, and a run as it is.
+    """Returns the run of a composed config. A `Run` is returned unchanged.
 
     Raises:
-        Refused: values of a wrong type or range, keys that nothing reads, interpolations of missing keys, all at once;
-            or values that contradict each other.
+        Refused: wrong types or ranges, unknown keys, and interpolations of missing keys, all at once; or values that
+            contradict each other.
     """
     if isinstance(cfg, Run):
         return cfg
@@ -56,7 +56,7 @@ def settled(cfg: Config) -> Run:
 
 def _errors(cfg: DictConfig) -> list[str]:
     missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
-    for key in cfg:  # so that an interpolation that leads nowhere is reported where it stands
+    for key in cfg:  # reports an interpolation of a missing key under the key that contains it
         key in missing or cfg[key]
     if missing := missing or OmegaConf.missing_keys(cfg):
         return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
@@ -69,8 +69,14 @@ def _errors(cfg: DictConfig) -> list[str]:
 
 
 def check(run: Run, choices: Mapping[str, str]) -> None:
-    """Checks a run whose values are settled. Args: choices: group -> chosen yaml, to name the file of an error. Raises:
-    Refused."""
+    """Checks a run whose values are settled.
+
+    Args:
+        choices: group -> chosen yaml, to name the file in an error.
+
+    Raises:
+        Refused: the run cannot work.
+    """
     errors = [*_keys(run, choices)]
     errors = errors or [*refused(run), *_savers(run), *_metric(run.metric)]
     if errors:
@@ -79,7 +85,7 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 
 
 def check_values(run: Run) -> None:
-    """Checks the values against each other. `schema.py` has checked their types and ranges."""
+    """Checks combinations of values. `schema.py` has checked their types and ranges."""
     if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
         raise Refused(f"{' and '.join(works)}: one command can use only one of these keys. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
@@ -114,7 +120,7 @@ def check_values(run: Run) -> None:
 
 
 def _check_data(run: Run) -> None:
-    """Checks early what a data source would refuse when it is opened, as far as its keys show it."""
+    """Refuses early, from the keys alone, data settings that the source would refuse when it is opened."""
     data = run.data.arguments
     if (sources := data.get("parts")) is not None:
         values.checked_shares(sources, data.get("shares"))
@@ -132,11 +138,11 @@ def _check_data(run: Run) -> None:
 
 
 def check_places(run: Run) -> None:
-    """Checks that named files and folders exist, or can be made. Whoever reads them checks again; this check does not
-    wait for torch.
+    """Checks that named files and folders exist or can be created. The code that reads them checks again; this check
+    runs before torch is imported.
 
     Raises:
-        Refused: there is no such run, text or encoding.
+        Refused: a run, text file or encoding does not exist.
     """
     for key in OF_A_RUN:
         if (
@@ -165,7 +171,7 @@ def check_places(run: Run) -> None:
 
 
 def _check_drive(folder: str) -> None:
-    """Checks that files can be made in a folder for masters and optimizer state. `plan/` compares its space."""
+    """Checks that files can be created in the folder for masters and optimizer state. `plan/` checks the free space."""
     if is_memory(Path(folder).expanduser()):
         raise Refused(
             f"weights.drive={folder}: the files of this folder are in host memory (tmpfs), so the drive would save no "
@@ -183,9 +189,13 @@ def _check_drive(folder: str) -> None:
 
 
 def _check_texts(section: str, data: Mapping) -> None:
-    """Checks the files of a data source. Args: section: its key, `data` or `data.parts.<name>`. A name that a hub
-    may know is checked when the hub is asked, and a source of other people's is not checked."""
-    if not data.get("_target_", "lowmem.").startswith("lowmem."):  # a part without a class is refused by the mixture
+    """Checks the files of a data source. Hub ids are checked later, when the hub is asked, and sources outside lowmem
+    are not checked.
+
+    Args:
+        section: key of the source, `data` or `data.parts.<name>`.
+    """
+    if not data.get("_target_", "lowmem.").startswith("lowmem."):  # the mixture itself refuses a part without a class
         return
     for key, places in (("path", [data.get("path")]), ("val_path", _val_places(data))):
         for place in places:
@@ -208,13 +218,13 @@ def no_such_run(key: str, place: str) -> Refused:
 
 
 def check_hub_id(key: str, name: str) -> None:
-    """Raises Refused for a name that is no folder of this machine and cannot be one of a hub."""
+    """Raises Refused for a name that is neither a folder on this machine nor a valid hub id."""
     if name.startswith(("/", "~", ".")) or name.count("/") > 1:
         raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
 
 
 def _val_places(data: Mapping) -> list[str]:
-    """Returns the validation paths: none, one, or one for each named set."""
+    """Returns the validation paths: an empty list, one path, or one for each named set."""
     val_path = data.get("val_path")
     return [] if val_path is None else [val_path] if isinstance(val_path, str) else list(val_path.values())
 
@@ -224,7 +234,7 @@ def _is_there(place: str) -> bool:
         Path(os.path.expanduser(place)).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (OSError, ValueError):  # reading it will say why it cannot be read
+    except (OSError, ValueError):  # the code that reads the file reports why it cannot be read
         return True
     return True
 
@@ -238,13 +248,13 @@ def _is_count(value: object) -> bool:
 
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each key that the yaml's class or function does not take."""
+    """Yields a sentence for each key that the yaml's class or function does not accept."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
         try:
             takes = inspect.signature(get_object(node["_target_"])).parameters
-        except Exception as error:  # the user is told whatever the import raises
+        except Exception as error:  # an import may raise anything, and the user sees it
             why = str(error).splitlines()[-1]
             yield f"{yaml}: {node['_target_']} cannot be imported ({why}).{moved(node['_target_'])}"
             continue
@@ -264,8 +274,8 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns a sentence with the `_target_` of conf/ with the same last name: modules have moved since people wrote
-    their own yamls. The sentence is empty if there is none."""
+    """Returns advice for a user's own yaml whose module was moved: the `_target_` in conf/ with the same last name.
+    Empty if conf/ has none."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
@@ -275,7 +285,8 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a sentence for each callback that would save its own checkpoints: inside windows and unverified."""
+    """Yields a sentence for each callback that would save its own checkpoints, which would be unverified and inside
+    windows."""
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):
@@ -343,7 +354,8 @@ def _device(device: str, snapshot: bool) -> None:
 
 
 def check_positions(seq_len: int, positions: int | None) -> None:
-    """Raises Refused if a row is longer than the model's positions. Args: positions: None if there is no limit."""
+    """Raises Refused if a row is longer than the model's maximum sequence length. Args: positions: that maximum, or
+    None."""
     if positions is not None and seq_len > positions:
         raise Refused(
             f"seq_len={seq_len}: this model supports sequences of up to {positions} tokens. Type seq_len={positions} "

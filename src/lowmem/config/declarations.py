@@ -1,22 +1,22 @@
-"""Reads what techniques declare: properties that checks, the planner and advice need to know, and no name of a
-technique.
+"""Reads the properties that techniques declare for checks, the planner and advice, so that no code compares the name of
+a technique.
 
-Each conf/<group>/<name>.yaml is a technique and has its properties under `declares`. Precisions, losses, adapters and
-strategies are classes of ours: what their code decides is an attribute of the class, which `Run` offers
+Each conf/<group>/<name>.yaml is a technique, and has its properties under `declares`. Precisions, losses, adapters and
+strategies are lowmem's own classes: properties that their code decides are class attributes, which `Run` offers
 (`run.loss_class.head_in_tiles`).
 
-Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Methods
-that a class leaves out have a default there, so that nobody asks with `hasattr`:
+Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Optional
+methods have a default there, so that no caller needs `hasattr`:
 
     an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it steps 16 bits itself
-    a precision        `BasePrecision` of `techniques/precision/contract.py`, `SixteenBitWeights` beside it
+    a precision        `BasePrecision` of `techniques/precision/contract.py`, or its `SixteenBitWeights`
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
     an adapter         `Adapter` of `techniques/adapter/contract.py`
     a strategy         `OneDevice` of `techniques/strategy/contract.py`
-    a data set         `StoredSource` of `data/opening.py`; `Openable` if it keeps no tokens on disk
+    a data set         `StoredSource` of `data/opening.py`; `Openable` if it stores no tokens on disk
     a kind of record   `Encoder` of `data/sources/source.py`
     a way to make rows `Rows` of `data/loader.py`
-    a layer of fewer bits `Packed` of `model/trainable.py`
+    a quantized layer  `Packed` of `model/trainable.py`
 """
 
 import re
@@ -32,40 +32,41 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# Groups that the planner may change. It leaves all other groups as they were typed.
-CHANGEABLE = ("precision", "optim")  # groups that change what a training computes, not only how
-COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same in other ways
-PLACED = "weights"  # the group that says where weights wait; what a step does depends on it
-SHARED = "strategy"  # the group that says how several devices share one training
+# Groups that the planner may change. It keeps the typed choice of every other group.
+CHANGEABLE = ("precision", "optim")  # groups that change the result of training, and not only how it is computed
+COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same result in different ways
+PLACED = "weights"  # the group that decides where idle weights are stored, on which the kind of step depends
+SHARED = "strategy"  # the group that decides how devices share one training
 
 
 @dataclass(frozen=True)
 class Technique:
-    """Holds the declared properties of a technique. All have a default, and most concern one group.
+    """The declared properties of a technique. All have defaults, and most concern one group.
 
     Any group:
-        saves: category of bytes -> the largest share of the shipped run's bytes that is left; empty if it saves
-        nothing. tried: the planner may choose it unasked: it needs no other lr and keeps the update's quality. advised:
-        it is the first of its group to try when memory runs out. generates_code: it generates code while it runs, with
-        a C++ compiler on a CPU and with Triton on a card. compiles_blocks: it compiles blocks, whose allocations cannot
-        be traced.
+        saves: category of bytes -> the largest share that remains of the default run's bytes; empty if it saves
+            nothing.
+        tried: the planner may choose it on its own: it needs no other lr and keeps the quality of updates.
+        advised: the first of its group to recommend when memory runs out.
+        generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card.
+        compiles_blocks: it compiles blocks, whose allocations cannot be traced.
     precision:
-        tried_without_bf16: the planner may choose it for a card without bf16 products.
+        tried_without_bf16: the planner may choose it for a card without bf16 matmuls.
     optim:
-        update_of: the optimizer whose update it makes with another state; None: the update is its own.
-        state_bits: bits of an element of its state.
+        update_of: the optimizer with the same update and another state; None: the update is its own.
+        state_bits: bits per element of its state.
         on_host: the optimizer with the same state that steps masters in host memory.
         pages: its state moves to host memory by itself.
-        steps_on_shapes: its step consists of torch operators, which compute shapes too.
-        needs_whole: its step on some rows of a matrix differs from its step on the full matrix.
-        cpu_factor: how many times longer than its bytes at the bandwidth of memory its update takes on a CPU.
+        steps_on_shapes: its step consists of torch operators, which also run on tensors without memory.
+        needs_whole: it must step a matrix as a whole; a step on some rows gives another result.
+        cpu_factor: time of its update on a CPU, relative to the time that memory bandwidth alone would need.
     gradient_checkpointing:
-        keeps_all: it stores every activation, and nothing is computed again.
-        joins_blocks: several blocks are computed again at once.
-        inputs_on_host: the inputs of blocks wait in host memory.
+        keeps_all: it stores every activation and recomputes nothing.
+        joins_blocks: it recomputes several blocks at once.
+        inputs_on_host: the inputs of blocks are offloaded to host memory.
         sees_operators: it decides for each operator of a block whether its result is stored.
     loss:
-        of_rated: its answers were rated one by one, so that rows are single answers and not pairs.
+        of_rated: answers are rated one by one, so rows are single answers and not pairs.
     strategy:
         one_process: it starts no ranks.
     """
@@ -93,7 +94,7 @@ class Technique:
 
 @cache
 def groups() -> tuple[str, ...]:
-    """Returns the groups with a technique that declares something, in the order of conf/config.yaml."""
+    """Returns the groups in which a technique declares a property, in the order of conf/config.yaml."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     names = [key for line in defaults if isinstance(line, dict) for key in line]
     return tuple(group for group in names if any(map(_declares, (CONF / group).glob("*.yaml"))))
@@ -104,10 +105,10 @@ def _declares(file: Path) -> bool:
 
 
 def technique_of(node: BaseModel | None, group: str) -> Technique:
-    """Returns what a group's node declares. Args: node: None if the run has no such group.
+    """Returns the declared properties of a group's node. Args: node: None if the run does not have the group.
 
     Raises:
-        Refused: a key that no technique declares.
+        Refused: a declared key that does not exist.
     """
     return _technique(getattr(node, "declares", None) or {}, group)  # theirs: any model of the schema
 
@@ -124,10 +125,10 @@ def class_of(group: str, name: str) -> type:
 
 @cache
 def techniques(group: str) -> dict[str, Technique]:
-    """Returns the properties of every yaml of a group, by name.
+    """Returns name -> declared properties, for every yaml of a group.
 
     Raises:
-        Refused: a key that no technique declares.
+        Refused: a declared key that does not exist.
     """
     properties = {}
     for file in sorted((CONF / group).glob("*.yaml")):

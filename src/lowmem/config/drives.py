@@ -1,6 +1,6 @@
-"""Drives: the folder for what a run's host has no room for, and the bytes that it may take there.
+"""Drives: the folder for data that do not fit in host memory, and the bytes that may be stored there.
 
-plan.py's `drive=` is a folder of this machine, whose free space counts, or the size of a drive in mind. Drives are sold
+plan.py's `drive=` is a folder of this machine, whose free space counts, or the size of a planned drive. Drives are sold
 in powers of ten, so a size may also end in GB or TB. This module imports nothing heavy.
 """
 
@@ -12,23 +12,27 @@ from pathlib import Path
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
 
-FOLDER = "FOLDER"  # stands for a folder of a drive of which only the size was typed
+FOLDER = "FOLDER"  # placeholder for the folder, if only the size of a drive was typed
 DECIMAL = {"GB": 10**9, "TB": 10**12}
-# Assumed bytes per second: what NVMe drives with four lanes of PCIe 4 sustain, once their cache is full
+# Assumed bytes per second: sustained by NVMe drives on four lanes of PCIe 4 once their cache is full
 READ, WRITTEN = 3.5e9, 1.5e9
 
 
 @dataclass(frozen=True)
 class DriveSpace:
-    """Describes a drive that a run may use. Args: folder: on it; size: bytes that are free there."""
+    """The space on a drive that a run may use. Args: folder: a folder on it; size: its free bytes."""
 
     folder: str
     size: int
 
 
 def space(folder_or_size: str | None, folder: str | None = None) -> DriveSpace | None:
-    """Returns the space on a drive; None: there is none. Args: folder_or_size: plan.py's `drive`; folder: the run's
-    `weights.drive`, if it has one."""
+    """Returns the space on a drive, or None if the run uses none.
+
+    Args:
+        folder_or_size: plan.py's `drive`.
+        folder: the run's `weights.drive`, if set.
+    """
     size = None if folder_or_size is None else size_of(folder_or_size)
     folder = folder or (folder_or_size if size is None else FOLDER)
     if folder is None:
@@ -50,6 +54,6 @@ def size_of(folder_or_size: str) -> int | None:
 
 
 def existing(folder: str) -> Path:
-    """Returns a folder, or if it is not there the folder above it in which it would be made."""
+    """Returns a folder, or its closest parent that exists."""
     path = Path(folder).expanduser().absolute()
     return next(place for place in (path, *path.parents) if place.is_dir())

@@ -1,4 +1,4 @@
-"""Makes the objects that the `_target_`s of a config name."""
+"""Creates the objects that the `_target_`s of a config name."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,10 @@ from lowmem.system.errors import Refused
 
 
 def instantiate(node: BaseModel | Mapping, **more: object) -> object:
-    """Calls Hydra's `instantiate`, raises a `Refused` of the called class as it is, and leaves out `declares`.
+    """Calls Hydra's `instantiate` without `declares`. A `Refused` that the called class raises is passed on unchanged.
 
-    Args: more: arguments that replace the node's own.
+    Args:
+        more: arguments that override the node's.
     """
     node = node.model_dump(by_alias=True) if isinstance(node, BaseModel) else dict(node)
     node.pop("declares", None)

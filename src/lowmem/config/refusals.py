@@ -1,7 +1,7 @@
-"""Lists combinations that cannot work, each with the sentence that refuses it.
+"""Lists combinations that cannot work, each with its error message.
 
-The list is complete: a combination that is not in it, and that no technique refuses for the sake of the model, is
-tested. For each refusal a test of `tests/config/test_refusals.py` runs the combination and shows what would happen.
+The list is complete: every combination that is neither listed here nor refused by a technique because of the model is
+tested. For each refusal, a test of `tests/config/test_refusals.py` runs the combination and shows what would happen.
 """
 
 import shutil
@@ -13,10 +13,11 @@ from lowmem.config.settle import Run
 
 
 class Refusal(NamedTuple):
-    """Describes a refused combination.
+    """A refused combination.
 
-    Args: applies: returns whether a run is refused; says: the sentence: what was asked, why it cannot work, what to
-    type instead.
+    Args:
+        applies: returns whether a run is refused.
+        says: the message: what was asked for, why it cannot work, and what to type instead.
     """
 
     applies: Callable[[Run], bool]

@@ -1,8 +1,9 @@
-"""Declares every key once: its type, its range and the words that ask for a right value.
+"""Declares every key once: its type, its range, and how an error message describes a valid value.
 
 `Keys` is conf/config.yaml. A technique's yaml needs no entry: its values show the types of its arguments, and
-`ARGUMENTS` adds ranges for names that mean the same in all classes of `PACKAGES`. A class's signature says which names
-it takes (`check.py`), and for a class of other people's nothing else is known. This module imports nothing heavy.
+`ARGUMENTS` adds ranges for names that have one meaning in all classes of `PACKAGES`. The signature of a class says
+which names it accepts (`check.py`); nothing else is known about classes of other packages. This module imports nothing
+heavy.
 """
 
 import re
@@ -22,13 +23,13 @@ from lowmem.system.units import steps_or_seconds
 
 
 def _words(words: str, annotation: Any, **bounds: Any) -> Any:
-    """Returns a type with its range and the words that ask for a right value. They follow 'give', unless they begin
-    with 'set' or 'leave'."""
+    """Returns a type with its range and a description of valid values. In a message, 'give' is put before the
+    description, unless it begins with 'set' or 'leave'."""
     return Annotated[annotation, Field(description=words, **bounds)]
 
 
 def _read_by(read: Callable[[Any], object]) -> AfterValidator:
-    """Returns a validator that admits what `read` does not refuse."""
+    """Returns a validator that accepts every value that `read` does not refuse."""
 
     def check(value: Any) -> Any:
         try:
@@ -71,7 +72,7 @@ def _never(_: object) -> None:
 
 _steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
 SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
-CARDS = "<cards>"  # a sentence has the names of all cards here, the one nearest to the typed word first
+CARDS = "<cards>"  # placeholder for the names of all cards, the most similar name first
 
 Switch = _words("true or false", bool)
 Text = _words("a string", str, min_length=1)
@@ -113,18 +114,18 @@ class Section(BaseModel):
 
 
 class Node(BaseModel):
-    """Describes a node with a `_target_`. The function `arguments` knows the types of its arguments."""
+    """A node with a `_target_`. The function `arguments` knows the types of its arguments."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
 
     def plain(self) -> dict[str, Any]:
-        """Returns the node as its yaml has it, with `_target_`."""
+        """Returns the node with `_target_`, as its yaml has it."""
         return self.model_dump(by_alias=True)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of its class."""
+        """Returns the arguments of the node's class."""
         return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
 
 
@@ -165,7 +166,7 @@ class EarlyStop(Section):
     watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
-# Arguments of Lightning's Trainer that a key of a run sets.
+# Arguments of Lightning's Trainer that have their own key in a run.
 SET_BY = {
     "accelerator": "device",
     "accumulate_grad_batches": "accumulation",
@@ -269,10 +270,9 @@ class PlanKeys(Keys):
     rows: Count
 
 
-# Packages whose classes are in yamls that ship. In other people's classes `path`, `target` or `alpha` are other things.
+# Packages of the shipped yamls. In other packages `path`, `target` or `alpha` may mean something else.
 PACKAGES = ("lowmem", "torch", "torchao", "bitsandbytes", "lightning", "hydra_plugins")
-# The types of their arguments by name. An argument that is missing here has the type of its value in the yaml, where a
-# whole number is a count.
+# Types of arguments by name. Any other argument has the type of its value in the yaml; an integer there means a count.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -344,22 +344,24 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Returns a sentence for every wrong value and for every key that nothing reads.
+    """Returns a sentence for every wrong value and for every unknown key.
 
-    Args: is_taken_over: True for a path of keys whose value an interpolation takes from another key.
+    Args:
+        values: the resolved config.
+        is_taken_over: returns True for a path of keys whose value is an interpolation of another key.
     """
     sentences = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
         sentences += _sentences(arguments(_identity(node)), node, path)
-    # a wrong value that was only taken over is reported where it was typed
+    # report a wrong value where it was typed, and not where an interpolation copies it
     typed = [sentence for path, sentence in sentences if not is_taken_over(path)]
     return list(dict.fromkeys(typed or [sentence for _, sentence in sentences]))
 
 
 @cache
 def arguments(identity: str) -> type[BaseModel]:
-    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. It is empty if
-    no yaml names it; of other people's classes it has only what is taken over from another key, such as ${lr}."""
+    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. The schema is
+    empty if no yaml names it. For classes of other packages it contains only interpolated arguments, such as ${lr}."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}
@@ -372,13 +374,13 @@ def arguments(identity: str) -> type[BaseModel]:
 
 @cache
 def _texts() -> tuple[str, ...]:
-    """Reads every yaml of conf/ once: each `_target_` is looked up in all of them."""
+    """Reads every yaml of conf/ once, since each `_target_` is searched for in all of them."""
     return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
 
 
 def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
-    """Returns the schema of keys with these values. Args: needed: keys that must not be missing."""
-    fields = {  # pydantic's own names do not begin with `_`
+    """Returns a schema for keys with these values. Args: needed: required keys."""
+    fields = {  # pydantic forbids field names that begin with `_`
         f"argument_{number}": (_kind(key, value), Field(... if key in needed else None, alias=key))
         for number, (key, value) in enumerate(values.items())
     }
@@ -386,7 +388,7 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 
 def _kind(key: str, default: object) -> Any:
-    """Returns the type of an argument from its name, or from its value in the yaml; null and ??? show no type."""
+    """Returns the type of an argument, from its name or from its value in the yaml (null and ??? have no type)."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
@@ -418,7 +420,7 @@ def _identity(node: Mapping) -> object:
 
 
 def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
-    """Yields (path, sentence) for each of the `values` that does not fit the schema."""
+    """Yields (path, sentence) for each of the `values` that does not match the schema."""
     try:
         schema.model_validate(values)
     except ValidationError as refusal:
@@ -430,8 +432,12 @@ def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] 
 def _sentence(
     kind: str, place: tuple, values: Mapping, wordings: Mapping[tuple, str], above: tuple[str, ...]
 ) -> tuple[tuple, str]:
-    """Words an error of pydantic. Args: place: its location, which may end within a union; above: the path of
-    `values`."""
+    """Converts an error of pydantic to (path, sentence).
+
+    Args:
+        place: location of the error, which may end inside a union.
+        above: the path of `values`.
+    """
     if kind == "missing":
         key = ".".join(map(str, above + place))
         return above + place, f"{key} has no value: type {key}=<value>."
@@ -450,8 +456,7 @@ def _sentence(
 
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Returns the words that ask for a right value, by the path of a field; `*` stands for any name of a mixture's
-    source."""
+    """Yields (path of a field, description of valid values); `*` stands for any source of a mixture."""
     if "__pydantic_extra__" in schema.__annotations__:
         yield ("*",), "a _target_ and its arguments"
     for name, field in schema.model_fields.items():
@@ -473,6 +478,6 @@ def _at(values: Mapping, path: tuple[str, ...]) -> object:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as one would type it."""
+    """Returns a value as a user would type it."""
     spelled = {None: "null", True: "true", False: "false"}
     return spelled[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")

@@ -1,9 +1,9 @@
-"""Holds the settings of a run: `settled` of `check.py` makes a frozen `Run` of a composed config, once, and all other
+"""Holds the settings of a run. `settled` of `check.py` makes a frozen `Run` from a composed config once, and all other
 code reads the `Run`.
 
 A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
-Facts that become known later (the device, the steps of epochs=, a batch size that was searched for) make another `Run`
-of the same lines, in which every value that depends on them is computed again.
+Facts known only later (the device, the steps of epochs=, a batch size found by search) produce a new `Run` from the
+same overrides.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +24,14 @@ from lowmem.config.typed_lines import composed
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
 
-ORDERS = ("auto", "by_layer", "by_micro_batch")  # of weights.order
+ORDERS = ("auto", "by_layer", "by_micro_batch")  # values of weights.order
 
 
 class Run(schema.Keys):
-    """Holds all settings of a run. It does not change; `knowing` and `replacing` return another run."""
+    """All settings of a run, immutable. `knowing` and `replacing` return a new run."""
 
-    output_dir: str | None = None  # known as soon as there is a folder
-    device: str  # `Keys` admits fewer values; tests also use meta
+    output_dir: str | None = None  # None until the folder exists
+    device: str  # `Keys` allows fewer values; tests also use meta
     _draft: DictConfig = PrivateAttr()  # the composed config, with its interpolations
 
     @classmethod
@@ -44,36 +44,38 @@ class Run(schema.Keys):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Run":
-        """Returns the run of the values that `as_dict` returned."""
+        """Returns the run of values that were returned by `as_dict`."""
         return cls.from_draft(OmegaConf.create(values))
 
     def knowing(self, **facts: object) -> "Run":
-        """Returns a run with these values, in which the values that depend on them follow. A mapping changes only the
-        keys that it has."""
+        """Returns a run in which these values are set and all dependent values are computed again. A mapping changes
+        only the keys that it contains."""
         return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
-        """Returns a run in which a key such as adapter or model.architecture has this value and nothing of the old."""
+        """Returns a run in which a key such as adapter or model.architecture has exactly this value; nothing of the old
+        value is merged."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
         return Run.from_draft(draft)
 
     def sized(self) -> "Run":
-        """Returns a run with a number for batch_size, for work that does not depend on the number."""
+        """Returns a run in which batch_size=auto is 1, for work that does not depend on the batch size."""
         return self.knowing(batch_size=1) if self.batch_size == "auto" else self
 
     def resolved(self) -> "Run":
-        """Returns a run whose interpolations are replaced by their values, so that `knowing` changes single keys."""
+        """Returns a run whose interpolations are replaced by their values, so that `knowing` changes single keys
+        only."""
         return Run.read(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, from which `Run.read` makes the same run."""
+        """Returns plain values, from which `Run.read` recreates the run."""
         return OmegaConf.to_container(self._draft, resolve=True)
 
     # --- techniques ---------------------------------------------------------------------------------------------------
 
     def technique(self, group: str) -> Technique:
-        """Returns what the chosen technique of a group declares."""
+        """Returns the declared properties of a group's chosen technique."""
         return self._techniques[group]
 
     @cached_property
@@ -84,19 +86,19 @@ class Run(schema.Keys):
 
     @cached_property
     def runs_on(self) -> str:
-        """Returns cpu or cuda; device=auto takes CUDA where there is a card."""
-        import torch  # not above: a command's arguments are read before it is needed
+        """Returns "cpu" or "cuda". device=auto uses CUDA if available."""
+        import torch  # imported late: a command's arguments are read before torch is needed
 
         return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
     @cached_property
     def limit(self) -> int | None:
-        """Returns the bytes that the device's tensors may take; None without memory.limit."""
+        """Returns the bytes that tensors on the device may use; None without memory.limit."""
         return cap.parse_bytes(self.memory.limit)
 
     @property
     def device_bytes(self) -> int | None:
-        """Returns the bytes of the card, or of memory.limit; None: a CPU without a limit."""
+        """Returns the bytes of the card, or of memory.limit; None for a CPU without a limit."""
         import torch
 
         of_card = torch.cuda.get_device_properties().total_memory if self.runs_on == "cuda" else None
@@ -104,12 +106,13 @@ class Run(schema.Keys):
 
     @property
     def needs_compiler(self) -> bool:
-        """Returns whether a C++ compiler must generate code for a CPU; on a card Triton generates it."""
+        """Returns whether a C++ compiler is needed to generate code for a CPU. (On a card, Triton generates the
+        code.)"""
         return self.runs_on == "cpu" and any(self.technique(group).generates_code for group in ("optim", "compile"))
 
     @property
     def compiles_blocks(self) -> bool:
-        """Returns whether torch.compile compiles each block, so that its allocations are not seen."""
+        """Returns whether torch.compile compiles each block, which hides its allocations from the meter."""
         return self.technique("compile").compiles_blocks
 
     @property
@@ -118,29 +121,30 @@ class Run(schema.Keys):
 
     @property
     def loss_class(self) -> type:
-        """Returns the class of the loss, a `Loss`; a plain function is what that class says."""
+        """Returns the class of the loss, a `Loss`. A plain function counts as `Loss` itself."""
         return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
     def adapter_class(self) -> type:
-        """Returns the class of the adapter, an `Adapter`; a plain function is what that class says."""
+        """Returns the class of the adapter, an `Adapter`. A plain function counts as `Adapter` itself."""
         return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
     def exports_adapter(self) -> bool:
-        """Returns whether an export is an adapter without its base model. A base with random weights goes with it."""
+        """Returns whether an export contains the adapter alone. If the base model has random weights, it is exported,
+        too."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
 
     @property
     def strategy_class(self) -> type:
-        """Returns the class of the strategy, a `OneDevice`."""
+        """Returns the class of the strategy, a subclass of `OneDevice`."""
         return get_object(self.strategy.target)
 
     @property
     def offloads(self) -> bool:
-        """Returns whether a device's shard waits in host memory and is stepped there."""
+        """Returns whether a device's shard is offloaded to host memory and updated there."""
         return self.strategy.arguments.get("offload", False)
 
     @property
@@ -155,25 +159,25 @@ class Run(schema.Keys):
 
     @property
     def widens_as_sent(self) -> bool:
-        """Returns whether rank 0 may read weights in the fewer bits of their files, and widen them as it sends them."""
+        """Returns whether rank 0 may read weights in the narrower dtype of their files, and widen them when it sends
+        them."""
         return self.strategy_class.widens
 
     @property
     def saves_parts(self) -> bool:
-        """Returns whether each process writes its shard of the model and of the optimizer's state."""
+        """Returns whether each process saves its own shard of the model and of the optimizer state."""
         return self.strategy_class.divides
 
     @cached_property
     def data_ranks(self) -> int:
-        """Returns how many processes read data of their own."""
+        """Returns the number of processes that read different data."""
         return self.strategy_class.data_ranks(self.devices, **self.strategy.arguments)
 
     # --- the schedule -------------------------------------------------------------------------------------------------
 
     @cached_property
     def windows(self) -> WindowSize | None:
-        """Returns the sizes of windows; None while batch_size=auto, whose search ends at a size that is not known
-        yet."""
+        """Returns the sizes of windows; None with batch_size=auto, before the search has found a size."""
         if self.batch_size == "auto":
             return None
         shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
@@ -186,14 +190,14 @@ class Run(schema.Keys):
 
     @property
     def in_backward(self) -> bool:
-        """Returns whether each gradient steps its parameter as soon as it exists."""
+        """Returns whether each parameter is updated as soon as its gradient exists."""
         return self.optim.in_backward
 
     @property
     def early(self) -> bool:
-        """Returns whether masters step as their gradients arrive. A norm, or a loss scale, needs all gradients
+        """Returns whether masters are updated as their gradients arrive. Clipping and a loss scale need all gradients
         first."""
-        early = self.precision.arguments.get("early_step", True)  # as the classes default
+        early = self.precision.arguments.get("early_step", True)  # the default of the classes, too
         return self.masters and early and self.clip is None and not self.scales_loss
 
     # --- dtypes, and where weights are --------------------------------------------------------------------------------
@@ -204,7 +208,7 @@ class Run(schema.Keys):
 
     @property
     def plugins(self) -> list[schema.Node]:
-        """Returns the plugins of Lightning's Trainer: the precision, and those that were added to it."""
+        """Returns the plugins of Lightning's Trainer: the precision, and plugins that the user added."""
         return [self.precision, *self.trainer.plugins.values()]
 
     @property
@@ -215,26 +219,26 @@ class Run(schema.Keys):
 
     @property
     def multiplies_in(self) -> str:
-        """Returns the dtype of its matrix products' factors: float32, tensorfloat32, bfloat16 or float16."""
+        """Returns the dtype of matmul inputs: float32, tensorfloat32, bfloat16 or float16."""
         kind = self._precision_class
         return "tensorfloat32" if kind.tf32 else str(kind.dtype).removeprefix("torch.")
 
     @property
     def product_bytes(self) -> int:
-        """Returns the bytes of an element of activations, and of weights and gradients that travel between the host and
-        the device: they have the dtype of the products."""
+        """Returns the bytes per element of activations, and of weights and gradients that are copied between host and
+        device: all have the dtype of matmuls."""
         return self._precision_class.dtype.itemsize
 
     @property
     def loaded_in(self) -> str:
-        """Returns the dtype into which a model's files are read: float32, bfloat16 or float16. Weights with masters are
-        read in the masters' dtype. Where only an adapter is trained they have none, and are read as the device holds
-        them."""
+        """Returns the dtype to which a model's files are converted: float32, bfloat16 or float16. Weights with masters
+        are read in the masters' dtype. If only an adapter is trained, base weights have no masters and are read in the
+        dtype that the device stores."""
         return self.multiplies_in if self.masters and self.adapter_class.freezes_base else self.weights_dtype
 
     @property
     def rounds_weights(self) -> bool:
-        """Returns whether updated weights are rounded to 16 bits and the remainder is lost."""
+        """Returns whether updated weights are rounded to 16 bits, losing the remainder."""
         return self.weights_dtype != "float32" and not self.adapter_class.freezes_base
 
     @property
@@ -249,19 +253,20 @@ class Run(schema.Keys):
 
     @cached_property
     def streams(self) -> bool:
-        """Returns whether weights wait in host memory for the turn of their block."""
+        """Returns whether weights are in host memory and copied to the device block by block."""
         return get_object(self.weights.target).streams
 
     @property
     def begins(self) -> dict[str, bool | str]:
-        """Returns data.bos, and data.parts.<name>.bos of a mixture, by their keys; other data have no such key."""
+        """Returns key -> value of data.bos, or of data.parts.<name>.bos for a mixture; empty for data without this
+        key."""
         data = self.data.arguments
         sources = {"data": data} | {f"data.parts.{name}": source for name, source in data.get("parts", {}).items()}
         return {f"{name}.bos": source["bos"] for name, source in sources.items() if "bos" in source}
 
     @property
     def drive_folder(self) -> str | None:
-        """Returns the folder on a drive for masters and optimizer state; None: they stay in memory."""
+        """Returns the folder on a drive for masters and optimizer state; None if they are in memory."""
         return self.weights.arguments.get("drive")
 
     @property
@@ -271,11 +276,12 @@ class Run(schema.Keys):
 
     @property
     def order(self) -> str | None:
-        """Returns the order in which the micro-batches of a window pass through blocks whose weights stream; None: they
-        do not stream. By layer each micro-batch's inputs of blocks exist at once, so it is not for the device alone.
+        """Returns the order in which the micro-batches of a window pass through streamed blocks; None if weights do not
+        stream. With by_layer the block inputs of all micro-batches exist at once, so it is chosen only if they are
+        offloaded to the host.
 
         Raises:
-            Refused: there is no such order.
+            Refused: an unknown order.
         """
         order = self.weights.arguments.get("order")
         if order not in (None, *ORDERS):
@@ -286,17 +292,17 @@ class Run(schema.Keys):
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether all micro-batches of a window pass through a block before the next block comes."""
+        """Returns whether all micro-batches of a window pass through a block before the next block is copied."""
         return self.streams and self.order == "by_layer"
 
     @property
     def overlaps(self) -> bool:
-        """Returns whether several micro-batches of a window are under way at once."""
+        """Returns whether several micro-batches of a window are in progress at once."""
         return self.by_layer or self.strategy_class.overlaps_micro_batches
 
 
 class PlanRun(Run, schema.PlanKeys):
-    """Holds all settings of plan.py: a run, and the card and host that it is planned for."""
+    """All settings of plan.py: a run, and the card and host that it is planned for."""
 
 
 # The argument of `fit` and `plan`: a config that was composed elsewhere, for example in a notebook, or a run.
@@ -304,23 +310,26 @@ Config = DictConfig | Run
 
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
-    """Returns the run of typed lines. Args: lines: checked already; name: the yaml of conf/ that they change."""
+    """Returns the run of typed overrides. Args: lines: already checked; name: the yaml of conf/ that they override."""
     return Run.from_draft(composed(lines, name))
 
 
 def _class_of(node: schema.Node, base_name: str) -> type:
-    """Returns the class of a node if it derives from a base class, or the base class. Both are named, since they import
-    torch."""
+    """Returns the class of a node if it derives from the base class, else the base class. Classes are given by name,
+    since importing them imports torch."""
     kind, base = get_object(node.target), get_object(base_name)
     return kind if isinstance(kind, type) and issubclass(kind, base) else base
 
 
 @dataclass(frozen=True)
 class Command:
-    """Holds a run and the command that asked for it. In a notebook nothing was typed.
+    """A run and the command that asked for it. In a notebook nothing was typed.
 
-    Args: folder: for its results; choices: group -> chosen yaml, for messages; typed: the typed lines, for the summary;
-    lines: the same, with the steps of epochs=, from which recipes are composed.
+    Args:
+        folder: for its results.
+        choices: group -> chosen yaml, for messages.
+        typed: the typed overrides, for the summary.
+        lines: the typed overrides plus the steps of epochs=, from which recipes are composed.
     """
 
     run: Run

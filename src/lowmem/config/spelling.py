@@ -1,4 +1,5 @@
-"""Explains lines that Hydra cannot use: one sentence with the nearest right line replaces Hydra's page of text.
+"""Explains overrides that Hydra cannot use. A sentence that suggests the most similar valid override replaces Hydra's
+page of text.
 
 This module imports nothing heavy.
 """
@@ -31,10 +32,10 @@ from lowmem.config.typed_lines import (
 )
 from lowmem.system.errors import Refused
 
-NEAR = 0.65  # of difflib, for a flag, a choice of a group that was named, or a key of a section that was named
-CLOSE = 0.8  # for a key that may be anywhere: two letters exchanged in a word of five
+NEAR = 0.65  # similarity by difflib, for a flag, or a choice or key within a given group or section
+CLOSE = 0.8  # similarity for a key that may be anywhere: allows two swapped letters in a word of five
 ARCHITECTURE = "model.architecture."
-# What other trainers, or a guess, call a key; spelling alone would lead from each of them to another key.
+# names of keys in other trainers, or likely guesses -> the key here; spelling alone would suggest a wrong key
 OTHER_NAMES = {
     **dict.fromkeys(("checkpoint.every", "checkpoint_every", "save_steps"), "save_every"),
     **dict.fromkeys(("evaluate.every", "evaluate_every", "eval_steps"), "val_every"),
@@ -45,19 +46,24 @@ OTHER_NAMES = {
     "num_train_epochs": "epochs",
     "optimizer": "optim",
 }
-# What Lightning and other trainers call a precision; spelling alone would lead from fp16 to bf16.
+# names of precisions in Lightning and other trainers; spelling alone would suggest bf16 for fp16
 OTHER_PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "16-mixed"), "16"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "32-true"), "32"),
 }
-# group -> its choice for a file, folder or hub id, and the key that names it
+# group -> its choice for a file, folder or hub id, and the key for the name
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
 
 
 class TakenOut(NamedTuple):
-    """Describes a choice that an earlier lowmem had. Args: instead: the lines to type; why: the reason for its removal;
-    resumes: a run with `instead` reads its checkpoints."""
+    """A choice of an earlier lowmem that was removed.
+
+    Args:
+        instead: the overrides to type.
+        why: the reason of the removal.
+        resumes: whether a run with `instead` can read the old checkpoints.
+    """
 
     instead: str
     why: str
@@ -84,26 +90,26 @@ TAKEN_OUT = {
         resumes=True,
     ),
 }
-# the beginning of a key of an earlier lowmem -> today's
+# prefix of a key of an earlier lowmem -> its current prefix
 RENAMED = {
     "fit": "plan",
     "master.early_step": "precision.early_step",
     "trainer.plugins.precision.": "precision.",
 }
-LEFT_OUT = {  # keys that are gone, also from the lines of an earlier run -> why
+LEFT_OUT = {  # removed keys, dropped from the overrides of an earlier run, too -> why
     "master.skips_in_a_row": "one rule counts steps that are not finite, for all precisions",
     "weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are",
     "weights_dtype": "precision= also chooses the dtype of the weights",
 }
-IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices that have no yaml here
+IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices without a yaml in conf/
 
 
 def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
-    """Checks what can be checked line by line. Args: sweep: the lines are those of several jobs.
+    """Checks everything that can be checked line by line. Args: sweep: the lines belong to several jobs.
 
     Raises:
-        Refused: a line takes a group out, names a choice that does not exist or a folder without a name, sets a key
-            twice, changes what a technique declares, or has a glob() that names nothing.
+        Refused: a line removes a group, names a choice that does not exist or a folder without a name, sets a key
+            twice, changes a declared property of a technique, or has a glob() without matches.
     """
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
@@ -146,13 +152,13 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
 
 
 def renamed(line: str) -> str:
-    """Returns a line of an earlier lowmem with today's key."""
+    """Returns an override of an earlier lowmem with the current key."""
     begin = next((old for old in RENAMED if key(line) == old or (old[-1] == "." and key(line).startswith(old))), None)
     return line if begin is None else line.replace(begin, RENAMED[begin], 1)
 
 
 def sets_nothing(word: str) -> str:
-    """Returns a sentence about a word that is neither a line nor a flag of Hydra's."""
+    """Returns the message for a word that is neither an override nor a flag of Hydra."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.strip("+~") or "<key>"
     what = "there is no such flag" if word.startswith("-") else "this is not an override"
@@ -171,7 +177,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
         pass  # all keys exist, so the error has another cause
     if isinstance(error, OverrideParseException):
         return _unreadable(unquoted(error.override))
-    if isinstance(error, MissingConfigException) and error.options:  # one of Hydra's own groups
+    if isinstance(error, MissingConfigException) and error.options:  # a group of Hydra itself
         return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
         line = unquoted(several[1] or several[2])
@@ -181,7 +187,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
 
 
 def no_such_key(line: str, known: Iterable[str]) -> str:
-    """Returns a sentence about a line whose key is not `known`."""
+    """Returns the message for an override whose key is not in `known`."""
     name, _, value = line.lstrip("+").partition("=")
     if name in LEFT_OUT:
         return f"{name} was removed: {LEFT_OUT[name]}. Leave it out."
@@ -198,8 +204,8 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known dotted key that was probably meant: one with the same last name, or with a similar one. None:
-    none is close. Hydra's own keys are suggested for one of its sections only."""
+    """Returns the known dotted key that was probably meant: with the same or a similar last component; None if none is
+    similar. Hydra's own keys are suggested only if the word names a section of Hydra."""
     ours = (name for name in known if word.startswith("hydra.") or not name.startswith("hydra."))
     names = sorted(ours, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
@@ -211,11 +217,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         return siblings[near[0]]
     anywhere = {_last(name): name for name in reversed(names)} | ({} if parent else siblings)
     near = get_close_matches(last, anywhere, 1, CLOSE)
-    return next((anywhere[name] for name in near if name[0] in last[:2]), None)  # port is no export
+    return next((anywhere[name] for name in near if name[0] in last[:2]), None)  # do not suggest export for port
 
 
 def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
-    """Yields all dotted keys, those of sections too."""
+    """Yields all dotted keys, including sections."""
     for name, value in values.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -223,10 +229,10 @@ def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
-    """Yields a sentence for every key that does not exist."""
+    """Yields a sentence for every unknown key."""
     typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
     jobs = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
-    known = set.intersection(*jobs)  # each job of a sweep gets every line
+    known = set.intersection(*jobs)  # each job of a sweep gets all lines
     for line in typed:
         is_there = key(line) in known or is_group(key(line))
         if line[0] == "+" != line[1] and (is_there or key(line) in set.union(*jobs)):
@@ -238,7 +244,7 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
-    """Returns the keys that exist with these choices; in a sweep several sets, which have all choices of each group."""
+    """Returns the keys that exist with these choices: a set for each choice of a sweep, or a single set."""
     known = []
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
@@ -247,13 +253,13 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
 
 
 def _chosen(line: str) -> list[str]:
-    """Returns the choices of a group's line, several in a sweep."""
+    """Returns the choices in an override of a group; several in a sweep."""
     value = unquoted(quoted(line)).partition("=")[2]
     return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
 
 
 def _owners(name: str) -> list[str]:
-    """Returns the choices whose yaml has this key."""
+    """Returns the choices whose yaml contains this key."""
     group, _, last = name.partition(".")
     files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
     return [
@@ -273,7 +279,7 @@ def _choice_like(choice: str, group: str) -> str:
 
 
 def _of_place(group: str, place: str) -> str:
-    """Returns a sentence about a file, folder or hub id that was typed as the choice of a group."""
+    """Returns the message for a file, folder or hub id that was typed as the choice of a group."""
     choice, name = OF_A_PLACE[group]
     if group == "data":
         of_hub = not (os.path.exists(place) or place.startswith(("/", "~", ".")))
@@ -284,8 +290,8 @@ def _of_place(group: str, place: str) -> str:
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
-    """Returns a sentence about an argument that does not exist; a yaml need not list all arguments of an
-    architecture."""
+    """Returns the message for an argument that does not exist. (A yaml need not list all arguments of an
+    architecture.)"""
     existing = [name for name in known if name.startswith(ARCHITECTURE)]
     if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
         return no_such_key(line, existing)
@@ -309,9 +315,9 @@ def _groups() -> list[str]:
     return [folder.name for folder in CONF.iterdir() if is_group(folder.name)]
 
 
-@cache  # every typed line asks for it
+@cache  # called for every typed line
 def _needed() -> set[str]:
-    """Returns the groups that have a default."""
+    """Returns the groups that have a default choice."""
     defaults = parsed((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen = (item for item in defaults if isinstance(item, dict))
     return {group for item in chosen for group, choice in item.items() if choice is not None}

@@ -1,4 +1,4 @@
-"""Handles typed lines of key=value: as people write them, as Hydra reads them, and the config that they compose.
+"""Handles overrides (key=value): as users type them, as Hydra reads them, and the config that they compose.
 
 The command line reads its arguments with this module, so it imports nothing heavy.
 """
@@ -20,21 +20,21 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-# Keys whose value is text just as it was typed, whatever Hydra would make of its characters.
-FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created where they are missing
+# Keys whose value is taken literally, even if its characters have a meaning for Hydra.
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created if they are missing
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # they exist, here or on a hub
 PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.drive", "drive")
-UNSPLIT = (*FOLDERS, "may_change", "prompt")  # a comma separates nothing, not even in a sweep
+UNSPLIT = (*FOLDERS, "may_change", "prompt")  # commas do not separate values, not even in a sweep
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
-NAMED = ("data.val_path",)  # one place, or several by names
+NAMED = ("data.val_path",)  # a single path, or several paths by name
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
-# Pairs of keys that set one thing. When a run is resumed, the one that is typed now replaces both.
+# Pairs of alternative keys. When a run is resumed, typing one of them replaces both.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
-# What Hydra reads as itself: a word that is neither null, nor a number or a truth value in disguise.
+# Text that Hydra reads as text: a word that is not null, a number or a boolean.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), with which a sweep chooses values
+FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), which a sweep evaluates
 GLOB = re.compile(r"(?:^|(?<=,))\s*glob\(.*?\)", re.DOTALL)
 
 FLAGS = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-sc")
@@ -54,14 +54,14 @@ def as_mapping(lines: Iterable[str]) -> dict[str, str]:
 
 
 def keys_replaced(lines: Iterable[str]) -> set[str]:
-    """Returns the keys that these lines set, also under the other of two names."""
+    """Returns the keys that these overrides replace: their own, and the alternatives of EITHER."""
     keys = set(map(key, lines))
     return keys.union(*(pair for pair in EITHER if keys.intersection(pair)))
 
 
 def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[str]:
-    """Returns the keys that earlier lines set for a choice of a group, such as weights.drive for weights=streamed, if
-    another choice is typed now that has no such key."""
+    """Returns keys of the earlier overrides that the newly typed choices of groups do not have, such as weights.drive
+    after weights=resident; they must be dropped."""
     chosen = {group: name for group, name in as_mapping(typed).items() if is_group(group)}
     lost = set()
     for group, name in chosen.items():
@@ -74,7 +74,7 @@ def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[s
 
 
 def in_place_of(lines: Sequence[str]) -> list[str]:
-    """Returns lines that undo a key of an experiment's yaml if its alternative was typed."""
+    """Returns overrides that set a key to null if an experiment may set the key but its alternative was typed."""
     keys = set(map(key, lines))
     return [f"{name}=null" for name, other in EITHER if "experiment" in keys and other in keys and name not in keys]
 
@@ -89,17 +89,17 @@ def in_shell(name: str, value: object) -> str:
 
 
 def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
-    """Returns the lines that do not set these keys."""
+    """Returns the overrides that do not set any of these keys."""
     return [line for line in lines if key(line) not in keys]
 
 
 def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str]:
-    """Returns the lines after a recipe's values have replaced those of the same keys; None removes a key's line."""
+    """Returns the overrides with a recipe's values in place of earlier values; None removes the override."""
     return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
 
 
 def as_only_source(name: str) -> str:
-    """Returns the key of a mixture's source as if it were the only one: data.parts.code.path is a data.path."""
+    """Returns the key that a mixture's source would have as the only source: data.path for data.parts.code.path."""
     return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
 
 
@@ -108,10 +108,11 @@ def is_group(name: str) -> bool:
 
 
 def quoted(line: str, sweep: bool = False) -> str:
-    """Returns a line as Hydra must be given it: a group's choice 16 is no integer, and a path no expression.
+    """Returns an override quoted for Hydra, so that a group's choice 16 is not read as an integer, or a path as an
+    expression.
 
     Args:
-        sweep: commas separate values, also paths, unless the full text is an existing path.
+        sweep: commas separate values, also in paths, unless the full text is an existing path.
     """
     name, equals, value = line.partition("=")
     if equals and is_group(_group(line)):
@@ -132,13 +133,13 @@ def quoted(line: str, sweep: bool = False) -> str:
 
 
 def _group(line: str) -> str:
-    return key(line).partition("@")[0]  # precision of precision@package
+    return key(line).partition("@")[0]  # precision for precision@package
 
 
 def _enumerated(line: str) -> str:
-    """Returns the value of a group's line, with choice(), sort(), shuffle(), range() and glob() replaced by the choices
-    that they stand for: Hydra removes the quotes inside a function, and a job would get the integer 16. Commas may
-    separate several glob()."""
+    """Returns the value of a group's override with choice(), sort(), shuffle(), range() and glob() expanded to choices.
+    Hydra removes quotes inside a function, so a job would get the integer 16. Several glob() may be separated by
+    commas."""
     value = line.partition("=")[2]
     if "(" not in value:
         return value
@@ -148,15 +149,15 @@ def _enumerated(line: str) -> str:
         if any(isinstance(item, Glob) for item in items):
             return ",".join(dict.fromkeys(chain.from_iterable(_named(item, CONF / _group(line)) for item in items)))
         return ",".join(sweep.sweep_string_iterator())
-    except HydraException:  # the function is not a sweep, or cannot be read: Hydra says so
+    except HydraException:  # not a sweep function, or not readable: Hydra reports it
         return value
 
 
 def _named(item: object, group: Path) -> list[str]:
-    """Returns the choices that an item of a sweep over a group stands for."""
+    """Returns the choices for which an item of a sweep over a group stands."""
     if not isinstance(item, Glob):
         return ["null" if item is None else item.text if isinstance(item, QuotedString) else str(item)]
-    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # [16,32*] has an integer
+    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # in [16,32*], 16 is an integer
     return patterns.filter(sorted(file.stem for file in group.glob("*.yaml")))
 
 
@@ -175,19 +176,19 @@ def _is_number(value: str) -> bool:
 
 
 def unquoted(line: str) -> str:
-    """Returns a line as it was typed. Args: line: as Hydra was given it."""
+    """Returns an override as it was typed. Args: line: quoted for Hydra."""
     name, equals, value = line.partition("=")
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")
     if as_only_source(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
-        # Hydra escapes a quotation mark, and the backslashes before it or before the end; no other
+        # Hydra escapes a quotation mark and the backslashes right before it or before the end, and no other ones
         escaped = rf"(\\+)({value[0]}|\Z)"
         return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
     return line
 
 
 def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Separates arguments into Hydra's flags with their values, lines that set a key, and all others."""
+    """Separates arguments into Hydra's flags with their values, overrides, and all other arguments."""
     flags, lines, strays = [], [], []
     before = ""
     for word in arguments:
@@ -202,7 +203,7 @@ def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
-    """Composes the config `name` of conf/ with these lines, inside a command of Hydra's and outside of one.
+    """Composes the config `name` of conf/ with these overrides, whether or not Hydra is already initialized.
 
     Args:
         whole: keep Hydra's own section.
@@ -214,7 +215,7 @@ def composed(lines: Iterable[str], name: str = "config", whole: bool = False) ->
 
 
 def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = False) -> DictConfig:
-    """Composes as Hydra does, before typed lines win over experiments."""
+    """Composes as Hydra does, before typed overrides take precedence over experiments."""
     overrides = list(map(quoted, lines))
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(name, overrides, return_hydra_config=with_hydra)
@@ -223,15 +224,15 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
-    """Removes, in place, the keys that an experiment sets for its own choice of a group (`accumulation.size` of
-    effective_batch) if another choice was typed, or made by a later experiment of experiment=[a,b]. Hydra would apply
-    them to the other choice."""
+    """Removes, in place, keys that an experiment sets for its own choice of a group (`accumulation.size` of
+    effective_batch), if another choice was typed or made by a later experiment of experiment=[a,b]. Hydra would apply
+    these keys to the other choice."""
     typed = as_mapping(map(unquoted, lines))
     names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
     files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}
     experiments = {name: OmegaConf.load(file) for name, file in files.items()}
     choices = {name: _choices_of(experiment) for name, experiment in experiments.items()}
-    of_all = {group: choice for own in choices.values() for group, choice in own.items()}  # the last one wins
+    of_all = {group: choice for own in choices.values() for group, choice in own.items()}  # the last experiment wins
     for group in dict.fromkeys(filter(is_group, chain(*experiments.values()))):
         choice = typed.get(group, of_all.get(group))
         kept = [name for name, own in choices.items() if own.get(group, of_all.get(group, choice)) == choice]
@@ -242,13 +243,13 @@ def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
 
 
 def _choices_of(experiment: DictConfig) -> dict[str, str]:
-    """Returns group -> the choice of an experiment's yaml."""
+    """Returns group -> choice in an experiment's yaml."""
     entries = [entry for entry in experiment.get("defaults", []) if isinstance(entry, Mapping)]  # _self_ is a word
     return {name.removeprefix("override /"): choice for entry in entries for name, choice in entry.items()}
 
 
 class TypedWins(Callback):
-    """Hydra calls this before a run, whose config it has composed itself."""
+    """A callback that Hydra calls before a run, after it has composed the config."""
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         with read_write(config):
@@ -256,16 +257,16 @@ class TypedWins(Callback):
 
 
 def keys_known(lines: Iterable[str], name: str) -> Mapping[str, object]:
-    """Returns the nested keys, Hydra's own among them, of the config `name` with these lines; nothing is resolved."""
+    """Returns the nested, unresolved keys of the config `name` with these overrides, including Hydra's own."""
     return OmegaConf.to_container(composed(lines, name, whole=True), resolve=False)
 
 
 @cache
 def parsed(text: str) -> dict:
-    """Returns the values of a yaml as Hydra reads them: 1e-3 is a number, and an interpolation stays text."""
+    """Returns the values of a yaml as Hydra reads them: 1e-3 is a number, and interpolations stay text."""
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def chosen_by(lines: Iterable[str]) -> dict[str, str]:
-    """Returns group -> the yaml that these lines, or the defaults, choose."""
+    """Returns group -> the yaml chosen by these overrides or by default."""
     return dict(composed(lines, whole=True).hydra.runtime.choices)

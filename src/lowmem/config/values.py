@@ -1,4 +1,4 @@
-"""Checks values of the keys of conf/data, at the start of a run and again where they are used, and shows names."""
+"""Checks values of the keys of conf/data, both at the start of a run and where they are used, and formats names."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,12 +8,12 @@ ON_ERROR = ("refuse", "replace", "skip")
 
 
 def shown(name: object) -> str:
-    """Returns a file's name for a sentence, without the newlines and control characters that it may hold."""
+    """Returns a file's name for a message, without newlines and control characters."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
 
 
 def check_utf8(encoding: str) -> None:
-    """Raises Refused for every other encoding."""
+    """Raises Refused for any encoding except UTF-8."""
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
         raise Refused(
             f"data.encoding={encoding}: only UTF-8 is supported. Type iconv -f {encoding} -t utf-8 FILE > NEW, and "
@@ -28,7 +28,7 @@ def checked_on_error(on_error: str) -> str:
 
 
 def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
-    """Raises Refused for keys of several kinds of record, and for a prompt without a completion."""
+    """Raises Refused for keys of several kinds of record, and for a prompt key without a completion key."""
     kinds = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
     if len(kinds) > 1:
         raise Refused(
@@ -41,7 +41,7 @@ def checked_fields(field: str | None, prompt: str | None, completion: str | None
 
 
 def checked_shares(sources: Collection[str], shares: Mapping[str, float] | None) -> None:
-    """Raises Refused for a mixture without sources, and for shares of other sources."""
+    """Raises Refused for a mixture without sources, and for shares of unknown sources."""
     if not sources:
         raise Refused(
             "data=mix: no sources are set. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each "

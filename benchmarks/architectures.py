@@ -188,7 +188,7 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 
 def blocks_are_called(architecture: dict) -> bool:
-    """Returns whether the blocks are called; a model for images or sound must have those of its text decoder."""
+    """Returns whether the blocks are called; a model for images or sound must have the blocks of its text decoder."""
     module, ids = build_module(configured(architecture))
     blocks, called = blocks_of(module.model), set()
     for block in blocks:

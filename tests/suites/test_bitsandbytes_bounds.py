@@ -1,6 +1,6 @@
 """8-bit states of optimizers, within the bounds that bitsandbytes sets for its own.
 
-The numbers are those of `test_optimizer8bit` in tests/test_optim.py of github.com/bitsandbytes-foundation/bitsandbytes.
+The numbers come from `test_optimizer8bit` in tests/test_optim.py of github.com/bitsandbytes-foundation/bitsandbytes.
 In each of 50 steps an optimizer and its rule in fp32 start from the same weights and from the same decoded state. So
 these bounds find a wrong update, a wrong first moment and a wrong rounding of weights. They do not find a wrong second
 moment, which is below STATE's `atol` for such gradients: tests/techniques/optim bounds the errors that add up.

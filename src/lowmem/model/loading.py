@@ -258,7 +258,7 @@ def _place(name: str, key: str = "model.name") -> str:
     """Returns a hub id as it is, and a folder with `~` expanded.
 
     Raises:
-        Refused: the path is no folder, or cannot be read.
+        Refused: the path is not a folder, or cannot be read.
     """
     folder = Path(os.path.expanduser(name))
     try:

@@ -100,7 +100,7 @@ def test_freezing_what_an_adapter_has_frozen_is_told(caplog):
     assert "freeze: *.wpe.* has no effect" in caplog.text and "h.0.* has" not in caplog.text
 
 
-def test_it_says_what_is_adapted_and_what_is_not(caplog):
+def test_log_names_the_layers_with_and_without_an_adapter(caplog):
     with caplog.at_level(logging.INFO):
         LoRA(r=4)(network("mixtral"))
         LoRA(target=["c_attn"])(network("gpt2"))
@@ -126,7 +126,7 @@ def test_patterns_choose_layers(target):
         (["q_porj"], r"LlamaForCausalLM has no layer of this name. Type some of \[down_proj,gate_proj"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(target, says):
+def test_target_that_cannot_be_adapted_is_refused(target, says):
     with pytest.raises(Refused, match=says):
         LoRA(target=target)(network())
 
@@ -240,7 +240,7 @@ def test_layers_that_a_mamba_kernel_reads_get_no_adapter(kind):
 
 
 @pytest.mark.parametrize("adapter", KINDS)
-def test_it_starts_from_a_folder_of_pefts(tmp_path, adapter):
+def test_adapter_starts_from_a_folder_of_peft(tmp_path, adapter):
     theirs = network()
     adapter(r=4, alpha=2, target=["q_proj", "up_proj"])(theirs)
     path, ours = folder(tmp_path / "a", moved(theirs)), network()
@@ -251,7 +251,7 @@ def test_it_starts_from_a_folder_of_pefts(tmp_path, adapter):
     assert ours.peft_config["default"].r == 4
 
 
-def test_what_contradicts_a_folder_is_refused(tmp_path, config):
+def test_key_that_contradicts_an_adapter_folder_is_refused(tmp_path, config):
     theirs = network()
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "a", theirs)

@@ -53,7 +53,7 @@ def lost(layer, matrix):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_it_is_bitsandbytes_to_the_bit(rows, columns, dtype):
+def test_nf4_layer_equals_bitsandbytes_to_the_bit(rows, columns, dtype):
     layer, x = nn.Linear(columns, rows, dtype=dtype), torch.randn(2, 5, columns, dtype=dtype)
     ours, theirs = passed(NF4Linear(layer), x), passed(bnb(layer), x)
     assert all(map(torch.equal, ours, theirs))
@@ -153,7 +153,7 @@ def test_autograd_keeps_nothing_of_it():
     assert kept
 
 
-def test_a_conv1d_is_the_same_the_other_way_round():
+def test_nf4_layer_of_a_conv1d_equals_its_transposed_matrix():
     layer, x = Conv1D(96, 32), torch.randn(4, 32)
     ours = NF4Linear(layer)
     plain = ours.as_found(ours.linear(torch.float32))
@@ -165,7 +165,7 @@ def test_a_conv1d_is_the_same_the_other_way_round():
     assert lost(plain, layer.weight) < LOST
 
 
-def test_what_it_holds_is_seen_by_the_ledger_and_nothing_of_it_can_be_trained():
+def test_ledger_counts_the_tensors_of_an_nf4_layer_and_none_is_trainable():
     ours = NF4Linear(nn.Linear(1024, 1024, bias=False))
     held = sum(tensor.nbytes for tensor in weights(ours))
     assert held == 2**20 // 2 + 2**14 + 4 * 2**6 + 1024 + 4  # codes, scales, theirs, the table, the mean
@@ -180,7 +180,7 @@ def test_a_large_matrix_is_quantised_in_pieces(monkeypatch):
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
-def test_it_is_traced_by_shape():
+def test_nf4_layer_is_traced_by_shape():
     real = NF4Linear(nn.Linear(100, 160))
     with ShapeMode(), tensors_count_as_real():
         traced = NF4Linear(nn.Linear(100, 160))

@@ -149,7 +149,7 @@ def test_a_run_is_predicted(config, fit, precision, checkpointing):
 
 
 @pytest.mark.matrix
-def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
+def test_plan_extended_from_a_few_blocks_equals_the_traced_one(config):
     """Whose weights are buffers: blocks are counted with them."""
 
     def composed(recipe):
@@ -170,7 +170,7 @@ def test_what_is_derived_from_a_few_blocks_is_what_is_traced(config):
 
 
 @pytest.mark.matrix
-def test_what_is_merged_grows_on_the_host(config):
+def test_merging_grows_weights_on_the_host(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)
     both = (cfg.knowing(merge=on) for on in (False, True))

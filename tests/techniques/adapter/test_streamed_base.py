@@ -63,7 +63,7 @@ def test_a_streamed_base_equals_a_resident_one_where_copies_are_late(config, mon
 
 
 @pytest.mark.parametrize("adapter", ["qlora", "lora"])
-def test_what_travels_is_the_packed_base_and_nothing_of_it_comes_back(config, tmp_path, adapter):
+def test_streamed_base_travels_packed_and_one_way(config, tmp_path, adapter):
     """With a drive it is read, and written once, when it moves in."""
     drive = [f"weights.drive={tmp_path}", "weights.drive_holds=all"]
     moved_in = []

@@ -58,7 +58,7 @@ class LoRA(Adapter):
         path: a folder of peft's to start from; None: B is zero.
 
     Raises:
-        Refused: path is no such folder, has another kind of adapter, or contradicts what was typed.
+        Refused: path is not an adapter's folder, has another kind of adapter, or contradicts what was typed.
     """
 
     freezes_base = True
@@ -97,7 +97,7 @@ class LoRA(Adapter):
             ends = sorted({name.rpartition(".")[2] for name in names if name not in renamed})
             raise Refused(
                 f"adapter=dora: PEFT cannot open DoRA adapters of {renamed[0]} and {len(renamed) - 1} other layers of "
-                f"{type(model).__name__}, because it takes their names for those of experts. Type adapter=lora, or "
+                f"{type(model).__name__}, because it takes their names for names of experts. Type adapter=lora, or "
                 f"adapter.target=[{','.join(ends)}]."
             )
         _inject(config, model, names)

@@ -9,7 +9,7 @@ arXiv 2305.14314.
 
 The arithmetic is bitsandbytes', the layer is not. bitsandbytes' layer repacks its matrix when it is evaluated on a CPU
 with AVX512-BF16, after which all gradients through it are silently wrong; it stores its scales where neither a ledger
-nor a trace sees them; and on a CPU it reads a matrix whose rows are no multiple of 64 in wrong blocks. Here blocks run
+nor a trace sees them; and on a CPU it reads a matrix whose rows are not a multiple of 64 in wrong blocks. Here blocks run
 over the flat matrix, padded with zeros, which a CPU also reads up to ten times as fast.
 """
 
@@ -64,7 +64,7 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def packed_elements(self) -> int:
-        """Returns the number of the matrix's elements; it is no parameter any more."""
+        """Returns the number of elements of the matrix, which is not a parameter any more."""
         return self.out_features * self.in_features
 
     @property

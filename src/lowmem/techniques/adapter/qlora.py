@@ -12,7 +12,8 @@ from lowmem.techniques.adapter.nf4 import quantise
 
 
 class QLoRA(LoRA):
-    """LoRA on a quantised base. Args, Raises: those of `LoRA`; it also refuses a model without a matrix to quantise."""
+    """LoRA on a quantised base. Args and Raises: see `LoRA`; a model without a matrix to quantise is
+    refused too."""
 
     in_4_bits = True
 

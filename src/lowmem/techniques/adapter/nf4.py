@@ -9,8 +9,10 @@ arXiv 2305.14314.
 
 The arithmetic is bitsandbytes', the layer is not. bitsandbytes' layer repacks its matrix when it is evaluated on a CPU
 with AVX512-BF16, after which all gradients through it are silently wrong; it stores its scales where neither a ledger
-nor a trace sees them; and on a CPU it reads a matrix whose rows are not a multiple of 64 in wrong blocks. Here blocks run
-over the flat matrix, padded with zeros, which a CPU also reads up to ten times as fast.
+nor a trace sees them; and on a CPU it reads a matrix whose rows are not a multiple of 64 in wrong blocks. Here blocks
+run over the flat matrix, padded with zeros, which a CPU also reads up to ten times as fast.
+
+Fused experts are packed too, expert by expert, to the codes of unfused matrices.
 """
 
 import logging

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tqdm import tqdm
 
 from lowmem.memory.meter import MemoryMeter
+from lowmem.report.expert_balance import ExpertBalance
 from lowmem.system import csv_rows
 from lowmem.system.process import seconds_since_start
 from lowmem.system.units import byte_size, duration, share_of_limit
@@ -85,6 +86,7 @@ class Metrics(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, bar_format=BAR, **SHOWN)
+        self._balance = ExpertBalance(module.model)
         self._since = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, *_) -> None:
@@ -126,6 +128,7 @@ class Metrics(Callback):
             "lr": self._lr,
             "tokens_per_second": self.tokens_per_second(),
             "skipped_steps": module.skipped_steps,
+            **self._balance.read(),
         }
         if self.auxiliary_loss is not None:
             metrics["auxiliary_loss"] = self.auxiliary_loss

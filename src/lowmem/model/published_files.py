@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from lowmem.system.torch_private import all_unexpected
 
@@ -100,6 +102,15 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
         except Exception:  # whatever a class raises that cannot be built of this configuration
             return None
     return _compared[key]
+
+
+def joins_tensors(config: PretrainedConfig) -> bool:
+    """Return True if transformers joins tensors of the published files, such as the experts of a block, into one.
+
+    A joined tensor is in memory, where another tensor would be pages of its file.
+    """
+    conversions = get_checkpoint_conversion_mapping(config.model_type) or ()
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def _compare(config: PretrainedConfig, stored: dict[str, Stored]) -> Compared:

@@ -10,6 +10,7 @@ import torch
 from lowmem.config.settle import Run
 from lowmem.memory.tracker import Point
 from lowmem.model.loading import describe, read_in, stored_in, stored_narrower
+from lowmem.model.published_files import joins_tensors
 from lowmem.offload.link import SLOT_BYTES, SLOTS
 from lowmem.plan.column import DeviceBytes, HostBytes
 from lowmem.plan.tracing.traces import MemoryTrace
@@ -123,13 +124,13 @@ def _packs(run: Run) -> bool:
 def _reading(run: Run) -> tuple[int, bool]:
     """Returns (bytes per element of the weights as they are read, whether they are pages of their files, which the
     system gives up)."""
-    loaded = getattr(torch, run.loaded_in)
+    loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
+    of_files = not joins_tensors(described.config)
     if run.drive_folder is not None or _packs(run):
-        described = describe(run, plans=True)
         read = read_in(run, described, plans=True)
-        return read.itemsize, stored_in(described, plans=True) == read
-    maps = run.widens_as_sent and stored_narrower(run, describe(run, plans=True), loaded, plans=True) is not None
-    return loaded.itemsize, maps
+        return read.itemsize, of_files and stored_in(described, plans=True) == read
+    maps = run.widens_as_sent and stored_narrower(run, described, loaded, plans=True) is not None
+    return loaded.itemsize, of_files and maps
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -1,19 +1,27 @@
-"""Turns the loops around: all micro-batches of a window pass through a block before the next block comes.
+"""Swaps the loops over blocks and micro-batches: all micro-batches of a window pass through a block before any enters
+the next block.
 
-Weights that stream cross the link twice per micro-batch, whatever a window has. Here they cross it twice per *window*,
-and each block's gradient leaves once, complete: so with clip=null its masters step at once, and the host needs no
-buffer for sums.
+Streamed weights are copied to the device twice per *window* instead of twice per micro-batch, and each block's gradient
+is sent to the host once, already summed. So with clip=null the host steps the masters at once, and needs no buffer for
+sums of gradients.
 
-Each micro-batch runs the model's own forward pass and its own `backward()` in a thread of its own. Only one thread runs
-at a time: each waits at a *barrier* before a block (its forward pre-hook, or the hook on the gradient of its output)
-until all micro-batches have reached it, then each computes the block, in the order of the window.
-Nothing of a model is recorded or taken apart, so whatever it computes between its blocks stays its own. What lies
-between the last block and backward is run by one micro-batch after the other: the logits of one exist at a time.
+Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
+runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the
+hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to right:
 
-It costs the boundaries of all micro-batches (`gradient_checkpointing=offload` keeps them in host memory), the sum of
-one block's gradients on the device (4 bytes per parameter of it), and for a head that is tied to the embedding one
-gradient per micro-batch. To switch threads takes some 20 microseconds. Source: RoundPipe, arXiv 2604.27085;
-GreedySnake, arXiv 2512.17570.
+    thread 0 | embedding |           | block 0 |         | block 1, head, loss |                     | block 1 backward
+    thread 1 |           | embedding |         | block 0 |                     | block 1, head, loss |
+                         ^ barrier: the thread stops, saves its random state, and wakes the next thread
+
+In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
+traced nor split, so any code between its blocks runs as it is. The part from the last block to backward is computed by
+one micro-batch after the other, so the logits of only one micro-batch exist at a time. All threads share the caller's
+stream, and `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
+
+The price: the block inputs of all micro-batches are stored (`gradient_checkpointing=offload` moves them to host
+memory), plus the fp32 sum of one block's gradients on the device (4 bytes per parameter of that block), and for a head
+that is tied to the embedding one gradient per micro-batch. A switch between threads takes about 20 microseconds.
+Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
 import threading
@@ -30,52 +38,55 @@ from lowmem.offload.micro_batches import Generators
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import modes_of_this_thread
 
-NAME = "micro-batch"  # of a thread
-Barrier = tuple[str, int]  # (forward or backward, number of the block)
+NAME = "micro-batch"  # prefix of the threads' names
+Barrier = tuple[str, int]  # ("forward" or "backward", index of the block)
 END: Barrier = ("end", 0)
 
 
 class Ended(Exception):
-    """Unwinds a micro-batch because another one has failed. It is an `Exception`: for no other does torch call the
-    hooks that modules want called after errors."""
+    """Raised in a micro-batch's thread to end it after another micro-batch has failed. Must derive from `Exception`:
+    torch runs always_call hooks for no other class."""
 
 
 class ByLayer:
-    """One window, whose micro-batches go through the blocks together.
+    """Runs the micro-batches of one window through the blocks together.
 
-    Args: runs: each computes one micro-batch; generators: of random numbers; enter: (number of a micro-batch, how many
-    there are) is called when one begins to compute, or goes on.
+    Args:
+        runs: functions that each compute one micro-batch.
+        generators: random number generator states, one per micro-batch.
+        enter: called with (index of the micro-batch, number of micro-batches) whenever a micro-batch starts or
+            continues.
     """
 
     def __init__(
         self, runs: Sequence[Callable[[], None]], generators: Generators, enter: Callable[[int, int], None]
     ) -> None:
         self.runs, self.generators, self.enter = runs, generators, enter
-        self.current = 0  # the micro-batch whose thread runs
-        self.sums: dict[nn.Parameter, Tensor] = {}  # of gradients, until the last micro-batch has added its own
+        self.current = 0  # index of the micro-batch whose thread runs
+        self.sums: dict[nn.Parameter, Tensor] = {}  # gradients of the window, until the last micro-batch has added one
         self._alive: list[int] = []  # micro-batches whose threads have not ended
         self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
-        self._reached: Barrier = END  # the barrier of this round, for micro-batches that have not ended
-        # When generating, one micro-batch may end while others go on: texts have lengths of their own.
+        self._reached: Barrier = END  # the barrier that the first unfinished micro-batch has reached in this round
+        # Without gradients (when generating), one micro-batch may end before others, because texts differ in length.
         self._end_alone = not torch.is_grad_enabled()
         self._error: BaseException | None = None
 
     # --- the caller's thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs all passes. Raises: the first error that one of them met; no thread is left then."""
+        """Runs all micro-batches. Raises the first error of any micro-batch, after all threads have ended."""
         threads = []
         try:
             state = _state_of_this_thread(self.generators.device)
             for number, _ in enumerate(self.runs):
                 threads.append(self._started(number, state))
-        except BaseException as error:  # the system has no more threads
+        except BaseException as error:  # no more threads can be started
             self._error = error
         self._hand_on(-1)
         try:
             self._all_ended.acquire()
-        except BaseException as error:  # that of a signal: micro-batches end at their next barriers
+        except BaseException as error:  # raised by a signal handler: micro-batches end at their next barriers
             self._error = self._error or error
         for thread in threads:
             thread.join()
@@ -90,7 +101,7 @@ class ByLayer:
         return thread
 
     def _raise(self) -> None:
-        """Raises the first error, to which nothing here refers any more: its frames hold activations."""
+        """Raises the first error and drops all references to it, since its traceback keeps activations alive."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -101,15 +112,15 @@ class ByLayer:
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
     def barrier(self, barrier: Barrier) -> None:
-        """Makes the micro-batch that computes wait until all others have reached this barrier, too."""
+        """Blocks the current micro-batch's thread until all other micro-batches have reached this barrier too."""
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Adds a gradient that backward has just made to those of the micro-batches before, in fp32 as the host would
-        do it. Returns: the sum, if this was the last; if not, None."""
+        """Adds `p.grad` to the sum over earlier micro-batches, in fp32 as the host would. Returns: the sum after the
+        last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:
@@ -153,15 +164,16 @@ class ByLayer:
         self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Lets the next micro-batch run, or the first one again."""
+        """Wakes the next micro-batch after `number`, or the first unfinished one; the caller after the last."""
         following = [other for other in self._alive if other > number] or self._alive
         (self._may_run[following[0]] if following else self._all_ended).release()
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a function that makes a context for another thread: torch keeps modes, gradients' being wanted or not and
-    the stream by thread. Autocast is kept by thread, too, but no precision that streams weights has it. There backward
-    runs in the thread that calls it on a card, too, so that its hooks may wait."""
+    """Returns a context manager that applies this thread's torch state in another thread: dispatch modes, grad mode,
+    inference mode and the current stream, all of which torch keeps per thread. Autocast is per thread too, but no
+    precision that streams weights uses autocast. Within the context, backward runs in the calling thread on a card too,
+    so that its hooks may wait at barriers."""
     assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), (
         "weights.order=by_layer does not carry autocast into its threads"
     )
@@ -170,9 +182,9 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
 
     @contextmanager
     def applied() -> Iterator[None]:
-        if stream is not None:  # not as a context: a stream remembers one thread that has entered it
+        if stream is not None:  # `with stream:` is not thread-safe
             torch.accelerator.set_stream(stream)
-        in_this_thread = torch.autograd.set_multithreading_enabled  # last: entering inference mode sets it, too
+        in_this_thread = torch.autograd.set_multithreading_enabled  # last: inference mode changes this flag
         with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 

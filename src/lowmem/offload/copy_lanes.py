@@ -1,7 +1,11 @@
-"""Copies between host and device that run beside the device's computation, for every kind of card.
+"""Asynchronous copies between host and device that overlap with computation, for every kind of card.
 
-A lane copies in both directions, and marks say when: a copy starts after one mark and reaches another. torch's streams
-and events are the same for every kind of card. On a CPU the device is the host, and a copy is complete at once.
+    Lane    a pair of copy streams, one per direction    `CardLane` (CUDA, ROCm, XPU)    `AtOnceLane` (CPU)
+    Mark    an event of a stream                         `torch.Event`                   `AtOnce`
+
+A copy waits for one mark (its source is computed, or its target is free) and returns another (the copy is complete).
+Marks work in both directions: `Lane.hold` makes the device wait, `Mark.synchronize` makes the host wait. `torch.Stream`
+and `torch.Event` have the same interface for every kind of card. On a CPU, a copy is complete when the call returns.
 """
 
 import weakref
@@ -13,33 +17,33 @@ from torch import Tensor
 
 from lowmem.system.errors import out_of_memory
 
-CARDS = ("cuda", "xpu")  # kinds of devices with streams and memory of their own; no xpu has run this
+CARDS = ("cuda", "xpu")  # device types with streams and separate memory; not tested on an xpu
 
 
 class Lane(Protocol):
-    """A device's means to copy beside its computation."""
+    """Copies between host and device that overlap with the device's computation."""
 
-    registers: bool  # True if the device reads only registered host memory by itself
+    registers: bool  # True: only pinned (registered) host memory can be copied asynchronously
 
     def staging(self, size: int) -> Tensor:
-        """Returns (size,) bytes of host memory that the device can copy to and from by itself. Raises: MemoryError."""
+        """Returns a pinned uint8 host tensor of shape (size,). Raises: MemoryError: the memory cannot be pinned."""
 
     def mark(self) -> "Mark":
-        """Returns a mark that is reached when the device has computed everything that was queued until now."""
+        """Returns a mark that is reached when the device has finished all work queued so far."""
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
-        """Starts a copy after the mark `after`. Returns a mark that is reached when it is complete. Copies in one
-        direction keep their order: waiting for the last one waits for all."""
+        """Queues a copy that starts once the mark `after` is reached. Returns: a mark that is reached when the copy is
+        complete. Copies in one direction keep their order, so waiting for the last copy waits for all."""
 
     def hold(self, until: "Mark") -> None:
-        """Makes the device wait for `until` before it computes anything that is queued from now on."""
+        """Makes the device wait for the mark `until` before all work that is queued from now on."""
 
     def register(self, memory: Tensor) -> str | None:
-        """Lets the device read host memory where it is, until it is unregistered. Returns: why it cannot; None:
-        it can."""
+        """Pins host memory in place, until `unregister`. Returns: None on success, otherwise the reason why the memory
+        cannot be pinned."""
 
     def unregister(self, memory: Tensor) -> None:
-        """Undoes `register`. No copy from the memory may be under way."""
+        """Undoes `register`. All copies from the memory must be complete."""
 
 
 class Mark(Protocol):
@@ -48,8 +52,8 @@ class Mark(Protocol):
 
 
 class CardLane:
-    """Two copy streams of a card, one for each direction. torch's streams and events are the same for every kind of
-    card; what is not has a method of its own."""
+    """Two copy streams of a card, one for each direction. A subclass can override the small methods for a device whose
+    streams or memory work differently."""
 
     registers = True
 
@@ -69,13 +73,13 @@ class CardLane:
         return memory.device.type == "cpu"
 
     def keep(self, memory: Tensor, stream: torch.Stream) -> None:
-        """Makes the device's allocator wait for the stream before it uses the memory again."""
+        """Keeps the caching allocator from reusing the memory before the stream has finished its queued work."""
         memory.record_stream(stream)
 
     def staging(self, size: int) -> Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # in CUDA's words it is the device's memory
+        except RuntimeError as error:  # CUDA reports this as out of device memory
             if out_of_memory(error):
                 raise MemoryError(f"{size:,} bytes of host memory cannot be pinned.") from error
             raise
@@ -88,7 +92,7 @@ class CardLane:
         stream.wait_event(after)
         with stream:
             to.copy_(source, non_blocking=True)
-        if not self.is_host(source):  # it may be freed before the copy has run
+        if not self.is_host(source):  # the caller may free the source before the copy has run
             self.keep(source, stream)
         return stream.record_event()
 
@@ -96,13 +100,13 @@ class CardLane:
         self.computing().wait_event(until)
 
     def register(self, memory: Tensor) -> str | None:
-        if self.device.type != "cuda":  # NVIDIA's and AMD's
+        if self.device.type != "cuda":  # "cuda" is both NVIDIA and AMD
             return f"torch cannot register host memory for {self.device.type} devices"
         cudart, place = torch.cuda.cudart(), memory.data_ptr()
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)
         if int(code):
-            with suppress(RuntimeError):  # CUDA would report the error at the next kernel launch, which is ours
+            with suppress(RuntimeError):  # clears the error, which CUDA reports again at the next kernel launch
                 torch.ones(1, device=self.device)
             return cudart.cudaGetErrorString(code)
         self._registered[place] = weakref.finalize(memory, cudart.cudaHostUnregister, place)
@@ -113,7 +117,7 @@ class CardLane:
 
 
 class AtOnceLane:
-    """The lane of a CPU, where the device is the host: a copy is complete when the call returns."""
+    """The lane of a CPU: device and host share their memory, and a copy is complete when the call returns."""
 
     registers = False
 

@@ -1,13 +1,24 @@
-"""Stores on a drive what the host keeps of each block beside its 16-bit weights: masters and the optimizer's state.
+"""Swaps masters and optimizer state (and with weights.drive_holds=all the blocks' 16-bit weights) to files on a drive.
 
-The host needs them once per step, weight by weight, in an order that repeats. So neighbouring weights of a block share
-a swap file, which is pinned (in memory) from the step of its first weight to that of its last. Meanwhile the next files
-are read and the previous ones are written. A tensor whose file is not pinned is a read-only view of the file: a
-checkpoint that reads it reads the drive.
+The host steps each weight once per window, in an order that repeats. So neighbouring weights of a block share a swap
+file, and one file of each kind is pinned (kept in memory) while the host thread steps its weights:
 
-With 8-bit state and bf16 masters it saves the host 4.03 of 6.03 bytes per parameter. It reads and writes so many per
-step, which costs no time where the drive is faster than the host's step, and wears the drive: docs/drive.md says by how
-much. Source: Rajbhandari et al. 2021, arXiv 2104.07857, who move 12 to 16 bytes each way.
+    previous file    being written        buffer is free once the write is done
+    pinned file      tensors in memory    the host thread steps its weights
+    next files       being read ahead     the order of the last step predicts them
+
+    SwapFile     the tensors of a group of weights, and their file
+    SwapFiles    all swap files of one kind; pins, reads ahead, writes, and limits the buffers
+    OnDrive      the two kinds of a model: masters with optimizer state, and 16-bit weights
+
+A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file:
+a checkpoint that reads the tensor reads the drive. Reads and writes run in the drive's own threads
+(`system/scratch_file.py`). The host thread of `link.py` pins files; a lock lets other threads ask for tensors.
+
+With 8-bit state and bf16 weights with split masters this saves the host 4.03 of 6.03 bytes per parameter. Each step
+reads 4.03 bytes per parameter and writes as much, which takes no extra time if the drive is faster than the host's
+step, but wears the drive (docs/drive.md says how much). Source: Rajbhandari et al. 2021, arXiv 2104.07857, who move 12
+to 16 bytes each way.
 """
 
 import errno
@@ -28,8 +39,8 @@ from lowmem.system.process import OPEN_FILES, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 
-BOUNCE = THREADS * PIECE  # bytes, through which a file is written for the first time
-PARTS = 4  # of a block, about: with fewer more of it is in memory, and each part takes two file descriptors
+BOUNCE = THREADS * PIECE  # bytes; size of the buffer for the first write of a file
+PARTS = 4  # swap files per block, about: fewer need larger buffers; each takes two file descriptors
 SMALL = 32  # weights this many times smaller than the block's largest stay in memory: swapping them costs more
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of what `HostWeight.master_tensors` returns
@@ -38,57 +49,66 @@ Key = tuple[str, str]  # (the weight's name, the tensor's name)
 
 
 class Sizes(NamedTuple):
-    """Counts what a drive stores."""
+    """Sizes of the data on a drive, in bytes."""
 
-    tensors: int = 0  # bytes that leave the host's memory
-    files: int = 0  # the same in full pages
-    room: int = 0  # bytes of memory for what is inside
-    stepped: int = 0  # bytes of the files that a step reads and writes: all except frozen weights
-    masters: int = 0  # bytes of `tensors` that are master weights, or the lower halves of master weights
-    weights: int = 0  # bytes of `files` that are 16-bit weights
+    tensors: int = 0  # tensors on the drive instead of in host memory
+    files: int = 0  # the files, which are padded to full pages
+    room: int = 0  # host memory for buffers
+    stepped: int = 0  # part of `files` that each step reads and writes: all except frozen weights
+    masters: int = 0  # part of `tensors`: master weights, or their lower halves
+    weights: int = 0  # part of `files`: 16-bit weights
 
 
 def goes_to_drive(tensor: object) -> bool:
-    """Returns whether something that belongs to a weight may leave memory: numbers and tables of some bytes stay."""
-    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):  # a quantised one only wraps others
+    """Returns True if a value of a weight's state is swapped: a tensor of at least one page. Numbers and small tensors
+    stay in memory."""
+    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):  # a quantized tensor wraps others
         return False
     return tensor.nbytes >= PAGE
 
 
 class Stored(NamedTuple):
-    """A tensor's bytes on the drive, for a reader beside the thread that steps."""
+    """The location of a tensor on the drive. Threads other than the host thread can read it."""
 
     file: ScratchFile
     start: int
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes from `start` on. Args: into: (bytes,), beginning at a page; its last page is read in full."""
+        """Reads bytes of the tensor. Args: start: offset of the first byte; into: (bytes,), page-aligned; its last
+        page is read in full."""
         with failures_told(self.file.drive):
             self.file.read(self.start + start, memoryview(into.numpy())).result()
 
 
 class SwapFile:
-    """The tensors of a part of a block, or of a large weight outside the blocks, and their file. A tensor keeps its
-    identity; its data is in memory or a view of the file."""
+    """The tensors of several weights of a block, or of one large weight outside the blocks, and their file. The data of
+    each tensor is either in `memory` or a view of the memory-mapped file; the tensor objects stay the same.
+
+    Args:
+        drive: creates the file; None: only sizes are computed.
+        buffers: number of buffers of this size that may be in memory while this file is pinned.
+        alone: the file has one weight, so it is unpinned after that weight's step.
+        stepped: each optimizer step changes the file.
+    """
 
     def __init__(self, drive: Drive, buffers: int, alone: bool, stepped: bool) -> None:
-        self.buffers = buffers  # swap files of its size that may be in memory while it is pinned
-        self.alone = alone  # True: it has one weight, so it is unpinned after that weight's step
+        self.buffers = buffers
+        self.alone = alone
         self.stepped = stepped
         # File size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the map's own address.
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = None  # (bytes,), while it is pinned, read or written
+        self.memory: Tensor | None = None  # buffer (bytes,), while the file is pinned, being read or being written
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Span] = {}
         self._mapped: dict[Key, Tensor] = {}
-        self.early = False  # True: it was read ahead, or is being read ahead
+        self.early = False  # True: read ahead, or being read ahead, and not pinned yet
         self._moving: Moving | None = None
         self._bound = False  # True: the tensors' data is in `memory`
 
     def put(self, key: Key, tensor: Tensor) -> None:
-        """Takes in a tensor, or what an optimizer has put in its place."""
+        """Adds a tensor, or replaces it by a new one that an optimizer has created under the same key."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -100,12 +120,12 @@ class SwapFile:
 
     @property
     def grown(self) -> int:
-        """Returns the size of a file that holds all tensors."""
+        """Returns the size in bytes that the file needs for all tensors."""
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes the tensors that have no place in the file yet, one by one, and makes them views of it: so the tensors
-        of a first step need no extra memory. Args: bounce: (full pages,). Raises: OSError."""
+        """Writes tensors that are not in the file yet, one by one, and makes them views of the file. So the state that
+        a first step creates needs no second copy in memory. Args: bounce: a page-aligned buffer. Raises: OSError."""
         if self._file is None:
             self._file = self.drive.file()
         new = {key: tensor for key, tensor in self._tensors.items() if key not in self._places}
@@ -125,9 +145,9 @@ class SwapFile:
             tensor.data = self._mapped[key]
 
     def _map(self) -> None:
-        """Maps the file as it is now: once, since each map takes a file descriptor."""
+        """Memory-maps the file at its current size, once for all tensors, since each map takes a file descriptor."""
         file = self._file.mapped(self.size)
-        with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written to
+        with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             self._mapped = {key: _view(file, place) for key, place in self._places.items()}
 
     def start_reading(self, memory: Tensor) -> None:
@@ -141,13 +161,13 @@ class SwapFile:
         return self._moving is not None and not self._moving.done()
 
     def wait(self) -> None:
-        """Returns when it has been read or written. Raises: OSError."""
+        """Waits until the read or write in progress is done. Raises: OSError."""
         moving, self._moving = self._moving, None  # an error is raised once
         if moving is not None:
             moving.result()
 
     def bind(self) -> None:
-        """Points all tensors into memory that has been read."""
+        """Points all tensors into `memory`, once the file has been read."""
         if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
@@ -155,20 +175,20 @@ class SwapFile:
         self._bound = True
 
     def leave(self) -> Tensor:
-        """Makes all tensors views of the file. Returns: the memory, which is free now."""
+        """Makes all tensors views of the file. Returns: the buffer, which is free now."""
         for key in self._places if self._bound else ():
             self._tensors[key].data = self._mapped[key]
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
     def stored(self, key: Key) -> Stored:
-        """Returns where a tensor is in the file, once it has been written. Raises: OSError."""
+        """Waits for the write in progress. Returns: a tensor's location in the file. Raises: OSError."""
         self.wait()
         place = self._places[key]
         return Stored(self._file, place.start, place.size)
 
     def tensors(self) -> list[Tensor]:
-        return list(self._tensors.values())  # a list: another thread may ask
+        return list(self._tensors.values())  # a copy, since another thread may add tensors
 
     @property
     def masters(self) -> int:
@@ -179,35 +199,41 @@ class SwapFile:
         return self._mapped.values()
 
     def check(self) -> None:
-        """Reads the file once. Raises: OSError: it cannot be read."""
+        """Reads the whole file once. Raises: OSError: a read failed."""
         if self._file is not None:
             self._file.check()
 
 
 class SwapFiles:
-    """Swap files of a drive, one of which is pinned: meanwhile the previous one is written, and the next are read.
+    """Swap files of one kind. One file is pinned; meanwhile the previous one is written, and the next ones are read.
 
-    Args: drive: where they are; None: only `sizes` is read; ahead: how many are read ahead.
+    Args:
+        drive: stores the files; None: only `sizes` is used.
+        ahead: number of files to read ahead.
     """
 
     def __init__(self, drive: Drive | None, ahead: int = 1) -> None:
         self.drive, self.ahead = drive, ahead
-        self._lock = RLock()  # the host thread pins, and the training loop asks where weights are
+        self._lock = RLock()  # the host thread pins files while the training thread asks for weights
         self._every: list[SwapFile] = []
-        self._now: SwapFile | None = None  # the pinned one
-        self._last: SwapFile | None = None  # the one that was pinned last, or is
-        self._inside: list[SwapFile] = []  # those in memory, the oldest first
-        self._spare: list[Tensor] = []  # free memory of swap_files, (bytes,) each
-        self._follows: dict[SwapFile, SwapFile] = {}  # which was next last time
+        self._now: SwapFile | None = None  # the pinned file
+        self._last: SwapFile | None = None  # the file that was pinned last; it may still be pinned
+        self._inside: list[SwapFile] = []  # files in memory, the oldest first
+        self._spare: list[Tensor] = []  # free buffers, (bytes,) each
+        self._follows: dict[SwapFile, SwapFile] = {}  # file -> the file that was pinned after it last time
 
     def new(self, alone: bool = False, stepped: bool = True) -> SwapFile:
-        """Returns a new swap file. Args: alone: of one large weight; while it is pinned there need be no room for
-        others; stepped: each step changes it."""
+        """Creates a swap file.
+
+        Args:
+            alone: the file is for one large weight; while it is pinned, no other file needs a buffer.
+            stepped: each optimizer step changes the file.
+        """
         self._every.append(swap_file := SwapFile(self.drive, 1 if alone else self.ahead + 2, alone, stepped))
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
-        """Reads a swap file into memory, until another one is pinned. Raises: DriveFailed."""
+        """Reads a swap file into memory and keeps it there until another file is pinned. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 return
@@ -216,7 +242,7 @@ class SwapFiles:
                 self._follows[self._last] = swap_file
             self._now = self._last = swap_file
             if swap_file.alone:
-                trim()  # else the heap keeps what blocks have computed with, just when most memory is needed
+                trim()  # returns freed heap memory to the system before the largest buffer is needed
             self._bring(swap_file, waits=True)
             swap_file.wait()
             swap_file.bind()
@@ -227,7 +253,8 @@ class SwapFiles:
                     break
 
     def put(self, swap_file: SwapFile, weight: str, tensors: Mapping[str, object]) -> None:
-        """Takes in tensors of a weight whose swap file is pinned. Raises: DriveFailed."""
+        """Adds the tensors of a weight to its swap file, which is pinned. Args: weight: the weight's name; tensors: by
+        name. Raises: DriveFailed."""
         with self._lock, host_side(), torch.no_grad():
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
@@ -237,42 +264,43 @@ class SwapFiles:
                     self._unpin()
 
     def stored(self, swap_file: SwapFile, weight: str, name: str) -> Stored:
-        """Returns where a tensor is on the drive, once it is there as it was last stepped. Raises: DriveFailed."""
+        """Waits until a tensor's last update is written. Returns: its location on the drive. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 self._unpin()
             return swap_file.stored((weight, name))
 
     def finish(self) -> None:
-        """Returns when all of it is on the drive. Raises: DriveFailed."""
+        """Waits until all files are written. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             self._unpin()
             for swap_file in self._inside:
                 swap_file.wait()
 
     def check(self) -> None:
-        """Reads all files once, before they are read as memory. Raises: DriveFailed: one cannot be read."""
+        """Reads all files once, since a read error of mapped memory would kill the process. Raises: DriveFailed: a file
+        cannot be read."""
         with self._lock, failures_told(self.drive):
             for swap_file in self._every:
                 swap_file.check()
 
     def drop_cached(self) -> None:
-        """Frees memory in which the system keeps what was read from files that were not pinned."""
+        """Drops pages of the mapped files that the operating system has cached."""
         for swap_file in self._every:
             page_out(swap_file.mapped())
 
     def memory(self) -> Iterator[Tensor]:
-        """Yields the memory of swap_files that are inside, and spare memory, (bytes,) each."""
+        """Yields all buffers, in use or free, (bytes,) each."""
         inside = (swap_file.memory for swap_file in [*self._inside])
         return (memory for memory in [*inside, *self._spare] if memory is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all that is stored on the drive, also while it is in memory."""
+        """Yields all tensors of the swap files, swapped out or in memory."""
         return (tensor for swap_file in self._every for tensor in swap_file.tensors())
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the sizes of all that was put here, as if each file had been pinned once."""
+        """Returns the sizes that the files have once each has been written."""
         sizes = {swap_file: swap_file.grown for swap_file in self._every if swap_file.tensors()}
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
@@ -292,16 +320,24 @@ class SwapFiles:
         if swap_file.memory is not None:
             swap_file.start_writing()
         if swap_file.grown > swap_file.size:
-            if swap_file.memory is not None:  # it has no room for what is new
+            if swap_file.memory is not None:  # its buffer is too small for the new tensors
                 self._release(swap_file)
                 self._spare.clear()
             with torch.no_grad():
                 swap_file.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
-            trim()  # else the heap keeps what was freed: as much as all state in the first step
+            trim()  # in the first step, all optimizer state would otherwise stay in the heap as freed memory
 
     def _bring(self, swap_file: SwapFile, waits: bool) -> bool:
-        """Starts to read a swap file that is not in memory. Args: waits: until another one has left; else it is read
-        ahead, if there is room. Returns: False if there is none."""
+        """Starts to read a swap file, unless it is in memory already.
+
+        Args:
+            swap_file: the file.
+            waits: wait until another file has been written and its buffer is free. If False, the file is read ahead
+                only if there is room.
+
+        Returns:
+            False if there is no room.
+        """
         if swap_file.size == PAGE:
             return True
         if swap_file not in self._inside:
@@ -314,9 +350,10 @@ class SwapFiles:
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
-        """Returns free memory for a swap file. Others that have been written leave for it, the oldest first."""
+        """Returns a buffer for a swap file, after releasing other files, the oldest first. Args: waits: as in `_bring`.
+        Returns: None: there is no room."""
         size = swap_file.size
-        # No others beside a large weight: in its first step its state, which is not counted yet, is made beside it.
+        # No other buffers next to a large weight: its first step creates optimizer state that is not counted yet.
         room = size if swap_file.alone else max(size, *(other.buffers * other.size for other in self._every))
         while self._taken() + size > room:
             leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.early)))
@@ -327,7 +364,7 @@ class SwapFiles:
             elif (oldest := next(leaves, None)) is not None:
                 self._release(oldest)
             elif waits:
-                break  # it is larger than all that may be in memory
+                break  # the file alone is larger than `room`
             else:
                 return None
         if self._spare and self._spare[-1].nbytes == size:
@@ -345,17 +382,20 @@ class SwapFiles:
 
 
 class OnDrive:
-    """Stores on a drive what belongs to a model whose weights stream.
+    """Stores masters and optimizer state of streamed weights on a drive.
 
-    Args: drive: None: only `sizes` is read; blocks: the weights of each that stream; edges: large weights outside the
-    blocks; weights_too: it stores the blocks' 16-bit weights as well, each block's in one tensor.
+    Args:
+        drive: stores the files; None: only `sizes` is used.
+        blocks: the streamed weights of each block.
+        edges: large weights outside the blocks (embedding and head).
+        weights_too: also store the blocks' 16-bit weights, one flat tensor per block.
     """
 
     def __init__(
         self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
     ) -> None:
         self.drive = drive
-        # a block's parts are pinned soon after one another, so all of the next block's are read ahead
+        # the swap files of a block are pinned in quick succession, so read a full block ahead
         self._masters, self._weights = SwapFiles(drive, ahead=PARTS), SwapFiles(drive)
         self._masters_of = {edge: self._masters.new(alone=True) for edge in edges}
         self._weights_of: dict[Tensor, SwapFile] = {}
@@ -367,7 +407,7 @@ class OnDrive:
                 self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
 
     def pin(self, p: Tensor) -> None:
-        """Brings into memory what the host steps of a weight. Raises: DriveFailed."""
+        """Reads the swap files of a weight into memory, so that the host can step the weight. Raises: DriveFailed."""
         if p in self._weights_of:
             self._weights.pin(self._weights_of[p])
         if p in self._masters_of:
@@ -378,13 +418,15 @@ class OnDrive:
             self._masters.put(self._masters_of[p], name, tensors)
 
     def put_weights(self, p: Tensor, flat: Tensor) -> None:
-        """Takes in the 16-bit weights of a block. Args: p: one of them. Raises: DriveFailed."""
+        """Adds the 16-bit weights of a block. Args: p: any weight of the block; flat: the buffer of its `HostBlock`.
+        Raises: DriveFailed."""
         if self.drive is not None:
             self._weights.pin(self._weights_of[p])
         self._weights.put(self._weights_of[p], BLOCK, {WEIGHTS: flat})
 
     def weights(self, p: Tensor) -> Stored:
-        """Returns where the 16-bit weights of a block are, once they are there as last stepped. Raises: DriveFailed."""
+        """Waits until a block's 16-bit weights are written. Args: p: any weight of the block. Returns: their location
+        on the drive. Raises: DriveFailed."""
         return self._weights.stored(self._weights_of[p], BLOCK, WEIGHTS)
 
     def finish(self) -> None:
@@ -413,8 +455,8 @@ class OnDrive:
 
 
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divides the large weights of a block, in their order: a part is at most as large as the largest weight, or a
-    quarter of the block."""
+    """Divides the large weights of a block, in order, into groups that share a swap file. A group has at most as many
+    elements as the largest weight, or as a quarter of the block if that is more."""
     largest = max(p.numel() for p in block)
     large = [p for p in block if SMALL * p.numel() >= largest]
     room = max(largest, sum(p.numel() for p in large) // PARTS)
@@ -428,7 +470,7 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def failures_told(drive: Drive) -> Iterator[None]:
-    """Turns an error of the drive into a sentence. Raises: DriveFailed."""
+    """Converts an `OSError` of the drive into a message that says what to do. Raises: DriveFailed."""
     try:
         yield
     except OSError as error:
@@ -448,7 +490,7 @@ def failures_told(drive: Drive) -> Iterator[None]:
 
 
 def _view(memory: object, place: Span) -> Tensor:
-    """Returns a tensor in memory, with a storage of its own: a checkpoint writes full storages. Args: memory: an
-    object with a buffer."""
+    """Returns a tensor in a buffer, with a separate storage, because `torch.save` writes full storages. Args: memory:
+    an object with the buffer protocol; place: the tensor's location."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)
     return flat.view(place.shape)

@@ -1,13 +1,17 @@
-"""Keeps the large weights outside the blocks in host memory: the embedding's, and with loss=tiled the head's.
+"""Keeps the large weights outside the blocks in host memory: the embedding, and with loss=tiled the head (V, H).
 
-The host looks up an embedding: the rows of a micro-batch's tokens, B x T x H, go to the device, and their gradient
-comes back to the host, which adds it to the weight's own rows (V, H) there. A head goes to the device in tiles of the
-vocabulary, the next tile while one is multiplied, and each tile's gradient leaves as soon as it is complete. So the
-device never holds the full weight or its gradient. If embedding and head are tied, they are one weight in host memory,
-too, and its gradient is complete when the embedding's part has arrived: the two are added in the weights' own dtype, as
-autograd adds them.
+    embedding    host: look up the rows of the micro-batch's tokens -> device: (B x T, H) rows
+                 host: add to the gradient (V, H)                   <- device: gradient of these rows
+    head         host: a tile of C tokens of the vocabulary         -> device: multiply, while the next tile is copied
+                 host: add to the gradient (V, H)                   <- device: gradient of each tile
 
-Whatever else an embedding's forward pass does, such as a factor, its own code does, with the rows as its weight.
+So the device never holds the full weight or its full gradient. If embedding and head are tied, they are also a single
+weight in host memory, and its gradient is complete once the embedding's part has arrived. The two parts are added in
+the weight's dtype, as autograd does.
+
+The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids, so any
+other code in it (such as a scale factor) applies. The thread that computes a micro-batch looks up the rows. The host
+thread of `link.py` receives gradients: it calls `_take_rows`, and `HostWeight.add` for tiles of the head.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,37 +33,49 @@ from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
 
-COLUMNS = 4096  # tokens of the vocabulary per tile, if no loss sets it
+COLUMNS = 4096  # tokens of the vocabulary per tile when all logits are computed, such as for sampling
 
 
 class GradientSink(NamedTuple):
-    """Receives gradients that are not made at a parameter."""
+    """Receives the gradients of weights on the host, for which autograd has no parameter on the device."""
 
     link: Link
     sum_of: Callable[[nn.Parameter], HostWeight]
-    complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has left for the host
+    complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has been sent to the host
 
 
 class Edge(HeadSource):
-    """One weight (V, H) on the host. Args: embedding: the module that looks up its rows; head: the module that
-    multiplies by it; either may be None."""
+    """A weight (V, H) in host memory that is used by an embedding, a head, or both.
+
+    Args:
+        weight: the parameter.
+        embedding: the module that looks up rows of the weight; None: only a head uses it.
+        head: the module that multiplies by the weight; None: only an embedding uses it.
+    """
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
         self.staging: Tensor | None = None  # in host memory: the rows of a micro-batch on their way to the device
         self._patches = ExitStack()
-        # By micro-batch, since several may be under way: the head's gradient, in host memory until the embedding's has
-        # arrived; and the rows whose gradient is still to come.
+        # Per micro-batch, since several may be in progress: the head's gradient, which waits in host memory for the
+        # embedding's gradient; and the looked-up rows, whose gradient backward has not computed yet.
         self._of_head: dict[int, Tensor] = {}
         self._rows: dict[int, ref[nn.Parameter]] = {}
 
     def start(
         self, host_block: HostBlock, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
     ) -> None:
-        """Begins to stand in for the weight. Args: under_way: returns the number of the micro-batch that computes."""
+        """Replaces the forward passes of embedding and head by ones that read the weight from host memory.
+
+        Args:
+            host_block: stores the weight.
+            lane: copies to the device.
+            sink: receives gradients; None in an evaluation.
+            under_way: returns the index of the micro-batch that computes.
+        """
         self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
-            # These are stored now: the host reads them while the next lookup changes the embedding.
+            # Copy these settings: the host thread reads them while the next lookup has already changed the module.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self.staging, self._sent = lane.staging(0), lane.mark()
@@ -72,13 +88,13 @@ class Edge(HeadSource):
     def stop(self) -> None:
         self._patches.close()
         self.staging = self._sent = None
-        self._of_head, self._rows = {}, {}  # what a failed pass has left behind
+        self._of_head, self._rows = {}, {}  # left over from a failed pass
 
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Looks up ids (B, T) -> (B, T, H)."""
-        at = ids.flatten().cpu()  # waits for the device, which has reached the end of the previous micro-batch
+        """The embedding's forward pass: ids (B, T) -> (B, T, H)."""
+        at = ids.flatten().cpu()  # waits for all work queued on the device before
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
             number = self.under_way()
@@ -92,10 +108,10 @@ class Edge(HeadSource):
         with self._in_place_of_the_weight(rows):
             return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
 
-    @torch.inference_mode(False)  # outside of inference mode: another thread may write into tensors that are made here
+    @torch.inference_mode(False)  # other threads may write to the tensors created here
     def _gathered(self, at: Tensor) -> Tensor:
-        """Copies rows of the weight, as it was last stepped, to the device. Args: at: (N,), row numbers in host
-        memory."""
+        """Copies rows of the current weight to the device, after all queued updates. Args: at: (N,), row numbers, in
+        host memory. Returns: (N, H), on the device."""
         self.host_block.wait_for_updates()
         self._sent.synchronize()  # the previous rows have left the staging memory
         weight = self.host_block.tensor(self.weight)
@@ -132,8 +148,8 @@ class Edge(HeadSource):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
-        """Receives a piece of the rows' gradient (N, H) on the host. The last piece completes the weight's gradient (V,
-        H)."""
+        """Receives a piece of the rows' gradient (N, H) on the host. The last piece adds the rows, and the head's
+        gradient if the weight is tied, to the weight's gradient (V, H)."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
@@ -149,7 +165,7 @@ class Edge(HeadSource):
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first token of the vocabulary, tile (C, H)). A tile is valid until the next one is read."""
+        """Yields (first token of the tile, tile (C, H) on the device). A tile is valid until the next iteration."""
         self.host_block.wait_for_updates()
         pieces = self.host_block.tensor(self.weight).split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
@@ -171,7 +187,7 @@ class Edge(HeadSource):
                 self.lane.hold(landed[which])
                 yield number * columns, slots[which][: len(piece)]
                 free[which] = self.lane.mark()
-        finally:  # a reader that stops early frees its tile, into which the next one may still be copied
+        finally:  # a caller may stop early while the next tile is still being copied
             for coming in landed:
                 self.lane.hold(coming)
 
@@ -190,12 +206,12 @@ class Edge(HeadSource):
         self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:
-        """Returns nothing: the gradient is on the host."""
+        """Reports that the full gradient has been sent. Returns None, since the gradient is in host memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
     def _multiply(self, hidden: Tensor) -> Tensor:
-        """Multiplies hidden (..., H) -> (..., V), for code that wants all logits, such as sampling."""
+        """The head's forward pass, for code that needs all logits (such as sampling): (..., H) -> (..., V)."""
         bias = self.head.bias
         products = [
             F.linear(hidden, tile, None if bias is None else bias[first : first + len(tile)])
@@ -205,12 +221,17 @@ class Edge(HeadSource):
 
 
 def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
-    """Returns the gradient of an embedding's rows: that of a token in the first of its places, and zeros in the others.
+    """Sums the gradients of all positions that have the same token. The sums equal autograd's dense gradient (V, H)
+    bit for bit, but take N rows instead of V.
 
-    The sums have the bits of autograd's dense gradient (V, H), and N rows instead of V.
+    Args:
+        rows: (N, H), the gradient of each position; changed in place.
+        at: (N,), the token of each position.
+        padding: the padding token, whose gradient is zero; -1: none.
+        by_frequency: divide each sum by the token's count (`scale_grad_by_freq`).
 
-    Args: rows: (N, H), the gradient of each place, which is changed; at: (N,), the token of each place; padding: a
-    token without a gradient.
+    Returns:
+        (N, H): at the first position of each token the sum, at its other positions zeros.
     """
     ordered, order = at.sort(stable=True)
     first = order[torch.searchsorted(ordered, at)]
@@ -223,10 +244,12 @@ def _put(target: Tensor, start: int, piece: Tensor) -> None:
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
-    """Returns an `Edge` for each weight that only embedding and head use.
+    """Returns an `Edge` for each weight that only the embedding and the head use.
 
-    Args: head_in_tiles: the loss reads the head in tiles; if not, the device needs the full head, and an embedding that
-    is tied to it.
+    Args:
+        network: the model.
+        head_in_tiles: the loss reads the head in tiles. If False, the head stays on the device, and so does an
+            embedding that is tied to it.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and not embedding.sparse

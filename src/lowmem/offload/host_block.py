@@ -1,7 +1,11 @@
 """Stores the 16-bit weights of one block in host memory: one flat buffer per block, in the order of its parameters.
 
-One buffer of exact size is one copy to the device, and one piece of memory to register. The host steps the memory that
-is copied, so each waits for the other: a copy for the last update, an update for the last copy.
+One flat buffer of exact size needs one copy to the device and one call to pin it. Two threads use the buffer: the
+training thread starts copies from it, and the host thread of `link.py` updates the weights in place. Each side waits
+for the other:
+
+    a copy       waits until the host thread has done all queued updates    `wait_for_updates`
+    an update    waits until the last copy is complete                      `last_copy`
 """
 
 from collections.abc import Sequence
@@ -18,7 +22,7 @@ ALIGNED = 256  # bytes; weights start at multiples of it in a buffer, as in CUDA
 
 
 class Span(NamedTuple):
-    """The place of one weight in a buffer."""
+    """The location of one weight in a flat buffer."""
 
     start: int  # in bytes
     shape: torch.Size
@@ -34,7 +38,7 @@ class Span(NamedTuple):
 
 
 class HostBlock:
-    """Host memory of the weights of one block. Args: weights: their data is copied here, one after the other."""
+    """Host memory for the weights of one block. Args: weights: parameters whose data is copied into the buffer."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.spans: dict[Tensor, Span] = {}
@@ -43,32 +47,33 @@ class HostBlock:
             start = -(-end // ALIGNED) * ALIGNED
             self.spans[p] = Span(start, p.shape, p.dtype)
             end = start + self.spans[p].size
-        self.updates: list[Future[None]] = []  # by the host; a copy has to wait for them
-        self.last_copy: Mark | None = None  # reached when the last copy from here is complete
-        self.steps = 0  # updates so far; a copy with fewer is out of date
+        self.updates: list[Future[None]] = []  # queued updates by the host thread; a copy has to wait for them
+        self.last_copy: Mark | None = None  # reached when the last copy from this buffer is complete
+        self.steps = 0  # number of updates; a copy on the device that was made at a lower number is out of date
         with host_side(), torch.no_grad():
-            self.flat = torch.empty(end, dtype=torch.uint8)  # with weights.drive_holds=all its data is elsewhere
+            self.flat = torch.empty(end, dtype=torch.uint8)  # with weights.drive_holds=all its data moves to the drive
             for p, view in self.within(self.flat).items():
                 view.copy_(p.data)
         belongs(self.flat, "weights", "host")
 
     def tensor(self, p: Tensor) -> Tensor:
-        """Returns a weight, where it waits now."""
+        """Returns a weight as a view of this buffer."""
         return self.spans[p].within(self.flat)
 
     def within(self, buffer: Tensor) -> dict[Tensor, Tensor]:
-        """Returns views of a buffer that is laid out like this one, by weight."""
+        """Returns a view for each weight into `buffer`, which has the layout of this block's buffer."""
         return {p: span.within(buffer) for p, span in self.spans.items()}
 
     def wait_for_updates(self) -> None:
-        """Returns when the host has done all updates that were asked for, or raises the error that it met."""
+        """Waits until the host has done all queued updates. Raises the error of an update that failed."""
         updates, self.updates = self.updates, []  # so that an error is raised once
         for update in wait(updates).done:
             update.result()
 
 
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns one NaN, expanded to a weight's shape: it stands in for a weight that is elsewhere, so that reading it
-    too early or too late cannot give a plausible number. Packed bits have none, but their scales have."""
+    """Returns a single NaN expanded to a weight's shape: a placeholder for a weight whose data is elsewhere. Code that
+    reads the weight too early or too late gets NaN instead of a plausible number. Integer dtypes (packed 4-bit weights)
+    have no NaN and get 0; their floating-point scales get NaN."""
     missing = torch.nan if dtype.is_floating_point else 0
     return torch.full((), missing, dtype=dtype, device=device).expand(p.shape)

@@ -1,12 +1,16 @@
-"""Steps weights on the host: gradients are summed there, clipped, and step fp32 masters (`host_weight.py`).
+"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and steps fp32 masters (`host_weight.py`).
 
-Each gradient leaves the device as soon as backward has made it. On the host gradients are summed over the micro-batches
-in fp32; with a window of one micro-batch they stay in 16 bits. A stepped master is rounded into the device's 16-bit
-weight, or into the weight in host memory that streams. The bus carries 2 bytes per parameter and micro-batch of
-gradients, and 2 per step of weights that stay on the device; the step runs at the host's speed.
+    device    backward computes a gradient        next forward pass reads the 16-bit weight
+                       | 2 bytes per parameter               ^ 2 bytes per parameter and step,
+                       | and micro-batch                     | for weights that stay on the device
+    host      sum over micro-batches -> clip -> step the fp32 master -> round to 16 bits
 
-With `step_early` a master steps inside backward, as soon as its last gradient of the window has arrived: nothing can be
-clipped by the global norm then, and nothing can be undone.
+Each gradient is sent to the host as soon as backward has computed it. The host sums gradients over micro-batches in
+fp32; with a single micro-batch per window they stay in 16 bits. A stepped master is rounded into the device's 16-bit
+weight, or into the 16-bit weight in host memory from which the weight streams. The step takes as long as the CPU needs.
+
+With `step_early` the host steps a master inside backward, as soon as the last gradient of the window has arrived for
+its weight. Then gradients cannot be clipped by their global norm, and a step cannot be undone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,16 +31,16 @@ from lowmem.system.errors import NotFinite
 
 
 class HostOptimizer(WindowOptimizer):
-    """An optimizer of weights that the host steps.
+    """An optimizer that steps weights on the CPU, one at a time.
 
-    On a card autograd's thread calls `collect`, `collect_and_step` and `step_early`, the link's host thread `_step` and
-    `step_one`, and the training thread all others.
+    On a card three threads call the methods. Autograd's thread: `collect`, `collect_and_step` and `step_early`. The
+    link's host thread: `_step` and `step_one`. The training thread: all other methods.
 
     Args:
-        inner: the optimizer of the masters' fp32 parameters; it steps one of them at a time.
-        masters: weight -> what the host stores of it.
-        weights: where 16-bit weights are that no block needs now.
-        link: carries gradients to the host, and stepped weights back.
+        inner: the optimizer whose parameters are `HostWeight.wide`; steps one parameter at a time.
+        masters: weight -> its `HostWeight`, which stores master and summed gradient.
+        weights: stores the 16-bit weights that are not in use.
+        link: copies gradients to the host and stepped weights to the device.
     """
 
     def __init__(
@@ -46,30 +50,35 @@ class HostOptimizer(WindowOptimizer):
         self.masters, self.weights, self.link = masters, weights, link
         self._group = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self._reading = Reading()  # how to read this window's gradients
-        self._norms: list[Tensor] = []  # of the true gradients of this window
-        self._steps_early = False  # True: gradients of this run are stepped inside backward
-        self._not_finite: str | None = None  # the parameter whose gradient prevented the last step
+        self._norms: list[Tensor] = []  # norm of each unscaled gradient of this window
+        self._steps_early = False  # True: this run steps masters inside backward
+        self._not_finite: str | None = None  # name of the parameter whose gradient prevented the last step
 
     # --- inside backward ------------------------------------------------------------------------------------------
 
     def collect(self, p: nn.Parameter) -> None:
-        """Sends a gradient that backward has just made to the host, and frees it; with weights.order=by_layer once all
-        micro-batches have added theirs."""
+        """Sends a gradient that backward has just computed to the host, and frees the device's copy. With
+        weights.order=by_layer only the sum over all micro-batches is sent."""
         self._fetch(p, self.masters[p].add)
 
     def collect_and_step(self, p: nn.Parameter, clip_value: float | None) -> None:
-        """Sends the last gradient of a window to the host, which steps the master as soon as it has arrived. Args:
-        clip_value: the largest absolute element of a gradient; None: off.
+        """Sends a parameter's last gradient of the window to the host, which steps the master once it has arrived.
+
+        Args:
+            p: the weight on the device.
+            clip_value: clamps gradient elements to this absolute value; None: off.
 
         Raises:
-            NotFinite: the gradient is not finite, and masters that were stepped before it cannot be stepped back.
+            NotFinite: a gradient is not finite, and earlier steps of this window cannot be undone. If a host thread
+                steps, a later call raises the error.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)
         self.step_early(p, clip_value)
 
     def step_early(self, p: nn.Parameter, clip_value: float | None) -> None:
-        """Steps a parameter whose gradients of this window have all left for the host. Raises: NotFinite."""
+        """Queues the step of a parameter whose gradients of this window have all been sent. Args and Raises: see
+        `collect_and_step`."""
         self._steps_early = True
         self._submit(self.masters[p], _limited(Reading(), clip_value), early=True)
 
@@ -82,7 +91,8 @@ class HostOptimizer(WindowOptimizer):
     # --- after backward -------------------------------------------------------------------------------------------
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Waits until all gradients are on the host. `MasterWeights` has read the loss before the first early step."""
+        """Waits until all gradients are on the host, and computes their norms. If masters step early, `MasterWeights`
+        has already checked that the loss is finite."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -103,7 +113,8 @@ class HostOptimizer(WindowOptimizer):
         return self._not_finite
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Changes how the gradients are read, not the stored gradients."""
+        """Stores the limit and the factor in `_reading`, which each step applies. The stored gradients do not
+        change."""
         collected, self._reading = self._collected(), _limited(self._reading, value)
         if largest is None or not collected:
             return
@@ -115,25 +126,26 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Gives all masters that have not stepped inside backward to the host thread. Before the device reads a weight,
-        it waits for that weight (`MasterWeights`)."""
+        """Queues all masters that have not stepped inside backward for the host thread, and returns at once. Each
+        module waits for its own weights before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
     def drop_gradients(self, stepped: bool) -> None:
-        """Forgets gradients of a skipped step. The host thread frees the others once they are used."""
+        """Discards the gradients of a skipped step. After a step this does nothing: the host thread frees each gradient
+        once it has been applied."""
         for master in () if stepped else self._collected():
             master.complete = False
 
     def _collected(self) -> list[HostWeight]:
-        """Returns masters with a gradient of this window, in the order in which the next forward pass reads their
-        weights."""
+        """Returns the masters that have a gradient of this window, in the model's order: weights that the next forward
+        pass reads first are stepped first."""
         return [master for master in self.masters.values() if master.complete]
 
     # --- one master -----------------------------------------------------------------------------------------------
 
     def _submit(self, master: HostWeight, reading: Reading, early: bool = False) -> None:
-        # A copy of the group: the schedule may change it while the host still steps.
+        # A copy of the group: the learning-rate schedule may change the group while the host still steps.
         group = {**self.param_groups[self._group[master.wide]]}
         step = partial(self._step, master, group, reading, early)
         if master.host_block is None:
@@ -144,8 +156,15 @@ class HostOptimizer(WindowOptimizer):
     def _step(
         self, master: HostWeight, group: dict, reading: Reading, early: bool, narrow: Tensor | None = None
     ) -> None:
-        """Steps a weight, in the link's host thread. Args: early: inside backward; narrow: receives its 16 bits; None:
-        they are stepped where they are."""
+        """Steps one weight; runs in the link's host thread.
+
+        Args:
+            master: the weight to step.
+            group: options of its parameter group.
+            reading: how to unscale and clip the gradient.
+            early: the step runs inside backward.
+            narrow: host tensor that receives the new 16-bit weight; None: the weight's own host memory.
+        """
         gradient = master.gradient()
         if early and not finite(gradient):
             raise NotFinite(
@@ -163,7 +182,7 @@ class HostOptimizer(WindowOptimizer):
     # --- what the host stores -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Waits for the host thread, which may still be stepping."""
+        """Returns the inner optimizer's state, once the host thread has done all queued steps."""
         self.link.finish()
         return super().state_dict()
 
@@ -172,7 +191,7 @@ class HostOptimizer(WindowOptimizer):
             yield from master.tensors()
 
     def gradients_on_host(self) -> Iterator[Tensor]:
-        sums = (master.sum for master in self.masters.values())  # each is read once: the host's thread may drop it
+        sums = (master.sum for master in self.masters.values())  # read each once: the host thread may set it to None
         return (buffer for buffer in sums if buffer is not None)
 
     def stored_beside(self) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
@@ -183,8 +202,8 @@ class HostOptimizer(WindowOptimizer):
         return master.weight, master.name, master.master_tensors() | self.state.get(master.wide, {})
 
     def mark_used(self, early: bool) -> None:
-        """Marks gradients as used without a step: the planner calls this, so that the memory that stays is what a step
-        keeps. Args: early: each was stepped inside backward."""
+        """Releases gradients as a step would, without a step. The planner calls this to measure the memory that remains
+        after a step. Args: early: gradients were applied inside backward."""
         for master in self._collected():
             master.used(early)
 

@@ -1,12 +1,14 @@
-"""Stores one weight on the host between two steps; `host_optimizer.py` steps objects of these classes.
+"""Stores one weight, its master and its summed gradient on the host; `host_optimizer.py` steps these objects.
 
-    HostWeight              fp32, and its 16 bits on the device, or in host memory where weights stream
-    SplitHostWeight         fp32 as two halves: the upper is the bf16 weight that streams, the lower is stored with it
-    StochasticHostWeight    the bf16 weight alone: a step is rounded up or down at random
+    class                   master on the host                          16-bit weight
+    HostWeight              fp32, 4 bytes per parameter                 on the device, or in a `HostBlock` if streamed
+    SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the upper 16 bits of fp32
+    StochasticHostWeight    no master                                   bf16; each step is rounded up or down at random
 
-The optimizer knows a parameter by `wide`, which is fp32; in the last two classes it has only a shape between steps. On
-a card the link's host thread calls `add`, `use`, `use_rows`, `gradient`, `step` and `used`. The training thread may ask
-for `tensors` meanwhile, and calls the other methods when the host thread has nothing to do.
+The inner optimizer's parameter is `wide` (fp32). In the last two classes `wide` has data only during a step; between
+steps it is a placeholder that has the right shape. On a card the link's host thread calls `add`, `use`, `use_rows`,
+`gradient`, `step` and `used`. The training thread may read `tensors` at the same time; it calls all other methods only
+while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -24,63 +26,76 @@ from lowmem.step.stochastic import stochastically
 
 
 class HostWeight:
-    """One parameter's 16-bit weight, and what the host stores of it: here an fp32 master."""
+    """An fp32 master in host memory, for one 16-bit weight. Base class of the other forms.
 
-    rest: Tensor | None = None  # int16: what `checkpoint_tensor` lacks of the fp32 weight
+    Args:
+        name: the parameter's name.
+        weight: the parameter; its data is rounded to `dtype`.
+        dtype: dtype of the weight on the device.
+    """
+
+    rest: Tensor | None = None  # int16, lower half of the fp32 weight; None: `checkpoint_tensor` has all bits
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
-        self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the optimizer steps it
-        self.host_block: HostBlock | None = None  # where its 16 bits are, if they stream
-        self.sum: Tensor | None = None  # flat; the sum of the window's gradients, still scaled
-        self.complete = False  # True if `sum` holds at least one full gradient of this window
-        self.alone = False  # True if `sum` holds one gradient alone
-        self.borrowed = False  # True: the buffer of `sum` belongs to the link, and is not to be kept
+        self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the parameter of the inner optimizer
+        self.host_block: HostBlock | None = None  # stores the 16-bit weight, if it is streamed
+        self.sum: Tensor | None = None  # flat; sum of the window's gradients, still multiplied by the loss scale
+        self.complete = False  # True: `sum` contains at least one full gradient of this window
+        self.alone = False  # True: `sum` is a single gradient
+        self.borrowed = False  # True: `sum` is not a reusable buffer, so `used` drops it
         self._narrow(dtype)
 
     def _narrow(self, dtype: torch.dtype) -> None:
-        """Turns the weight into 16 bits. After an earlier fit it already is."""
+        """Rounds the weight to 16 bits. After an earlier fit it already has 16 bits."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = narrowed(self.wide.data, dtype)
 
     def leave_file(self) -> None:
-        """Copies a master that may still be pages of a weight file. All pages of a file stay resident as long as one
-        tensor of it is left."""
+        """Copies a master that may still be a view of a memory-mapped weight file. A file's pages stay resident as long
+        as one tensor refers to the file."""
         with host_side():
             self.wide.data = self.wide.data.clone()
 
     def moved(self, host_block: HostBlock | None) -> None:
-        """Is called when the 16-bit weight has a new place. Args: host_block: where it is now; None: on the device."""
+        """Called after the 16-bit weight has moved. Args: host_block: stores the weight now; None: the weight is on the
+        device."""
         self.host_block = host_block
 
     @property
     def narrow(self) -> Tensor:
-        """Returns the 16-bit weight of the last step, in host memory if it streams."""
+        """Returns the current 16-bit weight: in host memory if it is streamed, otherwise on the device."""
         return self.weight.data if self.host_block is None else self.host_block.tensor(self.weight)
 
     @property
     def full_precision(self) -> Tensor:
-        """Returns the weight after the last step, with all its bits. `SplitHostWeight` computes it from its halves."""
+        """Returns the current weight in full precision. `SplitHostWeight` joins its halves into a copy."""
         return self.wide.data
 
     @property
     def checkpoint_tensor(self) -> Tensor:
-        """Returns what a checkpoint stores, besides `rest`: not a copy, but with a storage of its own."""
+        """Returns the tensor that a checkpoint stores, besides `rest`. It shares memory with the stored weight, but has
+        a separate storage object (`by_itself`)."""
         return self.full_precision
 
     def master_tensors(self) -> dict[str, Tensor]:
-        """Returns what the host stores of the weight beside its 16 bits, by name."""
+        """Returns the master, or its lower half, by name. Empty if there is no master."""
         return {"master": self.wide}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors in host memory, except `sum` and those in its `HostBlock`."""
+        """Yields the host tensors, except `sum` and the memory of the `HostBlock`."""
         yield self.wide
 
     # --- its gradient ---------------------------------------------------------------------------------------------
 
     def add(self, start: int, piece: Tensor) -> None:
-        """Adds a piece of a gradient; pieces come in order. A window's only gradient stays in 16 bits. A second one is
-        added in fp32, and so are the sums over micro-batches that `by_layer.py` sends."""
+        """Adds a piece of a gradient. The first gradient of a window keeps its dtype. When a second gradient arrives,
+        the sum is converted to fp32, as it is when `by_layer.py` sends a sum over micro-batches in fp32.
+
+        Args:
+            start: index of the first element; the pieces of a gradient come in order.
+            piece: flat, in host memory.
+        """
         with host_side():
             if self.sum is None:
                 self.sum = torch.empty(self.wide.numel(), dtype=piece.dtype)
@@ -95,16 +110,18 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """Adds a gradient that is stepped at once: the only one of its window is not copied."""
+        """Like `add`, for a full gradient that is stepped at once: the first gradient of a window is not copied."""
         if self.sum is None:
             self.sum, self.complete, self.alone, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding, whose other rows are zero: the only one of its window becomes dense.
+        """Adds the gradient of an embedding (V, H) that is zero except in some rows. The sum is dense.
 
-        Args: at: (N,) row numbers; rows: (N, H); rows of the same number are added up.
+        Args:
+            at: (N,), row numbers; rows with equal numbers are added up.
+            rows: (N, H), their gradients.
         """
         with host_side():
             if self.sum is None:
@@ -118,12 +135,15 @@ class HostWeight:
         self.alone, self.complete = not self.complete, True
 
     def gradient(self) -> Tensor:
-        """Returns the window's gradient as it is stored: scaled, in 16 or 32 bits."""
+        """Returns the window's gradient as stored: multiplied by the loss scale, in 16 or 32 bits."""
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Is called after a step. The buffer stays for the next window's gradients, except one of a single gradient
-        that was borrowed or stepped inside backward: the next window needs no buffer then."""
+        """Called after a step: marks the gradient as applied. The buffer is kept for the next window, unless it has a
+        single gradient that was borrowed or stepped inside backward. Then the next window needs no buffer either.
+
+        Args: early: the step ran inside backward.
+        """
         if self.alone and (early or self.borrowed):
             self.sum = None
         self.complete = self.borrowed = False
@@ -131,7 +151,8 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: WindowOptimizer, step: Step) -> None:
-        """Steps the weight. Args: step: of `wide`; its `narrow` receives the new weight."""
+        """Steps the weight. Args: optimizer: the `HostOptimizer`; step: describes a step of `wide`, and
+        `step.narrow` receives the new 16-bit weight."""
         if isinstance(optimizer.inner, OnePass):
             optimizer.inner.step_from(step, self.rest)
         else:
@@ -140,15 +161,15 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Writes the weight into `wide` before a step."""
+        """Called before a step: writes the fp32 weight into `wide`."""
 
     def _write(self, narrow: Tensor) -> None:
-        """Writes the new weight to where it is stored after a step."""
+        """Called after a step: rounds `wide` into `narrow`, and stores the master."""
         fp32_halves.narrow(self.wide.data, narrow)
 
     def _forget(self) -> None:
-        """Leaves the optimizer only a shape between steps. It is on the CPU, since the optimizer's state is restored to
-        the parameter's device."""
+        """Replaces the data of `wide` by a placeholder without memory. The placeholder is on the CPU, because torch
+        restores optimizer state to the parameter's device."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
     def _stepped(self, optimizer: WindowOptimizer, step: Step) -> None:
@@ -158,11 +179,12 @@ class HostWeight:
 
 
 class SplitHostWeight(HostWeight):
-    """fp32 in 4 bytes, the upper two of which are the bf16 weight that streams: exact, without a copy of it."""
+    """An fp32 master in two halves: the upper 16 bits are the streamed bf16 weight itself, the lower 16 bits are
+    `rest`. The fp32 value is exact, and the host stores 4 bytes per parameter instead of 6."""
 
     def _narrow(self, dtype: torch.dtype) -> None:
         with host_side():
-            if self.weight.dtype == dtype:  # it was loaded so: nothing is lost
+            if self.weight.dtype == dtype:  # loaded in bf16, so the lower half is zero
                 self.rest = torch.zeros(self.weight.shape, dtype=torch.int16)
             else:
                 self.weight.data, self.rest = fp32_halves.halves(self.wide.data.float())
@@ -192,11 +214,15 @@ class SplitHostWeight(HostWeight):
 
 
 class StochasticHostWeight(HostWeight):
-    """The bf16 weight alone: a step is rounded up or down at random, so that the mean is right.
+    """A bf16 weight without a master: each step is rounded up or down at random, so that the mean is right.
 
-    The random numbers depend on the parameter and the step alone, not on when it is done or on what else draws.
+    The random numbers depend only on the seed, the parameter's name and the number of its roundings, so neither the
+    order of updates nor other random numbers change them.
 
-    Args: seed: the run's; steps: how often the weight was rounded before.
+    Args:
+        name, weight, dtype: see `HostWeight`.
+        seed: the run's seed.
+        steps: number of earlier roundings of this weight.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype, seed: int = 0, steps: int = 0) -> None:
@@ -205,7 +231,7 @@ class StochasticHostWeight(HostWeight):
 
     def _narrow(self, dtype: torch.dtype) -> None:
         self._forget()
-        self.own: Tensor | None = None  # its 16 bits in host memory, if the weight itself is on the device
+        self.own: Tensor | None = None  # host copy of the 16-bit weight, if the weight is on the device
 
     def moved(self, host_block: HostBlock | None) -> None:
         super().moved(host_block)
@@ -257,13 +283,13 @@ def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """Returns the same memory as a storage of its own: `torch.save` writes full storages, and a block's storage
-    includes frozen weights, which no checkpoint stores. Args: tensor: contiguous, in host memory."""
+    """Returns a tensor with the same memory but a separate storage. `torch.save` writes full storages, and the storage
+    of a block also contains frozen weights, which a checkpoint must not store. Args: tensor: contiguous, in host
+    memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def drawing(*key: int | str) -> torch.Generator:
-    """Returns a generator whose random numbers depend on all these arguments: they are hashed to the 32 bits of a seed
-    that a CPU's generator reads."""
+    """Returns a CPU generator whose seed (32 bits) is a hash of all arguments."""
     return torch.Generator().manual_seed(int.from_bytes(sha256(repr(key).encode()).digest()[:4]))

@@ -1,14 +1,20 @@
-"""Moves gradients from the device to the host, and new weights back; weights that stream stay on the host.
+"""Copies gradients from the device to the host, runs optimizer steps there, and copies new weights back.
 
-On CUDA everything is asynchronous. A gradient is copied in pieces into pinned staging slots of fixed total size, on a
-stream of its own. One host thread takes each piece as soon as it has arrived and frees its slot; so a device that is
-faster than the host waits for a slot, and does not fill the host's memory. If gradients come in bursts (`by_layer.py`),
-some bytes of them may wait on the device instead, for a second thread that sends them. The host thread also steps the
-optimizer and sends the new weights back through other slots; before the device reads a weight, it waits for that weight
-alone. Weights that stream are stepped where they are, in their host block, and copied from there before their block
-computes.
+    thread           work                                                                          copy stream
+    autograd's       `fetch`: copies a gradient, in pieces, into free pinned staging slots         device to host
+    "host-step"      takes each piece once it has arrived, and frees the slot (`Take`);
+                     steps weights (`update`, `update_block`);
+                     sends new weights through other staging slots (`Staging`)                     host to device
+    "gradients"      only if `ahead` is set: does the copies of `fetch`, which returns earlier     device to host
+    training         `wait`: makes the device wait for one weight before a module reads it
 
-On a CPU the device is the host: the same calls do the same work at once and in place, and nothing is copied.
+The staging slots have a fixed total size. A device that is faster than the host waits for a free slot, so gradients
+cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), up to `ahead` bytes of them may queue on the
+device instead. Jobs have one order, the order of the calls: if the "gradients" thread exists, all jobs pass through its
+queue first. Streamed weights are not sent back after a step: they are stepped in place in their `HostBlock`, and copied
+from there before their block computes.
+
+On a CPU, device and host share their memory: `Link` does the same work at once and in place, without copies or threads.
 """
 
 import queue
@@ -27,48 +33,52 @@ from lowmem.offload.host_block import HostBlock
 from lowmem.system.scratch_file import PAGE
 from lowmem.system.scratch_file import pages as full_pages
 
-# in each direction; a power of two, to which torch's allocator of pinned memory rounds up
+# in each direction; a power of two, because torch's pinned allocator rounds sizes up to one
 SLOT_BYTES, SLOTS = 1 << 25, 4
 
-Take = Callable[[int, Tensor], None]  # (first element, the elements from there on), in host memory
+Take = Callable[[int, Tensor], None]  # receives (index of the first element, flat piece in host memory)
 Compute = Callable[[Tensor], None]  # writes the new weight into its argument
-Job = Callable[[], None]  # of the host thread
+Job = Callable[[], None]  # work for the host thread
 
 
 class Link:
-    """The link where device and host are one: everything happens in place and at once."""
+    """The link of a CPU, which is device and host: all work is done in place, before the call returns."""
 
-    lends = False  # True if a piece is overwritten once `take` has returned
-    # bytes of gradients that may wait on the device for a slot, while it computes; set before the first gradient leaves
+    lends = False  # True: pieces are in staging memory, which is overwritten once `take` has returned
+    # bytes of gradients that may queue on the device for a staging slot; set before the first gradient is sent
     ahead = 0
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
-        """Brings a gradient to the host; `take` gets it in pieces, in order."""
+        """Sends a gradient to the host. Args: gradient: on the device; take: receives its pieces, in order."""
         take(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Computes a new weight on the host, after all work queued before it, and brings it to the device."""
+        """Computes a new weight on the host after all work queued before, and copies it to the device. Args: weight: on
+        the device; compute: writes the new weight into its argument, a host tensor of the weight's shape and
+        dtype."""
         compute(weight.detach())
 
     def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
-        """Computes new weights in their host block, after all work queued before it. They stay there for now."""
+        """Updates weights in place in their host block, after all work queued before. Nothing is copied to the
+        device."""
         host_block.steps += 1
         if host_block.last_copy is not None:
             host_block.last_copy.synchronize()
         compute()
 
     def wait(self, weight: Tensor) -> None:
-        """Waits, before the device reads a weight, until its last update has arrived."""
+        """Makes the device wait until the weight's last update has arrived."""
 
     def finish(self) -> None:
-        """Returns when the host has done all its work, or raises the error that it met."""
+        """Waits until the host has done all queued work. Raises the first error of that work."""
 
     def close(self) -> None:
-        """Ends the link: no more work follows."""
+        """Finishes the queued work and ends the threads."""
 
 
 class Gradient(NamedTuple):
-    """A gradient that leaves. Args: flat: on the device; complete: reached when it is computed."""
+    """A gradient to send. Args: flat: on the device; take: receives its pieces on the host; complete: reached once the
+    device has computed the gradient."""
 
     flat: Tensor
     take: Take
@@ -76,18 +86,22 @@ class Gradient(NamedTuple):
 
 
 class Source(Protocol):
-    """Bytes that are not in memory."""
+    """Bytes that are read from a file instead of memory."""
 
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes from `start` on. Args: into: (bytes,), beginning at a page and ending with one."""
+        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned at both
+        ends."""
 
 
 class Staging:
-    """Copies what the device cannot read by itself: in pieces, through slots that it can read.
+    """Copies memory that is not pinned, or bytes of a file, to the device: in pieces, through pinned staging slots.
 
-    Args: lane: the device's side; slot_bytes, slots: of the staging memory.
+    Args:
+        lane: the device's copy streams.
+        slot_bytes: size of a slot.
+        slots: number of slots.
     """
 
     def __init__(self, lane: Lane, slot_bytes: int, slots: int) -> None:
@@ -95,8 +109,16 @@ class Staging:
         self._slots = deque((_from_a_page(lane, slot_bytes), lane.mark()) for _ in range(slots))
 
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
-        """Copies a tensor, and waits for free slots. Returns: a mark that is reached when the last piece has
-        arrived."""
+        """Copies a tensor to the device; blocks while no slot is free.
+
+        Args:
+            source: in host memory.
+            to: on the device, contiguous, of the same size and dtype.
+            after: the first copy starts once this mark is reached.
+
+        Returns:
+            A mark that is reached when the last piece has arrived.
+        """
         target = to.detach().view(-1)
         for start, piece in pieces(source, self.slot_bytes):
             slot, free = self._slots.popleft()
@@ -107,7 +129,7 @@ class Staging:
         return after
 
     def read(self, source: Source, to: Tensor, after: Mark) -> Mark:
-        """Copies what a source reads to `to`, (bytes,), as `send` copies a tensor."""
+        """Copies the bytes of a source to the device, like `send`. Args: to: (bytes,), on the device."""
         for start, piece in pieces(to, self.slot_bytes):
             slot, free = self._slots.popleft()
             free.synchronize()
@@ -118,7 +140,7 @@ class Staging:
 
 
 def _from_a_page(lane: Lane, size: int) -> Tensor:
-    """Returns staging memory that begins at a page. A card's does so by itself."""
+    """Returns page-aligned staging memory. Pinned memory of a card is always page-aligned."""
     memory = lane.staging(size)
     if memory.data_ptr() % PAGE == 0:
         return memory
@@ -128,18 +150,19 @@ def _from_a_page(lane: Lane, size: int) -> Tensor:
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first element, the elements from there on), in pieces of at most `size` bytes."""
+    """Yields (index of the first element, flat piece of at most `size` bytes) until the tensor ends."""
     flat, step = tensor.reshape(-1), size // tensor.element_size()
     return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
 
 class StagedLink(Link):
-    """The link to a device with memory of its own: staging slots, and one host thread that does all work in the order
-    of the calls.
+    """The link to a device with separate memory: pinned staging slots, and a host thread that does all work in the
+    order of the calls. The module's docstring says what each thread does.
 
     Args:
-        lane: the device's side.
-        slot_bytes, slots: of the staging memory, in each direction.
+        lane: the device's copy streams.
+        slot_bytes: size of a staging slot.
+        slots: number of staging slots in each direction.
     """
 
     lends = True
@@ -150,14 +173,14 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        self._coming: dict[int, Future[Mark]] = {}  # weights that are being updated, by id
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # of the host thread
-        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # before them, if `ahead` is set
-        self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of those that have left
-        self._waiting = 0  # bytes of gradients that have been fetched, and are not known to have left
+        self._coming: dict[int, Future[Mark]] = {}  # id of a weight -> mark of its update, until `wait`
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates
+        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
+        self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of each gradient that "gradients" has sent
+        self._waiting = 0  # bytes on the device of gradients that are queued in `_leaving`
         self._failed: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._threads: list[threading.Thread] = []  # run from the first job to `close`, and again for a second fit
+        self._threads: list[threading.Thread] = []  # from the first job to `close`; restarted for a second fit
 
     def _start(self) -> None:
         if self._threads:
@@ -172,7 +195,7 @@ class StagedLink(Link):
         (self._leaving if self.ahead else self._jobs).put(job)
 
     def fetch(self, gradient: Tensor, take: Take) -> None:
-        flat = gradient.reshape(-1)  # this may copy; the mark has to cover the copy
+        flat = gradient.reshape(-1)  # may copy, so the mark is made after this line
         leaving = Gradient(flat, take, self.lane.mark())
         if self.ahead:
             self._ask(leaving)
@@ -192,7 +215,7 @@ class StagedLink(Link):
             self._jobs.put(partial(self._take, gradient.take, start, host, landed, slot))
 
     def _send_all(self) -> None:
-        """Sends gradients in a thread of its own, and hands on other jobs: all keep their order."""
+        """The loop of the thread "gradients": sends gradients, and passes other jobs on, in order."""
         while (job := self._leaving.get()) is not None:
             if not isinstance(job, Gradient):
                 self._jobs.put(job)
@@ -202,7 +225,7 @@ class StagedLink(Link):
             except BaseException as error:
                 self._failed = self._failed or error
             self._sent.put(job.flat.nbytes)
-            del job  # its memory is free as soon as its copy has run
+            del job  # the allocator may reuse the gradient's memory as soon as the copy is done
         self._jobs.put(None)
 
     def _take(self, take: Take, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
@@ -251,7 +274,7 @@ class StagedLink(Link):
         self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
-        """Returns host memory of one weight's size, the same for all weights."""
+        """Returns scratch memory in the weight's shape and dtype. All weights share this memory."""
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -276,7 +299,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # the next call raises it; later jobs are not done
+            except BaseException as error:  # the next call raises the error; later jobs are skipped
                 self._failed = self._failed or error
 
     def close(self) -> None:
@@ -287,7 +310,7 @@ class StagedLink(Link):
             self._threads = []
         for coming in self._coming.values():
             if coming.exception() is None:
-                self.lane.hold(coming.result())  # from now on weights are read without asking this link first
+                self.lane.hold(coming.result())  # later code reads weights without calling `wait`
         self._coming.clear()
 
 

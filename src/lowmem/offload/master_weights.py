@@ -1,17 +1,17 @@
-"""Keeps 16-bit weights on the device and their fp32 masters on the host: the callback that joins both to the training
+"""Keeps 16-bit weights on the device and their fp32 masters on the host. This callback connects both to the training
 loop.
 
-The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only the blocks that compute).
-The host keeps what the optimizer steps (`host_weight.py`: fp32 masters, or another form of weights that stream), its
-state, and the gradients of an optimizer step. In the order of a run this callback
+The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only for the blocks that compute).
+The host keeps the fp32 masters (`host_weight.py` has other forms for streamed weights), the optimizer state, and the
+gradients of an optimizer step. In the order of a run this callback
 
-    makes the masters of the loaded weights, before these are rounded and move to the device   `make`
-    makes the optimizer that steps them                                                         `optimizer`
-    sends each gradient to the host as soon as backward has made it                             `on_fit_start`
-    makes each block wait for its own new weights                                               `on_fit_start`
-    saves the masters under the names of the weights                                            `on_save_checkpoint`
+    creates the masters from the loaded weights, before the weights are rounded and moved    `make`
+    creates the optimizer of the masters                                                     `optimizer`
+    sends each gradient to the host as soon as backward has computed it                      `on_fit_start`
+    makes each block wait for its own updated weights                                        `on_fit_start`
+    saves the masters under the names of the weights                                         `on_save_checkpoint`
 
-Masters are stored by parameter, so tied weights stay tied; a frozen weight has none, and is rounded once. Source:
+Masters are stored per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source:
 Micikevicius et al. 2018, arXiv 1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the
 host.
 """
@@ -39,25 +39,25 @@ ROUNDINGS = "random_roundings"  # in a checkpoint: name -> how often a weight wa
 class MasterWeights(Callback):
     """Updates 16-bit weights on the device from fp32 masters on the host.
 
-    With `Update.early` each master steps as soon as the window's last gradient of it has arrived: the step then
-    overlaps with backward, and gradients need no memory.
+    With `Update.early` each master steps as soon as the last gradient of its weight in this window has arrived. The
+    step then overlaps with backward, and gradients need no buffer in host memory.
     """
 
     def __init__(self) -> None:
-        self.link: Link | None = None  # made in `connect`
+        self.link: Link | None = None  # created in `connect`
         self.masters: dict[nn.Parameter, HostWeight] = {}  # by weight, in the model's order
-        self.rests: Mapping[str, Tensor] = {}  # the lower halves of weights that a checkpoint has loaded in 16 bits
-        self._roundings: Mapping[str, int] = {}  # loaded from a checkpoint, by name
+        self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, loaded from a checkpoint
+        self._roundings: Mapping[str, int] = {}  # name -> number of random roundings, loaded from a checkpoint
         self._hooks: list = []
-        self._loss: Tensor | float = 0.0  # of this window's micro-batches until now, where masters step early
+        self._loss: Tensor | float = 0.0  # sum over this window's micro-batches so far; only if masters step early
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         module.masters = self
         self.connect(trainer.precision_plugin, module.weights)
 
     def connect(self, precision: Precision, weights: WeightsOnDevice) -> None:
-        """Registers `make` with the precision. Args: precision: says the dtype of the device's weights; weights: where
-        they are."""
+        """Creates the link, and registers `make` with the precision. Args: precision: knows the dtype of the weights on
+        the device; weights: stores them."""
         self.precision, self.weights = precision, weights
         self.device = torch.device(precision.device)
         self.link = link_to(self.device)
@@ -66,15 +66,15 @@ class MasterWeights(Callback):
     # --- masters and their optimizer ------------------------------------------------------------------------------
 
     def make(self, module: nn.Module) -> None:
-        """Makes the masters. The precision calls this once the weights are loaded or restored, before they move to the
-        device."""
+        """Creates the masters and moves the weights to where they are stored. The precision calls this once the weights
+        are loaded or restored."""
         for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
                 p.data = p.data.to(self.precision.dtype)
             elif p not in self.masters:
                 is_copied = p.dtype != torch.float32
                 self.masters[p] = master = self._new(name, p)
-                if self.weights.streams and type(master) is HostWeight and not is_copied:  # other classes hold copies
+                if self.weights.streams and type(master) is HostWeight and not is_copied:  # other classes store copies
                     master.leave_file()
                 if name in self.rests:
                     master.rest.copy_(self.rests[name])
@@ -86,22 +86,22 @@ class MasterWeights(Callback):
             master.moved(self.weights.host_block(master.weight))
 
     def _new(self, name: str, p: nn.Parameter) -> HostWeight:
-        """Makes the host's form of a parameter, whose weight gets 16 bits."""
+        """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits."""
         dtype = self.precision.dtype
         if self.precision.steps_on_host == "always":
             split = dtype == torch.bfloat16 and self.weights.waits_on_host(p)
             return (SplitHostWeight if split else HostWeight)(name, p, dtype)
-        if p.dtype != dtype:  # a module that an adapter keeps in fp32: nothing is rounded
+        if p.dtype != dtype:  # a module that an adapter keeps in fp32 is not rounded
             return HostWeight(name, p, p.dtype)
         return StochasticHostWeight(name, p, dtype, torch.initial_seed(), self._roundings.get(name, 0))
 
     def optimizer(self, make: Callable[..., Optimizer], model: nn.Module) -> HostOptimizer:
-        """Makes the optimizer. Args: make: a `MakeOptimizer`."""
+        """Creates the optimizer of the masters. Args: make: a `MakeOptimizer`; model: has the weights."""
         inner = make(model, lambda p: self.masters[p].wide, self._restored)
         return HostOptimizer(inner, self.masters, self.weights, self.link)
 
     def _restored(self, inner: Optimizer, wide: nn.Parameter) -> None:
-        """Stores what a checkpoint has restored of one weight, where the weight's state belongs."""
+        """Stores the optimizer state that a checkpoint has restored for one weight."""
         master = next(master for master in self.masters.values() if master.wide is wide)
         self.weights.bring_in(master.weight)
         self.weights.put(master.weight, master.name, inner.state[wide])
@@ -116,7 +116,7 @@ class MasterWeights(Callback):
                 optimizer.step_early(p, clip_value)
 
         def send(p: nn.Parameter) -> None:
-            if p.grad is None:  # the sink has sent it
+            if p.grad is None:  # the `GradientSink` has already sent it
                 return
             if early and module.last_micro_batch:
                 optimizer.collect_and_step(p, clip_value)
@@ -139,14 +139,14 @@ class MasterWeights(Callback):
         self.weights.start()  # an evaluation without training
 
     def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.weights.start()  # the log-probabilities of a reference
+        self.weights.start()  # computes the reference model's log-probabilities
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._loss = 0.0
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Reads the window's loss before the backward pass in which the first master may step. Earlier micro-batches
-        only add to sums, so a card is not asked for each of their losses."""
+        """Checks that the window's loss is finite, before the backward pass in which the first master may step. Masters
+        step only in the last micro-batch, so the loss is read from the card once per window. Raises: NotFinite."""
         if not module.update.early:
             return
         self._loss = self._loss + loss.detach()
@@ -157,7 +157,7 @@ class MasterWeights(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.arrived()  # what follows reads the weights and masters without waiting for the link
+        self.arrived()  # later code reads weights and masters without waiting for the link
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._end_thread()
@@ -169,34 +169,34 @@ class MasterWeights(Callback):
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Ends the host thread, which may still be stepping. There is none if an earlier callback's `setup` failed."""
+        """Ends the host thread once its queued work is done. The link is None if an earlier callback's `setup`
+        failed."""
         if self.link is not None:
             self.link.close()
 
     # --- weights, read outside of a forward pass ------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Returns when each weight is that of the last step."""
+        """Waits until all weights have the values of the last step."""
         self.link.finish()
         self.weights.finish()
         for p in self.masters:
             self.link.wait(p)
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight in 16 bits as it was last stepped, wherever it is; it is called after `arrived`."""
+        """Returns the current 16-bit weight, on the device or in host memory. Call `arrived` first."""
         return self.masters[p].narrow if p in self.masters else self.weights.stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight with all its bits, as a copy if the host stores it in two halves. Exports and checkpoints
-        call it, after `arrived`."""
+        """Returns a weight in full precision, as a copy if the host stores it in two halves. Call `arrived` first."""
         return self.masters[p].full_precision if p in self.masters else self.weights.stored(p)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """Saves the masters under the names of the weights, so that any other precision can go on with them. Split ones
-        are saved as their upper halves, with the lower ones beside them (`CausalLM.load_state_dict`), so there is
-        never a copy of all."""
+        """Saves the masters under the names of the weights, so that a run with any other precision can resume. Masters
+        that are split are saved as upper halves, with the lower halves under "rests" (`CausalLM.load_state_dict`), so
+        saving needs no full copy."""
         self.arrived()
         # a tied weight is listed once
         tensors = {id(p): self.masters[p].checkpoint_tensor for _, p in trainable(module)}
@@ -209,14 +209,14 @@ class MasterWeights(Callback):
         checkpoint[ROUNDINGS] = {master.name: master.steps for master in rounded}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        # earlier versions stored it beside what the precision saves; a run that stepped on the device has none
+        # earlier versions stored the counts in the precision's state; a run that stepped on the device has no counts
         earlier = checkpoint.get(type(trainer.precision_plugin).__qualname__, {}).get("steps", {})
         self._roundings = checkpoint.get(ROUNDINGS, earlier)
 
 
 def _readers(module: LightningModule) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yields (module, the trained parameters for which its forward pass waits). A block waits for all of its
-    parameters: compiled blocks and fused kernels read a child's weight without calling the child."""
+    """Yields (module, trained parameters for which the module's forward pass has to wait). A block waits for all of its
+    parameters, because compiled blocks and fused kernels read a child's weight without calling the child."""
     stack = set(stack_of(module.model))
     inside = {child for block in stack for child in block.modules()}
     for reader in module.modules():

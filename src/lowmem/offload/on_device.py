@@ -1,4 +1,15 @@
-"""Defines where weights are while no block needs them, and in which order micro-batches run through the blocks."""
+"""Defines where idle weights are stored, and in which order micro-batches run through the blocks.
+
+`WeightsOnDevice` is both the default (all weights stay on the device) and the interface. `StreamedWeights`
+(`streamed.py`) overrides its methods. In the order of a run:
+
+    move_in                         once the model has its final dtypes
+    start, stop                     before the first forward pass, after the last pass
+    run_micro_batches               each window: the order of its micro-batches
+    take_gradient                   each gradient, right after backward has computed it
+    bring_in, put, finish           around each weight's update on the host (swapping with a drive)
+    *_tensors, staging_buffers      for code that measures memory
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,32 +23,35 @@ from lowmem.system.scratch_file import Drive
 
 
 class WeightsOnDevice:
-    """Keeps all weights on the device, and is the base class of weights that are in host memory. Code that steps,
-    measures or saves weights asks its methods."""
+    """Keeps all weights on the device. Base class of strategies that keep weights in host memory. Code that updates,
+    measures or saves weights calls these methods."""
 
     streams = False
-    overlaps = False  # True: several micro-batches of a window may be under way at once
+    overlaps = False  # True: several micro-batches of a window may be in progress at once
 
     def __init__(self) -> None:
         self.host_blocks: list[HostBlock] = []
         self.edges: list = []  # weights outside the blocks that are in host memory (`edges.py`)
-        self.under_way = 0  # the number of the micro-batch that computes
-        self.last = False  # True: it is its window's last
+        self.under_way = 0  # index of the micro-batch that computes
+        self.last = False  # True: that micro-batch is the last of its window
 
     def move_in(self, device: torch.device) -> None:
-        """Is called when every weight has its dtype. Args: device: the one that computes."""
+        """Moves the weights to where they are stored. Called once every weight has its final dtype. Args: device: the
+        device that computes."""
 
     def start(self, sink: object = None) -> None:
-        """Is called before the first forward pass. Args: sink: where embedding and head send gradients (`edges.py`);
-        None in an evaluation."""
+        """Called before the first forward pass. Args: sink: receives the gradients of the embedding and the head
+        (`edges.GradientSink`); None in an evaluation."""
 
     def stop(self) -> None:
-        """Is called when no pass follows: every parameter becomes a plain tensor."""
+        """Called after the last pass: turns every parameter back into a plain tensor."""
 
     def run_micro_batches(self, runs: Sequence[Callable[[], None]], generators: Generators) -> None:
-        """Computes the micro-batches of a window: one after the other, unless the weights' own order is another.
+        """Computes the micro-batches of a window, by default one after the other.
 
-        Args: runs: each computes one; generators: as many states.
+        Args:
+            runs: functions that each compute one micro-batch.
+            generators: random number generator states, one per micro-batch.
         """
         for number, run in enumerate(runs):
             self.enter(number, len(runs))
@@ -48,47 +62,62 @@ class WeightsOnDevice:
     def run_forward_passes(
         self, runs: Sequence[Callable[[], None]], at_once: int, device: torch.device, seed: int | None
     ) -> None:
-        """Computes forward passes without gradients. Args: at_once: so many go through a block before the next block,
-        where the order is by layer; seed: of the random numbers of each; None: they draw none."""
+        """Computes forward passes without gradients.
+
+        Args:
+            runs: functions that each compute one forward pass.
+            at_once: number of passes that are given to `run_micro_batches` together; with weights.order=by_layer they
+                go through the blocks together.
+            device: the device that computes.
+            seed: every pass starts from this seed; None: the passes draw no random numbers.
+        """
         for start in range(0, len(runs), at_once):
             together = runs[start : start + at_once]
             self.run_micro_batches(together, Generators.alike(device, len(together), seed))
 
     def enter(self, number: int, count: int) -> None:
-        """Is called when a micro-batch begins to compute, or goes on. Args: count: of the window."""
+        """Called when a micro-batch starts or continues. Args: number: its index; count: micro-batches in the
+        window."""
         self.under_way, self.last = number, number == count - 1
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Takes a gradient that backward has just made from its parameter. Returns: what may leave for the host; None:
-        later micro-batches add to it first."""
+        """Takes the gradient that backward has just computed from `p.grad`. Returns: the gradient to send to the host;
+        None: later micro-batches add to it first."""
         gradient, p.grad = p.grad, None
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Brings the host tensors of a weight into memory. It is called before the host steps the weight."""
+        """Reads the master and optimizer state of a weight into host memory. Called before the host updates the
+        weight."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        """Is called with what the host stores of a weight beside its 16 bits, when that is made, restored or stepped.
-        It may leave memory with the next `bring_in` of another weight. Args: name: the weight's."""
+        """Hands over the host tensors of a weight once they are created, restored or updated. They may be swapped to
+        the drive at the next `bring_in` of another weight.
+
+        Args:
+            p: the weight.
+            name: the weight's name.
+            tensors: master (or lower half) and optimizer state, by name.
+        """
 
     def finish(self) -> None:
-        """Returns when all that was put away is where it belongs, or raises the error that it met."""
+        """Waits until all tensors given to `put` are stored. Raises the error of a write that failed."""
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Is entered around a save, which reads everything."""
+        """Context in which a checkpoint or export reads all host tensors."""
         yield
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
-        """Returns True if a weight will be in host memory."""
+        """Returns True if a weight is stored in host memory after `move_in`."""
         return False
 
     def host_block(self, p: nn.Parameter) -> HostBlock | None:
-        """Returns the host memory of a weight; None: it is on the device."""
+        """Returns the `HostBlock` that stores a weight; None: the weight is on the device."""
         return None
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight, wherever it is."""
+        """Returns the current value of a weight, on the device or in host memory."""
         host_block = self.host_block(p)
         return p.data if host_block is None else host_block.tensor(p)
 
@@ -106,9 +135,11 @@ class WeightsOnDevice:
 
     @property
     def drive(self) -> Drive | None:
-        """Returns the drive that stores `drive_tensors`, with its counts of bytes read and written."""
+        """Returns the drive that stores `drive_tensors`, which also counts bytes read and written; None: no drive is
+        used."""
         return None
 
     def drive_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors that are on a drive: their data is a view of a file."""
+        """Returns the tensors that are stored on a drive: their data is a view of a memory-mapped file while they are
+        not in memory."""
         return ()

@@ -1,11 +1,17 @@
-"""Registers host memory in place, so that the device itself reads the weights that stream from it.
+"""Pins existing host memory with cudaHostRegister, so that the device copies streamed weights directly from it.
 
-Registering needs no second copy and rounds nothing up, as an allocator of pinned memory would. Registered pages count
-as locked: where `ulimit -l` limits them (in a container, as a rule) they must be within it. A machine with several NUMA
-nodes reads fastest from the card's node: start the run under `numactl --cpunodebind=N --membind=N`.
+Registering memory in place needs no second copy, and does not round sizes up to a power of two as torch's allocator of
+pinned memory does. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow them.
+On a machine with several NUMA nodes, copies are fastest from the card's node: start the run under
+`numactl --cpunodebind=N --membind=N`.
 
-Memory that cannot be registered is copied by a host thread, piece by piece, into two pinned slots, and from there to
-the device, so that the training loop never waits for a copy on the host.
+Memory that cannot be registered, and weights on a drive, need one more thread:
+
+    registered        host memory -----------------------------------------> device    started by the training thread
+    not registered    host memory or drive -> two pinned staging buffers --> device    done by the thread "staging"
+
+The staging thread copies piece by piece, so the training thread never waits for a copy on the host. It then starts
+all copies, also from registered memory, so that copies keep their order.
 """
 
 import logging
@@ -21,12 +27,18 @@ from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
 
 log = logging.getLogger(__name__)
-SLOTS = 2  # one is filled while the device empties the other
+SLOTS = 2  # the host fills one staging buffer while the device reads the other
 
 
 class Registered:
-    """A lane for copies from given host memory. Args: memory: registered until `close`; slot_bytes: of the staging
-    memory; reads: some sources are not in memory."""
+    """A `Lane` for copies from pinned host memory to the device.
+
+    Args:
+        lane: the device's copy streams.
+        memory: host memory to register until `close`.
+        slot_bytes: size of each staging buffer.
+        reads: some sources are on a drive, not in memory.
+    """
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:
         self.lane, start = lane, time.perf_counter()
@@ -72,7 +84,7 @@ class Registered:
         self.lane.hold(_queued(until))
 
     def close(self) -> None:
-        """Unregisters everything, once all copies are complete."""
+        """Waits for all copies, then unregisters the memory."""
         try:
             self._last.synchronize()
         finally:
@@ -83,7 +95,7 @@ class Registered:
 
 
 class Coming:
-    """The mark of a copy that the thread has not yet given to the device."""
+    """A `Mark` for a copy that the staging thread may not have started yet. Args: queued: the copy's own mark."""
 
     def __init__(self, queued: Future[Mark]) -> None:
         self.queued = queued

@@ -1,15 +1,27 @@
-"""Streams weights: they wait in host memory, and are on the device only while their block computes.
+"""Streams weights: each block's 16-bit weights stay in host memory, and are copied to the device just before the block
+computes.
 
-The device holds one slot for the block that computes and one for the next block, whose weights are copied meanwhile. In
-backward a block's weights must be there when the gradient has reached its *output*: that is before anything is
-recomputed, whoever recomputes it, and after all blocks above are done. So a hook on the output is enough; it also
-starts the copies for the blocks below. While its block does not compute, a parameter is one NaN, expanded to its shape:
-a read that comes too early or too late cannot give a plausible number.
+    compute stream    | block 0      | block 1      | block 2      |      forward; backward runs the other way
+    copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
+    slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: one computes,
+    slot 1            | -> block 1   | block 1      | -> block 3   |      one receives the next block
 
-It saves the device 2 bytes per parameter of the blocks. It costs 4 bytes per parameter and micro-batch over the link,
-all to the device: 2 in forward, 2 again in backward; with `by_layer.py` per window. It costs no time if a block
-computes for longer than the copy of the next one takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al.
-2021, arXiv 2101.06840.
+Hooks do all work, in the thread that runs the forward or backward pass:
+
+    forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
+    hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
+
+In backward, the gradient of a block's output is computed after all later blocks are done and before anything in the
+block is recomputed. So this one hook works with every kind of activation checkpointing.
+
+A `HostBlock` (`host_block.py`) owns the weights; a `Slot` has a copy of them. `_bind` points a block's parameters into
+its slot. At all other times each parameter is a single NaN expanded to its shape, so code that reads a weight too early
+or too late gets NaN instead of a plausible number.
+
+Saves 2 bytes of device memory per parameter in blocks. Copies 4 bytes per parameter and micro-batch to the device: 2 in
+forward and 2 in backward (with `by_layer.py` per window instead of per micro-batch). The copies take no extra time if
+each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren
+et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +48,12 @@ from lowmem.system.torch_private import in_backward, tree_leaves
 
 
 class Layout(NamedTuple):
-    """Says which weights stream."""
+    """Lists the weights that are streamed."""
 
-    blocks: list[nn.Module]  # whose weights stream, in the order of a forward pass
-    weights: list[list[Tensor]]  # of each of these blocks
-    edges: list[Edge]  # embedding and head
-    in_blocks: set[Tensor]  # weights of all blocks, including resident ones
+    blocks: list[nn.Module]  # streamed blocks, in the order of a forward pass
+    weights: list[list[Tensor]]  # the weights of each streamed block
+    edges: list[Edge]  # streamed embedding and head
+    in_blocks: set[Tensor]  # weights of all blocks, including blocks that stay on the device
 
 
 class Slot:
@@ -49,24 +61,25 @@ class Slot:
 
     def __init__(self, memory: Tensor, free: Mark) -> None:
         self.memory = memory  # (bytes of the largest block,)
-        self.host_block: HostBlock | None = None  # whose weights are here, or are being copied
-        self.steps = 0  # its count of updates when they were copied
+        self.host_block: HostBlock | None = None  # the block whose weights are in this slot, or are being copied
+        self.steps = 0  # `HostBlock.steps` at the time of the copy
         self.landed = free  # reached when the weights have arrived
-        self.free = free  # reached when nothing reads them any more
-        self.bound = False  # True if parameters point into its memory
+        self.free = free  # reached when no kernel reads the slot any more
+        self.bound = False  # True: parameters point into this slot's memory
 
 
 class StreamedWeights(WeightsOnDevice):
-    """Streams the weights of a model's blocks, and of its edges: the embedding, and with loss=tiled the head.
+    """Streams the weights of a model's blocks, its embedding, and with loss=tiled its head.
 
-    The thread that computes a micro-batch calls all methods but `bring_in` and `put`, which the host thread calls.
+    During training the link's host thread calls `bring_in` and `put`. The threads that run forward and backward passes
+    call all other methods.
 
     Args:
-        layout: which weights stream.
-        slots: blocks whose weights fit on the device at once.
-        by_layer: all micro-batches of a window pass through a block before the next block.
-        drive: stores masters and optimizer state; None: they are in host memory.
-        drive_weights: a drive also stores the blocks' 16-bit weights.
+        layout: the weights that are streamed.
+        slots: number of blocks whose weights are on the device at the same time.
+        by_layer: all micro-batches of a window pass through a block before any enters the next block.
+        drive: stores masters and optimizer state; None: host memory stores them.
+        drive_weights: the drive also stores the blocks' 16-bit weights.
     """
 
     streams = True
@@ -83,24 +96,24 @@ class StreamedWeights(WeightsOnDevice):
         self.blocks, self._owned, self.edges, self._in_blocks = layout
         self.slot_count = min(slots, len(self.blocks))
         self.overlaps = by_layer
-        self._window: ByLayer | None = None  # whose micro-batches are under way, if they go by layer
+        self._window: ByLayer | None = None  # the window that is being computed; only with `by_layer`
         self._sink: GradientSink | None = None
         self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self._holds_weights = drive_weights
-        self._reads = drive is not None and drive_weights  # the blocks' 16-bit weights are on the drive, too
+        self._reads = drive is not None and drive_weights  # the blocks' 16-bit weights are read from the drive
         self._on_drive = None if drive is None else self._stored_by(drive)
         self.lane: Lane | None = None
-        self._up: Registered | None = None  # the lane from host memory to the device
+        self._up: Registered | None = None  # copies from host memory, or the drive, to the device
         self._host_block_of: dict[Tensor, HostBlock] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # the lowest block that the gradient will reach; backward fetches none below it
-        self.fetched = 0  # the number of copies to the device
+        self._lowest = 0  # index of the first block that needs a gradient; backward fetches no block before it
+        self.fetched = 0  # number of block copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
 
     def move_in(self, device: torch.device) -> None:
-        self.device, self._host_block_of = device, {}  # also for a second fit
+        self.device, self._host_block_of = device, {}  # reset for a second fit
         # Move block by block: each original is freed before the next is copied.
         self.host_blocks = [self._moved(owned) for owned in self._owned]
         for edge in self.edges:
@@ -113,7 +126,7 @@ class StreamedWeights(WeightsOnDevice):
             p.data = nowhere(p, p.dtype, self.device)
         if self._reads and weights[0] in self._in_blocks:
             self._on_drive.put_weights(weights[0], host_block.flat)
-        trim()  # else small weights leave holes in which no host block fits
+        trim()  # otherwise freed small weights fragment the heap
         return host_block
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
@@ -127,7 +140,7 @@ class StreamedWeights(WeightsOnDevice):
         yield from (edge.staging for edge in self.edges if edge.staging is not None)
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Yields the memory from which weights are copied to the device."""
+        """Yields the host memory from which weights are copied to the device."""
         yield from () if self._reads else super().host_tensors()
         yield from (self._host_block_of[edge.weight].flat for edge in self.edges if edge.weight in self._host_block_of)
 
@@ -145,8 +158,8 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, stored: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes on a drive of what the host stores, whether or not there is one. Args: stored: arguments of
-        `put`."""
+        """Returns the sizes that the host tensors have, or would have, on a drive. Args: stored: the arguments of
+        `put` for each weight."""
         on_drive = self._stored_by(None)
         for p, name, tensors in stored:
             on_drive.put(p, name, tensors)
@@ -178,7 +191,7 @@ class StreamedWeights(WeightsOnDevice):
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    # not in inference mode, even in an evaluation: other threads, which are outside of it, write into these tensors
+    # never in inference mode: threads outside of inference mode write into the tensors that are created here
     @torch.inference_mode(False)
     def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.host_blocks:
@@ -187,7 +200,7 @@ class StreamedWeights(WeightsOnDevice):
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
-            share_heap()  # each micro-batch has a thread: 1.8 GiB of 8 x 256 tokens through blocks of GPT-2 XL
+            share_heap()  # otherwise each micro-batch's thread has its own heap: 1.8 GiB for 8 x 256 tokens, GPT-2 XL
             # Let one block's 16-bit size of gradients queue on the card: its fp32 sums, twice that, leave in one burst.
             sink.link.ahead = max(host_block.flat.numel() for host_block in self.host_blocks)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
@@ -196,7 +209,7 @@ class StreamedWeights(WeightsOnDevice):
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
-                # also after an error: a later run finds nothing left over
+                # always_call: a block's slot is released after an error too
                 block.register_forward_hook(
                     lambda _, __, output, number=number: self._leaves(number, output), always_call=True
                 ),
@@ -207,7 +220,7 @@ class StreamedWeights(WeightsOnDevice):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        # an error was already raised to the code that waited; the run still has to end
+        # the code that waited has already seen the error; `stop` must still finish
         ignoring_errors = suppress(Exception)
         if self._up is not None:
             with ignoring_errors:
@@ -233,18 +246,19 @@ class StreamedWeights(WeightsOnDevice):
             window.run()
         finally:
             self._window = None
-        for p, gradient in window.sums.items():  # those to which the last micro-batch had nothing to add
+        for p, gradient in window.sums.items():  # weights without a gradient in the last micro-batch
             self._sink.link.fetch(gradient, self._sink.sum_of(p).add)
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
-        # Weights outside the blocks may be as large as several blocks: theirs leave one by one.
+        # Weights outside the blocks may be as large as several blocks, so their gradients are not summed on the device.
         summed = self._window is not None and p in self._in_blocks
         return self._window.gradient(p) if summed else super().take_gradient(p)
 
     # --- before and after a block -----------------------------------------------------------------------------------
 
     def _enters(self, number: int) -> None:
-        # The block is recomputed. `_reached` has bound its weights, unless it is inside a segment of several blocks.
+        # The block is being recomputed. `_reached` has bound its weights already, unless the block is inside a
+        # checkpointed segment of several blocks.
         if in_backward():
             self._bind(number)
             return
@@ -253,7 +267,7 @@ class StreamedWeights(WeightsOnDevice):
         coming = range(number + 1, number + self.slot_count)
         if torch.is_grad_enabled():
             coming = [ahead for ahead in coming if ahead < len(self.blocks)]
-        else:  # no backward pass follows, but perhaps the next forward pass
+        else:  # no backward pass follows: prefetch for the next forward pass
             coming = [ahead % len(self.blocks) for ahead in coming]
         self._release(lambda other, slot: other != number and (slot.bound or other not in coming))
         self._bind(number)
@@ -264,7 +278,7 @@ class StreamedWeights(WeightsOnDevice):
         if in_backward():
             return
         hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if hidden is None and output is not None:  # None: it raised
+        if hidden is None and output is not None:  # the output is None if the block raised an error
             raise Refused(
                 f"weights=streamed: {type(self.blocks[number]).__name__} returned a {type(output).__name__} without a "
                 "tensor, so its backward pass cannot be detected. Type weights=resident."
@@ -280,8 +294,9 @@ class StreamedWeights(WeightsOnDevice):
             self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """Frees the blocks above, binds this block's weights and copies those below ahead. Is called when the gradient
-        has reached the block's output, so all blocks above are done."""
+        """Called in backward when the gradient of a block's output is computed, so that all later blocks are done.
+        Frees the later blocks' slots, binds this block's weights, and prefetches earlier blocks while slots are
+        free."""
         if self._window is not None:
             self._window.barrier(("backward", number))
         self._release(lambda other, _: other > number)
@@ -299,18 +314,18 @@ class StreamedWeights(WeightsOnDevice):
         return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
-        """Returns the slot that has a block's weights in their present version."""
+        """Returns the slot with a block's current weights; None: they are not on the device, or out of date."""
         block = self.host_blocks[number]
         return next((slot for slot in self._slots if slot.host_block is block and slot.steps == block.steps), None)
 
     def _fetch(self, number: int) -> bool:
-        """Starts to copy a block's weights. Returns: False if no slot is free."""
+        """Starts to copy a block's weights into a free slot. Returns: False if no slot is free."""
         if self._slot_of(number) is not None:
             return True
         for slot in self._slots:
             if slot.host_block is self.host_blocks[number]:
                 assert not (slot.bound and in_backward()), "a block was updated while backward still reads its weights"
-                self._free(slot)  # they are from before a step
+                self._free(slot)  # its copy is older than the last step
         slot = next((slot for slot in self._slots if slot.host_block is None), None)
         if slot is None:
             return False
@@ -323,14 +338,14 @@ class StreamedWeights(WeightsOnDevice):
         return True
 
     def _source(self, host_block: HostBlock) -> Tensor | Source:
-        """Returns the weights of a block, in memory or on the drive."""
+        """Returns a block's weights: a host tensor, or a reader of the drive."""
         if not self._reads:
             return host_block.flat
         return self._on_drive.weights(next(iter(host_block.spans)))
 
     def _bind(self, number: int) -> None:
-        """Points a block's parameters into its slot, after making the device wait for the copy."""
-        if not self._fetch(number):  # a segment of several blocks is recomputed: all of its weights are needed
+        """Makes the device wait for a block's copy, and points the block's parameters into its slot."""
+        if not self._fetch(number):  # a segment of several blocks is recomputed and needs all of its weights
             self._slots.append(self._new_slot())
             self._fetch(number)
         slot = self._slot_of(number)
@@ -341,8 +356,8 @@ class StreamedWeights(WeightsOnDevice):
             slot.bound = True
 
     def _release(self, which: Callable[[int, Slot], bool]) -> None:
-        """Frees slots. Args: which: (number of a block, a slot that has its weights) -> True if it is free from
-        now on."""
+        """Frees slots. Args: which: called with (index of a block, the slot with its weights); returns True if the slot
+        is to be freed."""
         for slot in self._slots:
             if slot.host_block is not None and which(self.host_blocks.index(slot.host_block), slot):
                 self._free(slot)
@@ -353,5 +368,5 @@ class StreamedWeights(WeightsOnDevice):
                 p.data = nowhere(p, p.dtype, self.device)
             slot.free = self._up.mark()
         else:
-            slot.free = slot.landed  # so that the next copy does not overtake one that is still coming
+            slot.free = slot.landed  # the next copy must not start before this one is complete
         slot.host_block, slot.bound = None, False

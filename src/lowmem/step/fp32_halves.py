@@ -1,12 +1,15 @@
-"""Splits an fp32 number into two halves of 16 bits: the upper is the number in bf16, the lower what bf16 has lost of
-it.
+"""Splits fp32 numbers into two 16-bit halves: the upper half is the number in bf16, the lower half is the remainder.
 
-A weight in bf16 and its fp32 master nearly share their upper 16 bits. So a host that holds both can store the master in
-two more bytes instead of four. Rounded half up (to the next bf16 if the lower 16 bits are 0x8000 or more; a tie goes
-away from zero, since the sign is a bit of its own), the upper half is u = (bits + 0x8000) >> 16 and the rest r = bits -
-(u << 16), which always fits a signed 16-bit integer: it is the lower half itself, read with a sign. Then bits = (u <<
-16) + r, modulo 2^32, for each of the 2^32 patterns. Rounded to nearest even it would not be: 65,537 fp32 numbers share
-one even bf16. fp16 has other exponents, and cannot be split exactly. It costs one more addition per weight and step.
+A bf16 weight and its fp32 master have nearly equal upper 16 bits. A host that stores both can therefore store the
+master in 2 additional bytes instead of 4. With rounding half up (to the next bf16 if the lower 16 bits are 0x8000 or
+more; ties go away from zero, since the sign is a separate bit):
+
+    upper half    u = (bits + 0x8000) >> 16     a bf16 number
+    remainder     r = bits - (u << 16)          always fits int16: the lower 16 bits, read as a signed integer
+    joined        bits = (u << 16) + r          modulo 2^32, exact for all 2^32 bit patterns
+
+Rounding to nearest even cannot be inverted: 65,537 fp32 numbers round to each even bf16 number, more than 16 bits can
+tell apart. fp16 has a different exponent, so it cannot be split exactly. Costs one more addition per weight and step.
 Source: github.com/tascj/offload_adam.
 """
 
@@ -20,17 +23,18 @@ HALF = 1 << 15
 
 
 def rounded(wide: Tensor, out: Tensor) -> None:
-    """Rounds wide (fp32) half up into out (bf16), which has the same shape. If one of them is not contiguous, the
-    scratch is as large as it.
+    """Rounds `wide` (fp32) half up into `out` (bf16, equal shape). Needs a temporary as large as the tensors if either
+    is not contiguous.
 
-    A NaN's bits are rounded like any others: the NaN that arithmetic makes stays NaN; one whose upper half is 0x7fff or
-    0xffff may become 0, and one whose upper half is that of infinity may become infinite.
+    The bits of a NaN are rounded like all others. NaNs that arithmetic produces stay NaN. A NaN whose upper half is
+    0x7fff or 0xffff may become 0, and a NaN with the upper half of infinity may become infinite.
     """
     _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
 def narrow(wide: Tensor, out: Tensor) -> None:
-    """Rounds wide (fp32) into out as masters are rounded: bf16 half up, split or not; fp16 to nearest even."""
+    """Rounds `wide` (fp32) into `out` as masters are rounded: bf16 half up (also without split halves), fp16 to nearest
+    even."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:
@@ -38,8 +42,8 @@ def narrow(wide: Tensor, out: Tensor) -> None:
 
 
 def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits wide (fp32). Returns: (upper, bf16; rest, int16), of its shape, contiguous. A NaN's upper half: see
-    `rounded`."""
+    """Splits `wide` (fp32). Returns: (upper half in bf16, lower half in int16), both contiguous and of the same shape.
+    For NaNs see `rounded`."""
     upper, rest = (
         torch.empty_like(wide, dtype=dtype, memory_format=torch.contiguous_format)
         for dtype in (torch.bfloat16, torch.int16)
@@ -49,19 +53,19 @@ def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
-    """Writes the halves of wide (fp32) into upper (bf16) and rest (int16)."""
+    """Writes the halves of `wide` (fp32) into `upper` (bf16) and `rest` (int16)."""
     rounded(wide, upper)
-    rest.copy_(_bits(wide, torch.float32))  # an integer that is too long loses its upper bits
+    rest.copy_(_bits(wide, torch.float32))  # the conversion to int16 drops the upper 16 bits
 
 
 def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the fp32 numbers of two halves, to the bit. Args: out: fp32, of their shape."""
+    """Returns the exact fp32 numbers of two halves. Args: out: fp32 tensor for the result; None: a new tensor."""
     out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
     _join(_bits(upper, torch.bfloat16), rest, _bits(out, torch.float32))
     return out
 
 
-# Trackers see one operator in each of these two: chunk by chunk, 70B parameters would be 200,000 operators.
+# Custom operators, so that memory trackers see one operator per tensor: 70B parameters have 200,000 chunks.
 
 
 @torch.library.custom_op("lowmem::round_half_up", mutates_args=("upper",))
@@ -77,7 +81,7 @@ def _join(upper: Tensor, rest: Tensor, wide: Tensor) -> None:
 
 
 for _operator in (_round, _join):
-    _operator.register_fake(lambda *_: None)  # on tensors without memory it does nothing
+    _operator.register_fake(lambda *_: None)  # a no-op on fake tensors
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

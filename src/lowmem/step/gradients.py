@@ -1,4 +1,4 @@
-"""Reads stored gradients, which have 16 or 32 bits and may be scaled, and computes their norm."""
+"""Unscales and clips stored gradients (16 or 32 bits, multiplied by the loss scale), and computes gradient norms."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 
 class Reading(NamedTuple):
-    """Turns a stored gradient into the one to step with: g x unscale, limited to +-limit, x clip."""
+    """Converts a stored gradient g to the gradient of the optimizer step: clamp(g * unscale, -limit, limit) * clip."""
 
     unscale: float = 1.0
     limit: float = math.inf
     clip: float = 1.0
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns an fp32 copy, in `out` if it is given. Factors of 1 change no bit."""
+        """Returns the converted gradient as an fp32 copy, written to `out` if given. Factors of 1 change no bit."""
         wide = gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
         wide = wide.mul_(self.unscale)
         if self.limit < math.inf:
@@ -28,12 +28,12 @@ AS_STORED = Reading()
 
 
 class Gradients(NamedTuple):
-    """What is known of a window's gradients before its step.
+    """Facts about a window's gradients, known before the optimizer step.
 
     Args:
-        norm: (), global L2 norm of the true gradients before any limit; None: weights were stepped and their gradients
-            freed before it was read.
-        finite: every gradient is finite.
+        norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the host
+            has stepped them inside backward and does not know their norm.
+        finite: all gradients are finite.
         loss_is_finite: the window's loss is finite.
     """
 
@@ -43,13 +43,13 @@ class Gradients(NamedTuple):
 
 
 def finite(tensor: Tensor) -> bool:
-    """Returns True if every element is finite: nan and inf show in the smallest or the largest element. It makes no
-    copy, and is 40 times as fast as isfinite().all()."""
+    """Returns True if all elements are finite. A nan or inf shows in the minimum or the maximum, which need no copy of
+    the tensor, so this is 40 times as fast as isfinite().all()."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Returns the L2 norm of a gradient in fp32 or wider: that of a scaled fp16 gradient overflows fp16."""
+    """Returns the L2 norm of a gradient in fp32 or wider, since the norm of a scaled fp16 gradient overflows fp16."""
     return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 

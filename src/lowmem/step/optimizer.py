@@ -1,12 +1,17 @@
-"""Wraps a library's optimizer as `training_step` uses it: finish a window's gradients, clip, step, drop them.
+"""Wraps a torch optimizer for one step per window (group of accumulated micro-batches). `training_step` calls
 
-    WindowOptimizer         here: what all have in common
-      DeviceOptimizer       here: fp32 weights on the device, whose gradients are at the parameters
+    finish            complete the gradients, compute their norm, check that loss and gradients are finite
+    clip              by value, then by global norm
+    step              update the weights
+    drop_gradients    free the gradients
+
+    WindowOptimizer         this module: the interface
+      DeviceOptimizer       this module: fp32 weights on the device, with gradients in `p.grad`
         NarrowOptimizer     `techniques/precision/weights_16bit.py`: 16-bit weights on the device
-      HostOptimizer         `offload/host_optimizer.py`: weights that the host steps
+      HostOptimizer         `offload/host_optimizer.py`: weights that the CPU steps
 
-Each has the parameter groups and the state of the library's optimizer, so schedules, loggers and checkpoints see one
-optimizer. Lightning's own gradient handling (unscaling, clipping) is not used: it does not unscale for fused
+A wrapper shares the parameter groups and the state of the inner optimizer, so schedules, loggers and checkpoints see a
+single optimizer. Lightning's own gradient handling (unscaling, clipping) is not used: it does not unscale for fused
 optimizers, refuses to clip for them, and counts a step that the loss scaler skipped as a step.
 """
 
@@ -18,38 +23,44 @@ from torch.optim import Optimizer
 
 from lowmem.step.gradients import Gradients, finite, norm_of, norm_of_all
 
-GlobalNorm = Callable[[Iterable[nn.Parameter]], Tensor]  # over all processes
+GlobalNorm = Callable[[Iterable[nn.Parameter]], Tensor]  # returns the norm of the gradients over all processes
 
 
 class WindowOptimizer(Optimizer):
-    """Shares the parameter groups and the state of a library's optimizer. `CausalLM.training_step` calls `finish`,
-    `clip`, `step` and `drop_gradients`, in this order. Args: inner: the library's optimizer."""
+    """Wraps a torch optimizer, and shares its parameter groups and state. `CausalLM.training_step` calls `finish`,
+    `clip`, `step` and `drop_gradients`, in this order. Args: inner: the wrapped optimizer."""
 
-    scale = 1.0  # after `finish`, a stored gradient is the true one times this
+    scale = 1.0  # loss scale that stored gradients still contain after `finish`
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self.state = inner, inner.state
-        # Lightning's LearningRateMonitor and others show the name of the optimizer's class.
+        # Loggers such as Lightning's LearningRateMonitor show the class name of the optimizer.
         self.__class__ = type(type(inner).__name__, (type(self),), {})
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Completes a window's gradients after its last backward pass.
 
-        This is where a window reads the device: one number says whether loss and gradients are finite.
+        The host waits for the device here, once per window: a single number tells whether loss and gradients are
+        finite.
 
-        Args: loss: (), the window's mean loss; scale: the loss scale of its gradients.
+        Args:
+            loss: (), the window's mean loss.
+            scale: the loss scale of the gradients.
         """
         raise NotImplementedError
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter whose gradient is not finite, if any."""
+        """Returns the name of the first parameter whose gradient is not finite; None: all are finite."""
         raise NotImplementedError
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Limits each element of the true gradients to +-value, then their global norm to `largest`; None: off.
+        """Clips the unscaled gradients by value, then by global norm.
 
-        Args: norm: that of `finish`.
+        Args:
+            norm: the global norm that `finish` has returned.
+            value: clamp each element to +-value; None: off.
+            largest: maximum global norm; None: off.
         """
         raise NotImplementedError
 
@@ -58,7 +69,7 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def drop_gradients(self, stepped: bool) -> None:
-        """Frees the window's gradients. Args: stepped: False: the step was skipped."""
+        """Frees the window's gradients. Args: stepped: False if the step was skipped."""
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:
@@ -70,7 +81,8 @@ class WindowOptimizer(Optimizer):
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
-        """Steps a single parameter, whose state the optimizer keeps by parameter. Args: group: its options."""
+        """Steps a single parameter with the inner optimizer. Args: group: options of its parameter group; p: has its
+        gradient in `p.grad`."""
         self.inner.param_groups = [{**group, "params": [p]}]
         self.inner.step()
 
@@ -88,16 +100,16 @@ class DeviceOptimizer(WindowOptimizer):
     """Steps parameters on the device.
 
     Args:
-        inner: the library's optimizer.
-        model: its `named_parameters` are those that are stepped, and frozen ones, in the model's order.
-        global_norm: parameters with a gradient -> the L2 norm over all processes.
+        inner: the wrapped optimizer.
+        model: has the trained parameters; their order in the model is the order in which norms are summed.
+        global_norm: returns the L2 norm of the given parameters' gradients over all processes.
     """
 
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
         self._parameters = list(model.parameters())  # once: walking the modules of a deep model takes milliseconds
-        self._stepped_norms: dict[str, Tensor] = {}  # of gradients that were stepped inside backward, by name
+        self._stepped_norms: dict[str, Tensor] = {}  # name -> norm of a gradient that was applied inside backward
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         self.scale = scale
@@ -110,15 +122,16 @@ class DeviceOptimizer(WindowOptimizer):
         return Gradients(None if norm is None else norm / self.scale, are_finite, loss_is_finite)
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the gradients as they are stored; None: there are none."""
-        # The sum is in the model's order, not that of the optimizer's groups: other loops use this order, and get the
-        # same bits.
+        """Returns the global norm of the stored gradients, including the loss scale; None: no parameter has a
+        gradient."""
+        # Sum in the model's order instead of the order of the parameter groups. Plain PyTorch loops use the model's
+        # order too, so their norms have equal bits.
         if parameters := [p for p in self._parameters if p.grad is not None]:
             return self.global_norm(parameters)
         return torch.linalg.vector_norm(torch.stack([*self._stepped_norms.values()])) if self._stepped_norms else None
 
     def _unscale(self) -> None:
-        """Brings stored gradients to their true size."""
+        """Divides stored gradients by the loss scale, in place."""
         if self.scale != 1.0:
             for _, p in self.with_gradient():
                 p.grad.mul_(1.0 / self.scale)
@@ -147,7 +160,8 @@ class DeviceOptimizer(WindowOptimizer):
         self._stepped_norms.clear()
 
     def use_up(self, name: str, gradient: Tensor) -> None:
-        """Stores the norm of a gradient that is stepped inside backward, for `finish`, without waiting for it."""
+        """Stores the norm of a gradient that is applied inside backward, for `finish`. The host does not wait for the
+        device."""
         self._stepped_norms[name] = norm_of(gradient)
 
     def with_gradient(self) -> Iterator[tuple[dict, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Rounds fp32 weights to bf16 at random, so that the mean is right: updates below bf16's spacing are kept on average.
+"""Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 survive on average.
 
 Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
@@ -8,29 +8,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements that are rounded at once
+CHUNK = 1 << 22  # elements to round at once
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def stochastically(
     wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None, on_host: bool = False
 ) -> None:
-    """Rounds wide (fp32) into narrow (bf16), up or down with the probability that makes the mean right.
+    """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
 
-    bf16 is the upper half of fp32: a random number that is added to the lower half carries over with just that
-    probability. Above the largest finite bf16 the only neighbour is inf, so finite numbers become the largest finite
-    bf16. A few rows are rounded at a time, since it takes 15 bytes per element.
+    bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds up.
+    Finite numbers above the largest finite bf16 are clamped to it, since rounding up would give inf. A few rows are
+    rounded at a time, because rounding takes 15 bytes per element.
 
     Args:
-        generator: of the random numbers, on wide's device; None: torch's own.
-        on_host: values are inspected first, for which a card would have to wait. The bits are the same, in less than
-            half of the time and memory.
+        wide: fp32.
+        narrow: bf16, equal shape; receives the result.
+        generator: random number generator on the device of `wide`; None: torch's default generator.
+        on_host: inspect the values first to choose a faster path: equal bits in less than half of the time and memory.
+            On a card the host would have to wait for the values.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
     rows = max(1, CHUNK * len(wide) // max(1, wide.numel()))
     pieces = wide.split(rows)
-    # a CPU draws the same numbers in pieces as at once; a card would not
+    # a CPU generator draws equal numbers piece by piece or all at once; a CUDA generator does not
     noises = draw(wide.shape).split(rows) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
     for piece, noise, rounded in zip(pieces, noises, narrow.split(rows), strict=True):
         if on_host and piece.numel() and _has_neighbours(piece):
@@ -40,7 +42,7 @@ def stochastically(
 
 
 def _has_neighbours(wide: Tensor) -> bool:
-    """Returns True if every number lies between two finite bf16 numbers; nan does not."""
+    """Returns True if all numbers are within the finite range of bf16. False if there is a nan."""
     low, high = torch.aminmax(wide)
     return bool(low >= -LARGEST) and bool(high <= LARGEST)
 

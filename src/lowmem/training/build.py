@@ -1,7 +1,7 @@
-"""Builds what a run trains: the data first, the weights last.
+"""Builds the data loaders and the model of a run: the data first, the weights last.
 
-Several techniques replace the `forward` of a module or set hooks on it. This list has all of them, in the order of a
-run; what is set later runs around what was set earlier:
+Several techniques replace the `forward` of a module or register hooks. This list has all of them, in the order of a
+run. A later replacement wraps the earlier ones:
 
     while the model is built (`causal_lm`)
         compile/blocks.py                       a block's forward: compiled
@@ -13,14 +13,15 @@ run; what is set later runs around what was set earlier:
         strategy/stages.py, pipeline.py         forward of modules of other stages; hooks on the first block
         strategy/fsdp.py                        a hook on the model, around torch's own
     before the first step
+        report/expert_balance.py                hooks on the experts of a mixture: count their tokens
         optim/in_backward.py                    hooks on gradients: each steps its parameter
         strategy/ddp.py                         hooks on gradients, for one window
         offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
-        offload/streamed.py                     hooks on blocks and their outputs' gradients: weights come and go
-        offload/master_weights.py               hooks on gradients, which leave for the host; on blocks, which wait
+        offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
+        offload/master_weights.py               hooks on gradients: send them to the host; on blocks: wait for weights
     during one forward pass
         loss/head.py                            the head's forward: the loss computes the logits; hooks on the body
-        model/packed_attention.py               hooks that only a check of the model sets
+        model/packed_attention.py               hooks during a check of the model
 """
 
 import json
@@ -66,23 +67,24 @@ from lowmem.training.module import CausalLM, Placement, Update
 
 log = logging.getLogger(__name__)
 
-DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # names that layers of transformers use
-OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}  # keys of a model's config
-FEW = 10  # units of validation, of which a single one changes an accuracy by more than 0.1
-BPE_VOCABULARY = 4096  # at most; never more than the model has
+DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # attribute names in transformers' layers
+OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}  # keys of a model's config that change no output
+FEW = 10  # validation documents; with fewer, a single document changes an accuracy by more than 0.1
+BPE_VOCABULARY = 4096  # maximum; also limited by the model's vocabulary
 
 
 class Texts(NamedTuple):
-    """The open data of a run. It depends neither on the batch size nor on a recipe, so it is opened once."""
+    """The tokenized data of a run. The data depend neither on the batch size nor on techniques, so they are opened
+    once."""
 
-    described: Described  # the model whose tokens these are
+    described: Described  # the model, whose tokenizer made the tokens
     tokens: Tokens
     train: Rows
-    val: dict[str, Rows]  # by name; the first one decides which checkpoint is the best
+    val: dict[str, Rows]  # by name; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
-        """Returns how many optimizer steps run.epochs take. A batch size that is not known yet does not change them: a
-        window has as many sequences as accumulation=effective_batch says."""
+        """Returns the number of optimizer steps in run.epochs. batch_size=auto is fine here: the effective batch size
+        alone decides the number of steps."""
         return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
@@ -91,13 +93,13 @@ class Texts(NamedTuple):
 
 
 class Data(NamedTuple):
-    """This rank's share of the data, in micro-batches, and the description of the model that reads it."""
+    """This rank's share of the data, in micro-batches, and the description of the model."""
 
     described: Described
     tokens: Tokens
     train: WindowLoader
     val: list[ValidationLoader]
-    prompts: list[Tensor]  # of the samples, (1, T) each
+    prompts: list[Tensor]  # token ids of the prompts for samples, (1, T) each
 
 
 def share_of(run: Run, ranks: OneDevice) -> Share:
@@ -105,8 +107,8 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Describes the model and opens all files, in the model's tokens or in tokens of a BPE that is trained on the
-    files."""
+    """Reads the model's config and tokenizer, and tokenizes all files. A model without a tokenizer gets a BPE tokenizer
+    that is trained on the files."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -116,7 +118,7 @@ def open_texts(run: Run) -> Texts:
     if added is None:
         check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
-        # the export must name the end token of the tokenizer it is saved with
+        # an export's config must agree with its tokenizer about the end token
         config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
     sets = {name: val[""]} if others else val
     for name, other in others:
@@ -130,20 +132,26 @@ def open_texts(run: Run) -> Texts:
 def data(
     run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE, texts: Texts | None = None
 ) -> Data:
-    """Builds the loaders, before any weight is loaded, so that wrong data are refused quickly. Args: ranks: that share
-    the rows; texts: the run's open data, if they are open already."""
+    """Builds the loaders, before any weight is loaded, so that errors in the data are found early.
+
+    Args:
+        run: the settings.
+        saved: the checkpoint to continue from.
+        ranks: the strategy; its ranks divide the rows.
+        texts: the run's open data; None: open them.
+    """
     texts = texts or open_texts(run)
     train = texts.windows(run, ranks, saved.position if saved else START)
     share, limit = share_of(run, ranks), run.val_sequences
     val = [ValidationLoader(rows, share, limit, name) for name, rows in texts.val.items()]
-    for loader in val if run.export is None else ():  # an export evaluates nothing
+    for loader in val if run.export is None else ():  # an export does not evaluate
         _tell_cut(loader)
         _tell_few(loader, run.data.arguments, texts.train)
     return Data(texts.described, texts.tokens, train, val, _prompts(run, texts.tokens, val[0]))
 
 
 def _tell_cut(val: ValidationLoader) -> None:
-    """Logs that an evaluation reads only the first rows. Which documents these hold depends on packing and length."""
+    """Logs that an evaluation reads only the first rows, whose documents depend on packing and sequence length."""
     every = len(val.sequences)
     if val.count < every and not isinstance(val.sequences, Joined):
         log.info(
@@ -154,7 +162,8 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 
 def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
-    """Logs that a validation set is so small that its figures are chance. Args: data: the arguments of the source."""
+    """Logs that a validation set is too small for meaningful results. Args: data: the arguments of the source; train:
+    the training rows."""
     units = val.sequences.counted
     count = val.sequences.report.get("documents", len(val.sequences))
     if count >= FEW or "val_fraction" not in data:
@@ -175,7 +184,7 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Opens a source for each validation set, by its name; they have the training text in common."""
+    """Creates a source for each validation set, by name. All sources have the same training text."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -188,8 +197,8 @@ def _source(data: Node, **more: object) -> Openable:
 
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
-    """Returns the token ids of prompts, (1, T) each: the typed ones (a user's turn in a chat), or the beginning of the
-    validation split."""
+    """Returns the token ids of the prompts for samples, (1, T) each: sample_prompts (as a user's message if the data
+    are chats), or the beginning of the validation split."""
     if not run.sample_tokens:
         return []
     if run.sample_prompts is None:
@@ -205,11 +214,18 @@ def module(
     ranks: OneDevice = ONE_DEVICE,
     trains: bool = False,
 ) -> CausalLM:
-    """Loads the model and shards it over the ranks. Args: saved: the checkpoint that training goes on from; trains:
-    masters are made of the weights, which may then be read in 16 bits, and not an export."""
-    complete = saved is not None and saved.base is None  # the checkpoint brings all weights
+    """Loads the model and shards it over the ranks.
+
+    Args:
+        run: the settings.
+        data: the loaders and the description of the model.
+        saved: the checkpoint to continue from.
+        ranks: the strategy.
+        trains: the model is trained, not exported. With a complete checkpoint its weights may then be read in 16 bits.
+    """
+    complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
-    # A checkpoint brings what a model in 16 bits lacks of its masters.
+    # 16 bits suffice: the checkpoint contains the masters, or their lower halves.
     built = causal_lm(run, described, partial(_check, run), ranks, narrow=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
@@ -232,7 +248,7 @@ def module(
 
 
 def _check(run: Run, network: PreTrainedModel) -> None:
-    """Checks the weights that were loaded. Raises: Refused: the model is not causal; fp16 cannot hold a weight."""
+    """Checks the loaded weights. Raises: Refused: the model is not causal, or a weight overflows fp16."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
@@ -241,8 +257,9 @@ def _check(run: Run, network: PreTrainedModel) -> None:
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
-    """Returns a digest of the model that training starts from, its weights and its config. An adapter that begins with
-    zeros is left out, so that runs with other ones share a reference."""
+    """Returns a digest of the initial model, its weights and its config, as a cache key of reference log-probabilities.
+    An adapter that starts at zero does not change the model and is left out, so all runs with new adapters share the
+    reference."""
     begins_with_zeros = run.adapter_class.freezes_base and not run.adapter.arguments.get("path")
     weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
     settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}
@@ -256,9 +273,16 @@ def causal_lm(
     ranks: OneDevice = ONE_DEVICE,
     narrow: bool = False,
 ) -> CausalLM:
-    """Builds the model with its techniques. The order is: load, adapter and frozen weights, compiled blocks,
-    checkpointing of blocks, slices of tokens, streamed weights. Args: check: called with the loaded model, if it has
-    numbers and not only shapes; narrow: its numbers are replaced, so that 16 bits are enough for now."""
+    """Builds the model with its techniques, in this order: load, adapter and frozen weights, compiled blocks,
+    activation checkpointing, slices of tokens, streamed weights.
+
+    Args:
+        run: the settings.
+        described: the model's config and tokenizer.
+        check: called with the loaded model on ranks that load weights.
+        ranks: the strategy.
+        narrow: a checkpoint will replace the weights, so they are loaded in 16 bits.
+    """
     loss = _loss(run)
     dtype = loading.read_in(run, described, narrow)
     described = described if ranks.builds else described.at_random
@@ -267,7 +291,7 @@ def causal_lm(
     with ranks.building():
         network = loading.load(described, stored or base_dtype(run.adapter.arguments.get("path")) or dtype)
         if stored is not None and any(buffer.dtype == stored for buffer in network.buffers()):
-            # what a model computes itself, such as Gemma's factor of embeddings, would be rounded
+            # buffers that the model computes, such as Gemma's embedding scale, would be rounded: load in `dtype`
             network, stored = loading.load(described, dtype), None
         if stored is not None:
             ranks.widen(stored, dtype)
@@ -296,12 +320,12 @@ def causal_lm(
 
 
 def callbacks(run: Run) -> list[Callback]:
-    """Returns the callbacks of techniques."""
+    """Returns the callbacks of the run's techniques."""
     return [*([MasterWeights()] if run.masters else []), *map(instantiate, run.callbacks.values())]
 
 
 def _loss(run: Run) -> Loss:
-    """Makes the loss. Raises: Refused: it needs other micro-batches than the data make."""
+    """Creates the loss. Raises: Refused: the loss and the data do not match, such as loss=dpo for plain text."""
     loss, data = as_loss(instantiate(run.loss)), run.data
     makes = type(source_class(data.target).example(data.arguments, 1, 1))
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
@@ -314,7 +338,8 @@ def _loss(run: Run) -> Loss:
 
 
 def without_dropout(network: PreTrainedModel) -> None:
-    """Sets dropout to 0: a reference has none, and a difference from it would be noise."""
+    """Sets dropout to 0. The reference is computed without dropout, so dropout would only add noise to the
+    difference."""
     for module in network.modules():
         for name in DROPOUT & vars(module).keys():
             if isinstance(getattr(module, name), float):
@@ -322,13 +347,14 @@ def without_dropout(network: PreTrainedModel) -> None:
 
 
 def choose_trained(run: Run, network: PreTrainedModel) -> None:
-    """Freezes the weights that are not trained, and puts in an adapter, if there is one."""
+    """Adds the adapter, if any, and freezes the weights that are not trained."""
     instantiate(run.adapter)(network)
     freeze(network, run.freeze or [])
 
 
 def optimizer(run: Run) -> MakeOptimizer:
-    """Returns what makes the optimizer. The yaml holds the arguments of the library's class, and keys of lowmem."""
+    """Returns a factory of the optimizer. Keys of lowmem are removed from the yaml's arguments; all other keys are
+    arguments of the library's class."""
     node = run.optim.plain()
     ours = {key: node[key] for key in ("embedding_bits",) if key in node}
     return MakeOptimizer(instantiate({key: value for key, value in node.items() if key not in OPTIM_KEYS}), **ours)

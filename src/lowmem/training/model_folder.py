@@ -1,6 +1,6 @@
-"""Writes model/ of a run: the trained model or its adapter, with its card. Uploads it if push= is typed.
+"""Writes model/ of a run: the trained model or its adapter, with a model card. Uploads the folder if push= is typed.
 
-It is written last because it needs the most disk space: if that is missing, everything else is already there.
+The folder is written last, because it needs the most disk space: if the disk is full, all other files are complete.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,11 @@ from lowmem.training.training import Training
 
 
 def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the model, on every rank that holds a shard of it.
+    """Writes the model, on every rank that has a shard of it.
 
     Raises:
-        Refused: what is missing and how to get it, where the folder cannot be written, or not in `export_dtype`.
+        Refused: the folder cannot be written, or a weight does not fit into `export_dtype`. The message says what to
+            type.
     """
     try:
         _write(training, command, summary)
@@ -43,7 +44,7 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
 
 
 def convert(command: Command) -> None:
-    """Writes the GGUF file of model/. Raises: NotPublished: why, and what to type; the run is complete."""
+    """Converts model/ to a GGUF file. Raises: NotPublished: the conversion failed; the rest of the run is complete."""
     try:
         gguf.write(command.folder / "model")
     except (Refused, OSError) as error:
@@ -56,7 +57,7 @@ def convert(command: Command) -> None:
 
 
 def upload(command: Command) -> None:
-    """Uploads model/ to the hub. Raises: NotPublished: why, and what to type; the run is complete."""
+    """Uploads model/ to the hub. Raises: NotPublished: the upload failed; the rest of the run is complete."""
     push(command.folder / "model", command.run.push, _export_again(command))
 
 
@@ -68,8 +69,8 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     """Writes the folder.
 
     Raises:
-        OSError: on every rank that holds a shard, if the folder cannot be written.
-        OverflowError: on these ranks, if `export_dtype` cannot hold a number.
+        OSError: the folder cannot be written; raised on every rank that has a shard.
+        OverflowError: a weight does not fit into `export_dtype`; raised on every rank that has a shard.
     """
     run, ranks = command.run, training.module.ranks
     if not ranks.divides and ranks.rank:
@@ -89,9 +90,10 @@ def _wider(dtype: str) -> str:
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
-    """Writes the weights alone, which need less room than a checkpoint, and then what else fits.
+    """Writes only the weights, which need less disk space than a checkpoint, and then the other results if they fit.
 
-    Returns: the error that ends the run: what could be written, and what can be done with it.
+    Returns:
+        The error that ends the run. Its message says what was written and how to continue.
     """
     training.watchers.stop.waits_no_longer(summary["interrupted"])
     folder, ranks, ways = command.folder / "model", training.module.ranks, []
@@ -111,7 +113,7 @@ def without_checkpoint(training: Training, command: Command, summary: Mapping[st
         written = f"only the weights were written, to {folder}"
         ways += [in_shell("evaluate", folder), f"{start} to start another run from these weights"]
     if ranks.rank == 0:
-        with suppress(OSError):  # the weights are what matters
+        with suppress(OSError):  # only the weights have to be written
             results.report(training, command, summary)
             results.draw(training, command, summary)
     if checkpoints := checkpoint.complete(training.saves.folder):

@@ -1,9 +1,10 @@
-"""The LightningModule: one window of micro-batches in, one optimizer step out. It knows no technique by name.
+"""The LightningModule: each `training_step` gets a window of micro-batches and does one optimizer step.
 
-Lightning's automatic optimization counts a step that the loss scaler skipped, weights a short last window wrongly and
-saves checkpoints inside a window. So the step is written out here, in `training_step`: one Lightning batch is one whole
-window, which makes every checkpoint stand between windows by construction. docs/one-step.md draws where the work of a
-step runs.
+A window is the group of micro-batches of one optimizer step (gradient accumulation). One Lightning batch is one window,
+so all checkpoints are saved between windows. The step is written out in `training_step` with manual optimization,
+because Lightning's automatic optimization counts steps that the loss scaler skipped, weights a short last window
+wrongly, and saves checkpoints inside a window. Techniques are reached through interfaces, never by name.
+docs/one-step.md shows in which thread and stream each part of a step runs.
 """
 
 import logging
@@ -41,29 +42,29 @@ log = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
-    """Holds the optimizer, its schedule and its bounds on gradients. A bound of None is off."""
+    """The optimizer, its learning-rate schedule, and gradient clipping (None: off)."""
 
     optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
-    clip: float | None = None  # largest global gradient norm
-    clip_value: float | None = None  # largest absolute gradient element, applied before the norm
-    early: bool = False  # masters on the host step as their gradients arrive
-    skips_faults: bool = False  # a step whose loss or gradient is not finite is skipped; else it ends the run
+    clip: float | None = None  # maximum global gradient norm
+    clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
+    early: bool = False  # masters on the host step inside backward, as their gradients arrive
+    skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, it ends the run
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Says where a model computes: by default on one device."""
+    """Where and how a model computes: by default on one device, with all weights on it."""
 
-    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # where weights are while no block needs them
-    tiles: Tiles | None = None  # the modules that are computed in slices
+    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores weights that are not in use
+    tiles: Tiles | None = None  # modules that are computed in slices of tokens
     ranks: OneDevice = ONE_DEVICE  # the strategy
-    at_once: int = 1  # forward passes of an evaluation that go through a block in one turn of it
+    at_once: int = 1  # forward passes of an evaluation that go through each block together
 
 
 @dataclass
 class LossSums:
-    """The losses of a window's micro-batches, summed as they come."""
+    """Running sums of the losses of a window's micro-batches."""
 
     loss: Tensor
     auxiliary: Tensor | None = None
@@ -75,6 +76,8 @@ class CausalLM(LightningModule):
     Args:
         model: a Hugging Face causal language model.
         loss: (model, micro-batch) -> summed fp32 loss.
+        update: optimizer, schedule and gradient clipping.
+        placement: where and how the model computes; None: on one device.
     """
 
     def __init__(
@@ -90,33 +93,33 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        self.masters: MasterWeights | None = None  # set by that callback: the host steps
-        self.optimizer: WindowOptimizer | None = None  # the one that Lightning knows
+        self.masters: MasterWeights | None = None  # set by this callback if the host runs the optimizer
+        self.optimizer: WindowOptimizer | None = None  # the optimizer that Lightning sees
         self.at_once = placement.at_once
-        # a checkpoint has no frozen weights; `Saved.check` compares those with the run's
+        # checkpoints do not contain frozen weights; `Saved.check` compares their digest with the run's
         self.strict_loading = trains_everything(model)
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # after the last completed window
-        # tokens of all windows, including skipped steps: those that the model computed, and those with a label
+        # number of computed tokens, and of tokens with a label, in all windows including skipped steps
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
-        # of the last window, before clipping; None: unknown, since the host stepped each gradient as it arrived
+        # global norm of the last window before clipping; None: not finite, or unknown because masters step early
         self.gradient_norm: Tensor | None = None
-        self.identity: dict[str, str] = {}  # the tokenizer's digest and the like, in every checkpoint
-        self._drawn: dict | None = None  # the checkpoint whose random states a resumed run restores
-        # the lower halves of weights that are loaded next, see `step/fp32_halves.py`
+        self.identity: dict[str, str] = {}  # digests of the tokenizer and other parts, stored in every checkpoint
+        self._drawn: dict | None = None  # the loaded checkpoint's data, with random states to restore
+        # lower halves of the weights that `load_state_dict` loads next, see `step/fp32_halves.py`
         self._rests: dict[str, Tensor] = {}
 
     @property
     def local_parameters(self) -> nn.Module:
-        """Returns the module whose parameters are this process's shard of the model's."""
+        """Returns the module whose parameters are this process's shard of the model."""
         return self.ranks.local_parameters(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Returns the device that computes. Lightning would return the one to which it moved the module, and nobody
-        moves a sharded one."""
+        """Returns the device that computes. Lightning's property is wrong for a sharded module, which Lightning does
+        not move to a device."""
         return self.ranks.place if self.ranks.divides else super().device
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -128,8 +131,9 @@ class CausalLM(LightningModule):
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
-        """Makes one optimizer step, or none if a number is not finite. Returns: what callbacks read of the step."""
-        if not window.weight:  # no label counts: a step would apply weight decay and old momentum
+        """Does one optimizer step, or skips it if the loss or a gradient is not finite. Returns: loss and counts of the
+        window, for callbacks."""
+        if not window.weight:  # no label counts: a step would only apply weight decay and old momentum
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
 
@@ -139,7 +143,7 @@ class CausalLM(LightningModule):
         ranks.gather_gradients()
 
         loss = loss_sum / window.weight
-        gradients = optimizer.finish(loss, precision.gradient_scale)  # reads the device, once
+        gradients = optimizer.finish(loss, precision.gradient_scale)  # waits for the device, once per window
         precision.update_scale(gradients.finite)
         self.gradient_norm = gradients.norm if gradients.finite else None
         stepped = self._usable(gradients, loss, window)
@@ -155,7 +159,9 @@ class CausalLM(LightningModule):
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
         """Computes forward and backward of all micro-batches.
 
-        Returns: the sum of their losses, and of their auxiliary losses or None, over all ranks.
+        Returns:
+            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses (None: the model has
+            no auxiliary loss).
         """
         sums = LossSums(torch.zeros((), device=self.device))
         runs = [partial(self._run_micro_batch, each, window.weight, sums) for each in window.micro_batches]
@@ -178,16 +184,16 @@ class CausalLM(LightningModule):
             self.manual_backward(loss * ranks.factor / weight)
 
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
-        """Returns whether the window's gradients may be stepped with. Raises: NotFinite: a number is not finite, and
-        such steps are not skipped."""
+        """Returns True if loss and gradients are finite, so that the optimizer can step. Raises: NotFinite: a value is
+        not finite, and such steps are not skipped."""
         loss_is_finite = gradients.loss_is_finite
-        if self.ranks.data_size < self.ranks.size:  # some ranks compute the same loss, each by itself
+        if self.ranks.data_size < self.ranks.size:  # several ranks compute the same micro-batch's loss
             loss_is_finite = not self.ranks.any(not loss_is_finite)
         usable = loss_is_finite and gradients.finite
         if usable:
             self.faults.in_a_row = 0
         elif not (loss_is_finite and self.trainer.precision_plugin.lowered_scale):
-            # an overflow that a smaller loss scale may end is not a fault
+            # not counted as a fault: an overflow after which the loss scale was lowered
             self.faults.meet(self, loss, window)
         return usable
 
@@ -204,13 +210,13 @@ class CausalLM(LightningModule):
 
     @property
     def last_micro_batch(self) -> bool:
-        """Returns whether the micro-batch that computes is its window's last."""
+        """Returns True while the last micro-batch of a window computes."""
         return self.weights.last
 
     @property
     def phase_after_backward(self) -> str:
-        """Returns the phase that begins when a micro-batch's backward pass has ended. Where micro-batches overlap the
-        next one is in backward, too. The step begins with the norm of the gradients."""
+        """Returns the phase that begins after a micro-batch's backward pass: "step" after the last micro-batch
+        (starting with the gradient norm), otherwise "forward", or "backward" if micro-batches overlap."""
         if self.last_micro_batch:
             return "step"
         return "backward" if self.weights.overlaps else "forward"
@@ -228,25 +234,24 @@ class CausalLM(LightningModule):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Returns when each weight is that of the last step. It is called before weights are read outside of a forward
-        pass."""
+        """Waits until all weights have the values of the last step. Call this before reading weights outside of a
+        forward pass."""
         if self.masters is not None:
             self.masters.arrived()
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight as it was last stepped, wherever it is; it is called after `arrived`. The parameter of a
-        weight that streams holds no values while its block does not compute."""
+        """Returns the current value of a weight, on the device or in host memory. Call `arrived` first. The data of a
+        streamed parameter itself is only valid while its block computes."""
         return (self.masters or self.weights).stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight at its full precision; if the host stores it in another form, a copy. It is called after
-        `arrived`."""
+        """Returns a weight in full precision, as a copy if the host stores it in two halves. Call `arrived` first."""
         return self.weights.stored(p) if self.masters is None else self.masters.full_precision(p)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_model_zero_grad(self) -> None:
-        """Keeps Lightning from dropping gradients: a step has dropped them, or `ranks` keeps their memory, zeroed."""
+        """Overridden to do nothing: gradients are already freed, or kept as zeroed buffers by `ranks`."""
 
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
@@ -254,7 +259,7 @@ class CausalLM(LightningModule):
         self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
         self._val_weights, self._val_batches = [0] * sets, 0
         self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
-        self.val_figures: list[dict[str, float | None]] = []  # one per set: what the loss shows besides itself
+        self.val_figures: list[dict[str, float | None]] = []  # one per set: further metrics of the loss
 
     def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
         def evaluate(micro_batch: MicroBatch) -> None:
@@ -268,8 +273,8 @@ class CausalLM(LightningModule):
         self._val_batches += 1
 
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
-        """Runs forward passes without gradients, so many of them at once as `Placement.at_once` says. Args: seed: of
-        the random numbers of each; None: they draw none."""
+        """Runs forward passes without gradients, in groups of `Placement.at_once`. Args: computations: functions that
+        each compute one forward pass; seed: every pass starts from this seed; None: no pass draws random numbers."""
         self.weights.run_forward_passes(computations, self.at_once, self.device, seed)
 
     def on_validation_epoch_end(self) -> None:
@@ -277,7 +282,7 @@ class CausalLM(LightningModule):
             weights = self.ranks.all_sum(torch.tensor(self._val_weights))
             sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
-            self.val_losses = self.ranks.broadcast(losses)  # all ranks must decide alike whether to save and to stop
+            self.val_losses = self.ranks.broadcast(losses)  # all ranks must make equal decisions to save and stop
             figures = [
                 {name: self._mean(value, weight) for name, value in sums.items()}
                 for sums, weight in zip(self._val_figure_sums, weights.tolist(), strict=True)
@@ -285,19 +290,20 @@ class CausalLM(LightningModule):
             self.val_figures = self.ranks.broadcast(figures)
 
     def _mean(self, value: Tensor, weight: int) -> float | None:
-        """Returns the mean of one of the loss's `figures`, which have been summed; None: it is one of a kind of answer
-        that the set does not have."""
+        """Returns the mean of a metric of `Loss.figures`. Args: value: the metric's sum, and its count if it has one;
+        weight: the count of metrics without one. Returns: None: the set has no answer of the metric's kind."""
         total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
         return None if count == [0] else total / ((count[0] if count else weight) or math.nan)
 
     @property
     def val_loss(self) -> float | None:
-        """Returns the loss of the first set, which chooses the best checkpoint and ends training early."""
+        """Returns the loss of the first validation set, which selects the best checkpoint and controls early stopping.
+        None: unknown or NaN."""
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
-        """Returns the log-probabilities of the answers of each micro-batch in host memory: (pairs, 2), or (answers, 2)
-        of rated answers, each in its row and in its mismatched one."""
+        """Returns the log-probabilities of the answers of each micro-batch, in host memory: (pairs, 2), or (answers, 2)
+        for rated answers, with the own and with the mismatched prompt."""
         found: list[list[Tensor]] = [[] for _ in micro_batches]
 
         def read(batch: MicroBatch, columns: list[Tensor]) -> None:
@@ -343,11 +349,12 @@ class CausalLM(LightningModule):
         self._rests = checkpoint.get("rests", {})
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: Mapping[str, object]) -> None:
-        """Restores the optimizer's state of a checkpoint, each tensor where the optimizer keeps it."""
+        """Restores the optimizer's state from a checkpoint, on the device or in host memory."""
         optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
-        """Loads weights one by one where the checkpoint holds them in two halves, or in shards."""
+        """Loads the weights of a checkpoint, whose masters may be split into two halves. Sharded models and sharded
+        checkpoints are loaded one weight at a time."""
         if self.ranks.divides or isinstance(state_dict, Stored):
             by_name.load_weights(self, state_dict, self._rests)
             self._rests = {}
@@ -356,7 +363,7 @@ class CausalLM(LightningModule):
         takes = self.masters is not None
         narrow = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
-            if name in state_dict and name not in narrow:  # a master of more bits than the model was read in
+            if name in state_dict and name not in narrow:  # the checkpoint's master is wider than the loaded weight
                 p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():
@@ -368,8 +375,8 @@ class CausalLM(LightningModule):
         return loaded
 
     def on_train_start(self) -> None:
-        """Restores random states last, directly before the first window: it does not matter who drew numbers
-        earlier."""
+        """Restores the random states of a checkpoint directly before the first window, after all other code that draws
+        random numbers."""
         self.model.train()
         self.ranks.before_training(self)
         if self._drawn is not None:

@@ -1,8 +1,8 @@
 """Reports a loss or gradient that is not finite, and ends a run that has skipped too many such steps.
 
-One number per window shows it: the sum of the loss and the gradients' norm, read from the device before the step. The
-norm is the one that clipping needs; with clip=null the gradients are read once more for it. A card waits for this read
-once per window, as with any loss scaler. The parameter and the sequences at fault are searched for only then.
+A single number per window is checked: the sum of the loss and the gradient norm, read from the device before the step.
+The norm is also used for clipping; with clip=null it is computed only for this check. The host waits for the device
+once per window, as with any loss scaler. Only if the check fails, the parameter and the sequences are looked up.
 """
 
 import logging
@@ -15,18 +15,20 @@ from lowmem.system.errors import NotFinite
 
 log = logging.getLogger(__name__)
 
-IN_A_ROW = 20  # faults after which a run that skips them ends: it no longer learns
-NAMED = 8  # sequences of a window, at most
+IN_A_ROW = 20  # consecutive skipped steps after which the run ends, because it no longer learns
+NAMED = 8  # sequences that a message lists, at most
 
 
 class NonFiniteSteps:
-    """Counts steps that are not finite. Args: skips: leave such a step out and go on."""
+    """Counts consecutive steps whose loss or gradients are not finite. Args: skips: skip such a step and continue; if
+    False, it ends the run."""
 
     def __init__(self, skips: bool = False) -> None:
         self.skips, self.in_a_row = skips, 0
 
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
-        """Raises: NotFinite: steps are not skipped, or too many were."""
+        """Logs a step that is not finite. Raises: NotFinite: such steps are not skipped, or too many were skipped in a
+        row."""
         self.in_a_row += 1
         message = describe(module, loss, window)
         if not self.skips:
@@ -37,7 +39,7 @@ class NonFiniteSteps:
 
 
 def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
-    """Returns a sentence: which step, which numbers are not finite, on which sequences."""
+    """Returns a message with the step, the values that are not finite, and the sequences that the step read."""
     trainer = module.trainer
     names = module.ranks.all_gather(module.optimizer.first_not_finite())  # each rank knows its own shard
     name = next(filter(None, names), None)

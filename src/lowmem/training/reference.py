@@ -1,13 +1,14 @@
-"""Computes what a reference model thinks of the pairs of a run, before the first step.
+"""Computes the reference model's log-probabilities of a preference data set, before the first step.
 
-DPO and its relatives compare each answer's log-probability with that of the model that training starts from. Elsewhere
-that model stays in memory beside the trained one. Here it is only there before: one pass without gradients gives two
-numbers for each pair, which are stored with the token cache, 16 bytes per pair, and then the model is loaded once more
-to be trained. A resumed run and the jobs of a sweep find the numbers there. A rated answer has two numbers as well: by
-its own prompt, and by another one (`data/rated.py`).
+DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
+a reference model: the model that training starts from. Other libraries keep the reference in memory during training.
+Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen, rejected) or per
+rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). They are stored in the token cache, 16
+bytes per pair, and the model is loaded again for training. Resumed runs and other jobs of a sweep reuse the stored
+values.
 
-The numbers belong to the weights (by a digest, which checkpoints hold), to the precision, and to the tokens and their
-rows. So a changed model, template or seq_len gets numbers of its own.
+The cache key contains a digest of the weights (which checkpoints store too), the precision, the tokens and their
+packing into rows. So a changed model, template or seq_len is computed again.
 """
 
 import gc
@@ -36,11 +37,18 @@ from lowmem.training.module import CausalLM
 
 log = logging.getLogger(__name__)
 
-STORED_EVERY = 60  # seconds
+STORED_EVERY = 60  # seconds between writes during the pass
 
 
 class Wanted:
-    """The numbers of one split. Args: indices: of the rows that the run reads."""
+    """The reference log-probabilities of one split, and their cache file.
+
+    Args:
+        rows: the rows of the split.
+        name: "train" or "val".
+        indices: indices of the rows that the run reads.
+        key: the parts of the cache key that are equal for all splits.
+    """
 
     def __init__(self, rows: AnswerRows, name: str, indices: np.ndarray, key: list) -> None:
         self.rows, self.name, self.indices = rows, name, indices
@@ -49,7 +57,7 @@ class Wanted:
         self.file = stored_at and Path(stored_at).with_name(f"{name}_reference_{digest}.npy")
 
     def read(self) -> np.ndarray:
-        """Returns the stored numbers, (units, 2); NaN where there is none, or one that is not finite."""
+        """Returns the stored log-probabilities, (pairs or answers, 2). Missing and non-finite values are NaN."""
         if self.file and self.file.exists():
             try:
                 stored = _loaded(self.file)
@@ -60,12 +68,19 @@ class Wanted:
         return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
-        """Returns those rows of the run that have a pair without numbers."""
+        """Returns the indices of rows that contain a pair without log-probabilities."""
         unknown = np.isnan(self.rows.reference).any(1)
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
     def store(self, numbers: np.ndarray) -> None:
-        """Writes the numbers, beside those that another run has stored by now. Args: numbers: (units, 2)."""
+        """Writes log-probabilities to the cache file, and keeps values that another run has stored in the meantime.
+
+        Args:
+            numbers: (pairs or answers, 2); NaN where unknown.
+
+        Raises:
+            Refused: the file cannot be written.
+        """
         if self.file is None:
             return
         try:
@@ -80,7 +95,8 @@ class Wanted:
 
 
 def _loaded(file: Path) -> np.ndarray:
-    """Returns the array of a file. Raises ValueError: its checksum, which files of earlier versions lack, is wrong."""
+    """Returns the array of a file. Files of earlier versions have no checksum. Raises: ValueError: the checksum is
+    wrong."""
     with file.open("rb") as stream:
         array, checksum = np.load(stream), stream.read()
     if checksum not in (b"", _checksum(array)):
@@ -93,13 +109,17 @@ def _checksum(array: np.ndarray) -> bytes:
 
 
 def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:
-    """Returns the module to train, and gives the pairs the reference's numbers if its loss compares with one. While
-    these are computed no other model is in memory.
+    """Returns the module to train. If its loss compares with a reference model, the rows of `data` get the reference
+    log-probabilities first. Only one model is in memory at any time.
 
-    Args: again: builds the module from a checkpoint, or with None from the start.
+    Args:
+        run: the settings.
+        data: the loaders, whose rows get the log-probabilities.
+        saved: the checkpoint to continue from; None: a new run.
+        again: builds the module from a checkpoint, or (None) the initial model.
 
     Raises:
-        Refused: the reference is needed and is no longer the same, or cannot be told.
+        Refused: the initial model is not known, or differs from the initial model of the run.
     """
     built = again(saved)
     if not built.own_loss.compares:
@@ -114,7 +134,7 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
         return built
     if saved is not None:
         del built
-        gc.collect()  # a module and its parts refer to each other
+        gc.collect()  # the module is part of reference cycles
         built = again(None)
         if built.identity["start"] != start:
             raise Refused(
@@ -124,7 +144,7 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
             )
     for split, rows in unknown:
         if not ranks.divides:
-            built.cpu()  # the first split leaves it on the card; masters are made of weights in host memory
+            built.cpu()  # the pass over the first split has moved it to the card; masters are created in host memory
         _compute(run, built, split, rows)
     del built
     gc.collect()
@@ -153,7 +173,7 @@ def _wanted(run: Run, data: build.Data, start: str) -> Iterator[Wanted]:
 
 
 def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
-    """Returns the rows that training reads: all, unless it ends before. Skipped steps read further than others."""
+    """Returns the indices of the rows that max_steps reach; all rows if steps may be skipped."""
     every = np.arange(len(train.sequences))
     if run.scales_loss or run.on_nonfinite == "skip":
         return every
@@ -164,7 +184,7 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 
 def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> None:
-    """Fills in the numbers of these rows, of which each rank computes its share."""
+    """Computes the log-probabilities of the missing rows, divided among the ranks."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:
@@ -172,7 +192,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
             f"Computing the reference model's log-probabilities of {computed.size:,} {rows.batch.UNIT} of the "
             f"{split.name} split before training; they are stored."
         )
-        split.store(known)  # a folder that cannot be written to is noticed now
+        split.store(known)  # fail now if the folder is not writable
     rows.reference = None
     batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
     collector = _Collector(split, known, batches)
@@ -193,7 +213,7 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
         rows.reference = known
         if ranks.rank == 0:
             split.store(known)
-    if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # on all ranks alike
+    if len(wrong := computed[~np.isfinite(known[computed]).all(1)]):  # equal on all ranks
         raise Refused(
             f"loss=: the reference model's log-probability of {rows.batch.UNIT[:-1]} {int(wrong[0]) + 1:,} of the "
             f"{split.name} split is not finite, so the loss cannot compare with it. Type precision=bf16, which has the "
@@ -202,8 +222,8 @@ def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> N
 
 
 class _Collector(Callback):
-    """Collects the numbers of this rank, and on rank 0 stores them from time to time: a pass takes as long as a part of
-    an epoch."""
+    """Collects the log-probabilities of this rank. Rank 0 stores its values every `STORED_EVERY` seconds, because the
+    pass may take hours."""
 
     def __init__(self, split: Wanted, known: np.ndarray, batches: "_Batches") -> None:
         self.split, self.known, self.batches = split, known, batches
@@ -219,8 +239,17 @@ class _Collector(Callback):
 
 
 class _Batches:
-    """Yields groups of micro-batches, rows of similar length together. `units` has the numbers of the pairs, or rated
-    answers, of each micro-batch."""
+    """Yields groups of micro-batches of rows with similar lengths.
+
+    Args:
+        rows: all rows of a split.
+        indices: indices of the rows to yield.
+        share: this rank's share of each batch.
+        at_once: micro-batches per group.
+
+    Attributes:
+        units: for each yielded micro-batch, the indices of its pairs or rated answers.
+    """
 
     def __init__(self, rows: AnswerRows, indices: np.ndarray, share: Share, at_once: int) -> None:
         self.rows, self.share, self.at_once = rows, share, at_once

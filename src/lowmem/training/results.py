@@ -1,4 +1,4 @@
-"""Writes the results of a run when its work is done: summary.json, the table on the terminal, memory.png."""
+"""Writes the results of a finished run: summary.json, the table on the terminal, memory.png."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from lowmem.training.training import Training
 
 
 def summary(training: Training, command: Command, predicted: dict | None = None) -> dict:
-    """Collects what summary.json holds. All ranks call this at the same time: each has peaks of its own."""
+    """Collects the contents of summary.json. A collective call: all ranks gather their memory peaks."""
     typed = {"overrides": list(command.typed), "predicted": predicted}
     return _numbers(training, command.run) | _recipe(training, command) | typed
 
@@ -30,20 +30,20 @@ def _numbers(training: Training, run: Run) -> dict:
     return {
         "steps": training.trainer.global_step,
         "skipped_steps": module.skipped_steps,
-        "tokens": module.tokens,  # that the model computed, without padding
-        "learned_tokens": module.learned_tokens,  # of these, tokens with a label
+        "tokens": module.tokens,  # tokens that the model computed, without padding
+        "learned_tokens": module.learned_tokens,  # tokens with a label
         "tokens_per_second": metrics.tokens_per_second(),
         "learned_tokens_per_second": metrics.learned_tokens_per_second(),
         "seconds_per_step": metrics.seconds_per_step(),
         "first_step_seconds": metrics.first_step_seconds,
         "train_loss": metrics.train_loss,
         "lr": run.lr,
-        "highest_lr": metrics.highest_lr,  # of the steps since the run started or was resumed
+        "highest_lr": metrics.highest_lr,  # since the run started or was resumed
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0].get("bits_per_byte") if metrics.evaluated else None,
-        "validation": metrics.evaluated,  # each set
-        "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # each set
+        "validation": metrics.evaluated,  # per set
+        "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # per set
         "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
         "device_bytes": run.device_bytes,
@@ -68,7 +68,7 @@ def _numbers(training: Training, run: Run) -> dict:
 
 
 def _measured(training: Training) -> dict:
-    """Returns what was measured under the names of the prediction, which stands beside it."""
+    """Returns the measured bytes, under the keys that the planner's prediction uses too."""
     meter, drive = training.watchers.meter, training.module.weights.drive_tensors()
     rows = {"temporaries" if name == "other" else name: size for name, size in meter.by_category().items()}
     return {
@@ -81,7 +81,7 @@ def _measured(training: Training) -> dict:
 
 
 def _stepped_by(optimizer: WindowOptimizer | None) -> str | None:
-    """Names the optimizer's class, and the way in which it steps where it has several. None: nothing stepped."""
+    """Returns the optimizer's class name and, if it has several implementations, which one ran. None: no training."""
     if optimizer is None:
         return None
     optimizer = optimizer.inner
@@ -90,7 +90,7 @@ def _stepped_by(optimizer: WindowOptimizer | None) -> str | None:
 
 
 def _recipe(training: Training, command: Command) -> dict:
-    """Names what was trained, on what and how, without local paths."""
+    """Returns the base model, the data and the chosen options, without local paths."""
     run, model = command.run, training.module.model
     of_hub = run.model.pretrained and not Path(run.model.name).expanduser().is_dir()
     places = [node["path"] for _, node in targets(run.data.plain()) if node.get("path") is not None]
@@ -105,7 +105,7 @@ def _recipe(training: Training, command: Command) -> dict:
 
 
 def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the numbers to the loggers, into the run's folder and on the terminal."""
+    """Writes the results to the loggers, to summary.json and to the terminal."""
     for logger in training.loggers:
         logger.log_metrics(plan_ratios(summary), step=summary["steps"])
     write(command.folder / "summary.json", summary)
@@ -115,8 +115,8 @@ def report(training: Training, command: Command, summary: Mapping[str, object]) 
 
 
 def draw(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Draws memory.png, and writes the live bytes of one step as a table."""
-    from lowmem.report import picture  # matplotlib takes half a second
+    """Draws memory use over time (memory.png), and writes the memory of one step as a table (memory_step.csv)."""
+    from lowmem.report import picture  # importing matplotlib takes half a second
 
     run, folder, meter = command.run, command.folder, training.watchers.meter
     title = " ".join(ran.chosen(command.choices)) or run.model.name

@@ -1,6 +1,6 @@
-"""Decides what a command does: train, show the data, evaluate or export what an earlier run has left, or nothing.
+"""Decides what a command does: train, show the data, evaluate or export an earlier run or model, or nothing.
 
-resume= of a run that has all its steps does what is missing after them: its last evaluation, or its export.
+resume= of a run that has done all its steps does the remaining work: the last evaluation, or the export.
 """
 
 import json
@@ -24,7 +24,7 @@ Work = Literal["train", "evaluate", "export", "show", "nothing"]
 
 
 class Task(NamedTuple):
-    """The work of a command, and the checkpoint that it starts from, if any."""
+    """The work of a command, and the checkpoint to start from; None: no checkpoint."""
 
     work: Work
     saved: Saved | None = None
@@ -42,11 +42,10 @@ TRAIN = Task("train")
 
 
 def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Saved | None:
-    """Finds the checkpoint that the work starts from, if any. Args: ranks: the first one looks for the checkpoint and
-    verifies it, for all.
+    """Returns the checkpoint to start from, or None. Rank 0 finds and verifies the checkpoint for all ranks.
 
     Raises:
-        Refused: a checkpoint that cannot be used.
+        Refused: the checkpoint cannot be used.
     """
 
     def find_for_all(find: Callable[[], Path | None]) -> Path | None:
@@ -70,7 +69,7 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 
 def find_task(run: Run, saved: Saved | None) -> Task:
-    """Finds the work. Args: saved: the checkpoint that it starts from. Raises: Refused: a run that is already done."""
+    """Returns the work to do. Args: saved: the checkpoint to start from. Raises: Refused: the run is already done."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:
@@ -81,25 +80,30 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
-    """Returns the lines with which the texts of a run become the tokens that it began with: an earlier lowmem put no
-    token before a text."""
+    """Returns overrides that keep the tokens of a run from an earlier version of lowmem, which added no beginning-of-
+    text token."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}
 
 
 def is_model(named: str) -> bool:
-    """Returns whether this is the folder of an exported model or of an adapter."""
+    """Returns True for the folder of an exported model or adapter."""
     folder = Path(named).expanduser()
     return (folder / "config.json").is_file() or holds_adapter(folder)
 
 
 def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
-    """Returns the run with the exported model of a folder and its tokenizer, or with an adapter of a folder and its
-    base.
+    """Returns the run with its model replaced by the exported model in a folder, or by the adapter in a folder and the
+    adapter's base model. The tokenizer comes from the folder too.
+
+    Args:
+        run: the settings.
+        folder: an exported model or adapter.
+        key: the key that the user typed, for the error message.
 
     Raises:
-        Refused: an adapter that does not name its base.
+        Refused: the adapter does not name its base model.
     """
     place = Path(folder).expanduser()
     adapter = holds_adapter(place)
@@ -115,8 +119,8 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
 
 
 def summary_of(saved: Saved) -> dict:
-    """Returns the summary of a checkpoint's run if it was written after the last evaluation; else an empty
-    dictionary."""
+    """Returns summary.json of a checkpoint's run if that run ended at this checkpoint's step and was not interrupted;
+    otherwise an empty dict."""
     try:
         summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}

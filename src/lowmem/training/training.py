@@ -1,4 +1,5 @@
-"""Builds, trains and evaluates one run, and hands out the objects that watched it while they still exist."""
+"""Builds, trains and evaluates one run. `training_session` yields the trained model and the objects that observed the
+training, and frees them at its end."""
 
 import logging
 import re
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class DidNotFit(Exception):
-    """Memory ran out. Args: side: whose memory, device or host; held: its bytes by category, of a device at the highest
-    point that was seen."""
+    """Out of memory. Args: side: "device" or "host"; held: its bytes by category (for a device at the highest measured
+    point)."""
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:
         super().__init__(f"Out of memory on the {side}.")
@@ -53,7 +54,7 @@ class DidNotFit(Exception):
 
 @dataclass
 class Training:
-    """A trained model, and the objects that watched its training."""
+    """A trained model, and the objects that observed its training."""
 
     module: CausalLM
     tokens: Tokens
@@ -66,13 +67,13 @@ class Training:
 
     @property
     def stopped_early(self) -> bool:
-        """Returns whether a callback ended training before its last step."""
+        """Returns True if a callback such as early stopping ended training before its last step."""
         trainer = self.trainer
         ended = self.watchers.stop.interrupted or self.saves.ended_by
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
 
     def shard(self, p: nn.Parameter) -> Tensor:
-        """Returns this process's shard of a weight at full precision."""
+        """Returns this process's shard of a weight, in full precision."""
         return self.module.full_precision(self.module.ranks.local(p))
 
     def close(self) -> None:
@@ -81,11 +82,11 @@ class Training:
         for logger in self.loggers:
             logger.finalize("success" if self.trainer.state.finished else "failed")
             if isinstance(logger, WandbLogger):
-                logger.experiment.finish()  # or the next job of a multirun would log into this run
+                logger.experiment.finish()  # otherwise the next job of a multirun would log to this run
 
     def free_card(self) -> None:
-        """Frees weights, gradients and optimizer state. A notebook keeps the traceback of an error, which refers to
-        them, and the next run needs the card."""
+        """Frees weights, gradients and optimizer state. After an error in a notebook, the traceback would keep them
+        alive, and the next run needs their memory."""
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -101,21 +102,26 @@ def training_session(
     ranks: OneDevice = ONE_DEVICE,
     texts: build.Texts | None = None,
 ) -> Iterator[Training]:
-    """Trains, or does the part of it that a task asks for, and yields the `Training`.
+    """Context manager that trains, evaluates or loads a model, and yields the `Training`.
 
-    Args: run: checked, resolved, with a device and a number for batch_size; task: what to do; keeps: write checkpoints
-    into `output_dir`; ranks: of this training; texts: the run's open data.
+    Args:
+        run: settings that are checked and resolved, with a device and a number for batch_size.
+        output_dir: folder for checkpoints and metrics.
+        task: the work to do.
+        keeps: write checkpoints into `output_dir`.
+        ranks: the strategy.
+        texts: the run's open data; None: open them.
 
     Raises:
-        DidNotFit: also for errors inside the `with`.
-        Refused: an error that only the data, the weights or a checkpoint show.
+        DidNotFit: out of memory, also for errors inside the `with`.
+        Refused: an error in the data, the weights or a checkpoint that was not found earlier.
     """
     training = network = None
-    saved, settings = task.saved, ExitStack()  # of the process, undone when the run ends
+    saved, settings = task.saved, ExitStack()  # settings of the process, restored at the end
     try:
         if run.drive_folder is not None:
-            settings.enter_context(process.allow_open_files())  # two for each part of a block
-        with ranks.rank_0_first("read the data"):  # the others read the files that rank 0 writes
+            settings.enter_context(process.allow_open_files())  # a drive needs two file descriptors per swap file
+        with ranks.rank_0_first("read the data"):  # other ranks read the files that rank 0 writes
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)
@@ -165,10 +171,10 @@ def training_session(
 
 
 def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:
-    """Builds the module, and before it the reference's numbers, if the loss compares with one."""
+    """Builds the module, after computing the reference log-probabilities if the loss needs them."""
 
     def again(saved: checkpoint.Saved | None) -> CausalLM:
-        seed_everything(run.seed, verbose=False)  # just before the weights are drawn: earlier draws do not matter
+        seed_everything(run.seed, verbose=False)  # directly before weights are initialized
         return build.module(run, data, saved, ranks, trains=task.work == "train")
 
     if task.work == "export":
@@ -177,10 +183,11 @@ def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalL
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:
-    """Compares the data of all ranks: each reads its own files, and a copy may be stale or in another folder."""
+    """Checks that all ranks have equal data. Each rank reads its own files, and a copy may be out of date. Raises:
+    Refused: the data differ."""
 
     def rows(sequences: Rows) -> str | None:
-        if not sequences.numbered:  # the order of a stream has the digests of its files
+        if not sequences.numbered:  # the `order` of a stream already contains digests of its files
             return None
         ends = sequences.micro_batch(np.array([0, len(sequences) - 1]))
         return sha256(ends.input_ids.numpy().tobytes() + ends.labels.numpy().tobytes()).hexdigest()
@@ -204,18 +211,18 @@ def _work(training: Training, data: build.Data, task: Task) -> None:
         trainer.fit(module, data.train, val, **start)
         return
     if saved:
-        trainer.fit_loop.load_state_dict(saved.progress)  # results are written for that step
+        trainer.fit_loop.load_state_dict(saved.progress)  # results are reported for the checkpoint's step
     if task.work == "evaluate":
         trainer.validate(module, val, verbose=False, **start)
         return
-    trainer.strategy.connect(module)  # whose steps they are
+    trainer.strategy.connect(module)  # global_step counts the optimizer steps of this module
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 
 
 def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
-    """Returns on how many sequences each text is evaluated, as a line of the log."""
+    """Returns a log line with the number of sequences that are evaluated for each text."""
     counts = ", ".join(
         f"{loader.count:,} of {len(loader.sequences):,} sequences{f' of {loader.name}' if loader.name else ''}"
         for loader in sets
@@ -230,7 +237,7 @@ def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
 
 
 def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
-    """Returns the error with advice for this run: it names no precision, setting or checkpoint that the run lacks."""
+    """Returns the error message, with advice that applies to this run's precision, settings and checkpoints."""
     instead = [f"a smaller lr (now {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
         instead.append("precision=bf16 or bf16-master, which have the range of fp32")
@@ -255,20 +262,20 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     callbacks = _callbacks(run, module.own_loss, watchers, saves if keeps else None)
     loggers = _loggers(run, task, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
-    for logger in loggers:  # before training starts, so that a run that dies still says what it was
+    for logger in loggers:  # before training starts, so that failed runs have logged them too
         logger.log_hyperparams(run.as_dict())
         if isinstance(logger, WandbLogger):
-            module.identity["wandb"] = logger.version  # a resume goes on in the same run
+            module.identity["wandb"] = logger.version  # a resumed run logs to the same W&B run
     ours = {
         "accelerator": "gpu" if run.device == "cuda" else "cpu",
         "devices": 1,
         "strategy": module.ranks.lightning(),
         "max_steps": run.max_steps,
-        "max_epochs": -1,  # epochs are the loader's affair
+        "max_epochs": -1,  # the loader counts epochs
         "val_check_interval": run.val_every,
         "check_val_every_n_epoch": None,
-        "inference_mode": not module.ranks.several,  # fully_shard needs tensors' versions, which inference lacks
-        "num_sanity_val_steps": 1,  # an evaluation that does not fit fails before the first step, not hours later
+        "inference_mode": not module.ranks.several,  # fully_shard needs version counters of tensors
+        "num_sanity_val_steps": 1,  # an evaluation that runs out of memory fails before the first step
         "default_root_dir": folder,
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
@@ -279,7 +286,8 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
 
 
 def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
-    """Refuses to watch a loss that is a mean over nothing: Lightning would end training at the first evaluation."""
+    """Refuses early stopping on validation data without labels, whose loss is NaN: Lightning would end training at the
+    first evaluation. Raises: Refused."""
     if not ranks.any(any(micro_batch.weight for micro_batch in val)):
         raise Refused(
             f"early_stop.patience={run.early_stop.patience}: the first {val.count:,} validation sequences have no "
@@ -289,10 +297,10 @@ def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
 
 
 def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
-    """Lists them in the order in which Lightning calls them. Raises: Refused: early stopping watches what the loss does
-    not show."""
+    """Returns the callbacks in the order in which Lightning calls them. Raises: Refused: the loss does not report the
+    metric early_stop.watch."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *build.callbacks(run)]
-    callbacks += loss.callbacks()  # after those that begin the window's measurements
+    callbacks += loss.callbacks()  # after the callbacks that start a window's measurements
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:
         watch = run.early_stop.watch
@@ -302,7 +310,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
                 "early_stop.watch=val_loss, or train on pairs: data=preference loss=dpo."
             )
         mode = "min" if watch == "val_loss" else "max"
-        # not strict: of answers of one kind there is no accuracy to watch
+        # not strict: the accuracy is missing if all answers of a set have one label
         callbacks.append(EarlyStopping(watch, patience=run.early_stop.patience, mode=mode, strict=False))
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
@@ -310,7 +318,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
 def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
     if task.work == "export":
         return []
-    if ranks.rank:  # some callbacks of Lightning's want one on every rank, or on none
+    if ranks.rank:  # some Lightning callbacks need a logger on all ranks or on none
         return [DummyLogger() for _ in run.logger]
     if task.resumes and task.saved.wandb and "wandb" in run.logger:
         run = run.knowing(logger={"wandb": {"run_id": task.saved.wandb}})
@@ -318,6 +326,6 @@ def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
-    """Returns whether 16-bit weights were multiplied with fp32 activations."""
+    """Returns True if an error says that 16-bit weights were multiplied with fp32 activations."""
     narrow = any(p.dtype.itemsize == 2 for p in network.parameters())
     return narrow and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None

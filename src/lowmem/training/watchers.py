@@ -1,4 +1,4 @@
-"""Collects the callbacks that watch a run: its stop, its memory, its loss and speed, and samples of its model."""
+"""Collects the callbacks that observe a run: stop signals, memory, loss and speed, samples, and a user's metric."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +26,15 @@ class Watchers(NamedTuple):
 
     @classmethod
     def for_run(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
-        """Makes the callbacks. Args: folder: for their files; resumed_at: the step until which files keep their rows;
-        keeps: the run writes checkpoints."""
+        """Creates the callbacks.
+
+        Args:
+            run: the settings.
+            data: the run's loaders and tokenizer.
+            folder: the callbacks write their files here.
+            resumed_at: existing files keep their rows up to this step.
+            keeps: the run writes checkpoints.
+        """
         stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None
         meter = MemoryMeter(folder / "memory.csv", run.log_every, limit, resumed_at, run.device_bytes)
         meter.compiled = run.compiles_blocks

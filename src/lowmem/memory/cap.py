@@ -1,7 +1,7 @@
-"""Implements memory.limit: a run trains as if the card had that much memory, and stops where it would have run out.
+"""Implements memory.limit: a run trains as if the card had only that much memory, and ends when it would run out.
 
-On CUDA the allocator is capped. On a CPU the tracker counts the live tensors of the device side at every operator and
-ends the run when they exceed the limit; scratch memory inside an operator is not counted.
+On CUDA the caching allocator is capped. On a CPU the tracker counts the live tensors of the device side at every
+operator, and ends the run when they exceed the limit; temporary memory inside an operator is not counted.
 """
 
 import math
@@ -15,13 +15,15 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
-    """Returns the bytes of '12GiB', '900MiB' or a number.
+    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888.
 
     Args:
-        key: the key that the user typed; plain: accept a number without a unit as bytes.
+        limit: the size.
+        key: the key that the user typed, for the error message.
+        plain: accept a number without a unit as bytes.
 
     Raises:
-        Refused: another form.
+        Refused: the size has a different format.
     """
     if limit is None:
         return None
@@ -37,18 +39,18 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
     if limit is None or device != "cuda":
         yield
         return
-    import torch  # not above: sizes are parsed before it is needed
+    import torch  # not at the top: parsing a size does not need torch
 
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(_share(limit, total))
     try:
         yield
-    finally:  # the cap is the process's, and the next job of a sweep may have none
+    finally:  # the cap applies to the process, and the next job of a sweep may have no limit
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _share(limit: int, total: int) -> float:
-    """Returns the share of a card that torch converts back to at least `limit` bytes: it rounds down, and a byte less
-    can cost a segment."""
+    """Returns the fraction of the card's memory that torch converts back to at least `limit` bytes. torch rounds down,
+    and a cap that is one byte too small may prevent an allocation."""
     share = min(1.0, limit / total)
     return share if int(share * total) >= limit else math.nextafter(share, 1.0)

@@ -1,8 +1,7 @@
-"""Keeps the ledger: which category and which side owns which bytes.
+"""The ledger: assigns long-lived storages to categories (weights, gradients, ...) and sides (device, host, drive).
 
-A tensor is on the *device*, the *host* or the *drive* side by its owner's role, not by `tensor.device`: a run whose
-compute device is the CPU still shows what a card would hold. Bytes are counted per storage, so tied weights and views
-count once.
+The side of a tensor follows from its role, not from `tensor.device`, so a run on a CPU shows the memory that a card
+would need. Bytes are counted per storage, so tied weights and views count once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,9 +25,9 @@ class Owner(NamedTuple):
 
 
 class OwnedStorage(NamedTuple):
-    """Describes a storage that exists now, with its category and side."""
+    """A storage that exists now, with its category and side."""
 
-    owner: Owner  # the first of those who hold it
+    owner: Owner  # the owner that was registered first, if several have it
     bytes: int
     storage: torch.UntypedStorage
 
@@ -53,7 +52,7 @@ class Ledger:
         return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
-        """Returns the bytes that owners on one side hold now, by category."""
+        """Returns the current bytes on one side, by category."""
         total, seen = dict.fromkeys(HOST_CATEGORIES if side == "host" else CATEGORIES, 0), set()
         for owner in self.owners:
             counts = owner.side == side
@@ -71,17 +70,17 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """Returns the tensors that hold the bytes. A quantised tensor only wraps them: its own storage has the unquantised
-    size and no memory."""
+    """Returns the tensors with actual memory. A quantized tensor is a wrapper: its own storage has the size of the
+    unquantized tensor, but no memory."""
     if type(tensor) in PLAIN or not is_traceable_wrapper_subclass(tensor):
         return (tensor,)
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    # a DTensor also names its mesh
+    # the attributes of a DTensor also contain its mesh, which is not a tensor
     return [plain for wrapped in inner if isinstance(wrapped, Tensor) for plain in plain_tensors(wrapped)]
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Returns parameters and buffers that have memory. Callers store the list: walking the modules each time takes
+    """Returns the parameters and buffers that have memory. Callers keep the list, because walking the modules takes
     longer than counting bytes."""
     return [*parameters(module), *buffers(module)]
 
@@ -99,8 +98,8 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Returns every tensor of the state, however deep (8-bit optimizers nest them)."""
-    todo = list(optimizer.state.values())  # at once, and so below: a host thread may add state meanwhile
+    """Yields all tensors of the state, including nested ones (8-bit optimizers)."""
+    todo = list(optimizer.state.values())  # copy here and below: a host thread may add state at the same time
     while todo:
         value = todo.pop()
         if isinstance(value, Tensor):
@@ -112,5 +111,5 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Returns the state that CUDA pages between card and host: it is never torch's allocator's."""
+    """Yields optimizer state that CUDA pages between card and host (unified memory), outside of torch's allocator."""
     return (tensor for tensor in optimizer_state(optimizer) if getattr(tensor, "is_paged", False))

@@ -1,10 +1,12 @@
-"""Measures memory at every phase of every optimizer step, into memory.csv and the logger.
+"""Measures memory in every phase of every optimizer step, and writes memory.csv and logger metrics.
 
-Each phase has the process's resident memory and its peak, and the bytes of weights, gradients and optimizer at its end;
-on CUDA the allocator's figures too. On the first 3 steps of a run, or after its resume, on every `every`-th step and on
-the first batch of an evaluation, the tracker counts live tensor bytes by category. The last phase of each step also
-has the bytes on a drive, and those that the step read and wrote there. The peak counters of the process and of CUDA are
-global; only this meter resets them.
+    every phase          resident memory of the process (RSS) and its peak; bytes of the ledger (weights, gradients,
+                         optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
+    sampled steps        live tensor bytes by category (`StorageTracker`): the first 3 steps of a run or a resume, every
+                         `every`-th step, and the first batch of an evaluation
+    end of each step     bytes on a drive, and bytes that the step has read and written there
+
+The peak counters of the process and of CUDA are global; only this meter may reset them.
 """
 
 import csv
@@ -26,7 +28,7 @@ from lowmem.system.units import CATEGORIES, GIB
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
-# columns that each phase has in a logger's curves -> whose memory they are
+# columns of a phase that are logged -> "host" or "device" memory
 SIDES = {"rss_peak_bytes": "host"}
 SIDES |= dict.fromkeys(("held_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"), "device")
 DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
@@ -36,18 +38,24 @@ COLUMNS = (
     "host_tensor_bytes",
     *DRIVE_COLUMNS,
     *CUDA_COLUMNS,
-    "device_percent",  # the device's peak, of the card or of memory.limit
+    "device_percent",  # the device's peak in percent of the card's memory, or of memory.limit
 )
 
 
 class MemoryMeter(Callback):
-    """Measures the phases of a run. Args: limit: bytes of live device tensors that end the run, counted at every step
-    if the device is the CPU; resumed_at: the step until which `file` keeps its rows; size: bytes of the device, or of
-    its limit; None: it has none of its own.
+    """Measures the memory of each phase of a run.
+
+    Args:
+        file: path of memory.csv.
+        log_every: number of steps between rows in the logger.
+        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes. Every step is tracked
+            then.
+        resumed_at: an existing `file` keeps its rows up to this step.
+        size: bytes of the device, or of memory.limit; None: a CPU without a limit.
     """
 
     tracker = StorageTracker
-    first, every = 3, 20  # live tensors are broken down on the first steps, also of a resume, and on every `every`-th
+    first, every = 3, 20  # steps with tracking: the first ones, also after a resume, and every `every`-th
 
     def __init__(
         self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
@@ -56,31 +64,31 @@ class MemoryMeter(Callback):
         if limit:
             self.every = 1
         self.ledger = Ledger()
-        # device: None where compiled code allocates unseen on a CPU
+        # "device" is None if compiled code runs on a CPU, since its allocations cannot be tracked
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
-        self.peak: Point | None = None  # the highest point of all sampled phases
-        self.timeline: list[Point] = []  # of the last sampled training step, thinned
-        self._highest: dict[str, dict[str, int]] = {}  # phase -> column -> its highest value in the file
+        self.peak: Point | None = None  # the point with the most device bytes in all sampled phases
+        self.timeline: list[Point] = []  # the last sampled training step, thinned
+        self._highest: dict[str, dict[str, int]] = {}  # phase -> column -> the maximum in the file
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
         self._step = self._start = 0  # _start: steps made before a resume
-        self._window: dict[str, dict] = {}  # phase -> its row, of the window under way
-        self._held: dict[tuple[str, int], int] = {}  # (phase, bytes of gradients) -> bytes of the ledger
+        self._window: dict[str, dict] = {}  # phase -> row of the current window
+        self._held: dict[tuple[str, int], int] = {}  # (phase, bytes of gradients) -> bytes of the ledger, a cache
         self._cuda: torch.device | None = None
-        self.compiled = False  # True: blocks are compiled, and on a CPU what they allocate is not seen
+        self.compiled = False  # True: blocks are compiled, so memory by category cannot be tracked
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
         self._moved_before: dict[str, int] = {}
-        self._loaded: dict[str, int] = {}  # columns that were read before an evaluation came first
-        for row in self.rows():  # of the steps before a resume
+        self._loaded: dict[str, int] = {}  # columns of phase "load" that were read before the sanity check
+        for row in self.rows():  # rows of the steps before a resume
             self._note(row)
 
     # --- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
-        self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first: others count them as the host's
+        self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first owner wins
         self._drive = module.weights.drive
         side = module.ranks.side
         self.ledger.own("weights", lambda: self._buffers)
@@ -89,13 +97,14 @@ class MemoryMeter(Callback):
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """The model is loaded. What the evaluation before the first step takes is not the load's."""
+        """Reads memory after the model is loaded, so that the evaluation before the first step does not count as
+        loading."""
         self._cuda = module.device if module.device.type == "cuda" else None
         self._loaded = self._resident()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._buffers = ledger.buffers(module)  # moving a module to a card replaces them
-        if not module.ranks.divides:  # a sharded model may show gathered weights after an evaluation
+        self._buffers = ledger.buffers(module)  # moving a module to a card replaces its buffers
+        if not module.ranks.divides:  # after an evaluation the parameters of a sharded model may be gathered ones
             self._parameters = ledger.parameters(module)
         self._cuda = module.device if module.device.type == "cuda" else None
         optimizer = module.optimizer
@@ -155,7 +164,7 @@ class MemoryMeter(Callback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Measures work at the end of an evaluation that follows its micro-batches, such as samples."""
+        """Measures work after the last micro-batch of an evaluation, such as generating samples."""
         self._track()
         self._enter("evaluation")
         try:
@@ -168,12 +177,13 @@ class MemoryMeter(Callback):
         self._enter("save")
         try:
             yield
-        finally:  # training goes on after a save that failed
+        finally:  # training continues after a save that failed
             self._leave()
             self._close_window(trainer)
 
     def rows(self) -> Iterator[dict]:
-        """Yields the rows of memory.csv, read from the file: a long run's rows would fill the host."""
+        """Yields the rows of memory.csv. They are read from the file, because keeping all rows of a long run in memory
+        would take too much."""
         if not self._out.closed:
             self._out.flush()
         with Path(self._out.name).open(encoding="utf-8") as written:
@@ -195,7 +205,7 @@ class MemoryMeter(Callback):
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
     def _leave(self) -> None:
-        """Closes the current phase. A phase that occurs several times in a window keeps its highest reading."""
+        """Ends the current phase. A phase that occurs several times in a window keeps the maximum of each column."""
         if self._phase is None:
             return
         row, seen = self._read(self._phase), self._window.get(self._phase, {})
@@ -209,7 +219,7 @@ class MemoryMeter(Callback):
         return row
 
     def _resident(self) -> dict[str, int]:
-        """Returns what the system and CUDA's allocator say, and their peaks."""
+        """Returns resident memory and CUDA allocator statistics, current and peak."""
         rss, peak = process.rss_and_peak()
         row = {"rss_bytes": rss, "rss_peak_bytes": peak}
         if self._cuda:
@@ -221,16 +231,17 @@ class MemoryMeter(Callback):
         return row
 
     def _held_bytes(self, phase: str) -> int:
-        """Returns the sum of the ledger. Summing takes most of the time of a reading. From step to step only gradients
-        come and go, so a phase with as many bytes of gradients as an earlier one holds as much; the next sampled step
-        is summed again, at every phase."""
+        """Returns the bytes of the ledger's device side, cached because summing takes most of the time of a reading.
+        Between steps only gradients change, so (phase, bytes of gradients) is the cache key. Sampled steps sum again in
+        every phase."""
         key = phase, sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
         if self._tracker is not None or key not in self._held:
             self._held[key] = sum(self.ledger.bytes().values())
         return self._held[key]
 
     def _drive_row(self) -> dict[str, int]:
-        """Returns the columns of a drive, read and written since the last call; none if there is no drive."""
+        """Returns the columns of a drive: stored bytes, and bytes read and written since the last call. Empty without a
+        drive."""
         if self._drive is None:
             return {}
         moved, before = {"read": self._drive.read_bytes, "written": self._drive.written_bytes}, self._moved_before
@@ -240,7 +251,7 @@ class MemoryMeter(Callback):
         return {"drive_bytes": sum(self.ledger.bytes("drive").values())} | by_way
 
     def _close_window(self, trainer: Trainer) -> None:
-        """Writes the window's rows, one per phase, and logs them on sampled and every `log_every`-th step."""
+        """Writes the window's rows, one per phase. Sampled steps and every `log_every`-th step are also logged."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
@@ -276,7 +287,8 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: of a window that is still open. Returns: the timeline."""
+        """Stops tracking and stores the peaks. Args: phase: the phase that is still open, if any. Returns: the
+        timeline."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
@@ -284,7 +296,7 @@ class MemoryMeter(Callback):
         for name, point in highest(points).items():
             row = self._live_row(point)
             of_phase = self._window.setdefault(name, self._read(name) if name == phase else {})
-            if row["live_peak_bytes"] >= of_phase.get("live_peak_bytes", 0):  # an evaluation is seen more than once
+            if row["live_peak_bytes"] >= of_phase.get("live_peak_bytes", 0):  # evaluations are tracked repeatedly
                 of_phase.update(row)
             if self.peak is None or point.total > self.peak.total:
                 self.peak = point
@@ -292,7 +304,7 @@ class MemoryMeter(Callback):
         return points
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns the timeline, thinned: each point takes 300 bytes, and a window may have a million."""
+        """Returns the thinned timeline, because a point takes 300 bytes and a window may have a million points."""
         return list(thinned(tracker.timeline(), len(tracker.events) + 1))
 
     def _live_row(self, point: Point) -> dict:
@@ -301,11 +313,12 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self, side: Side = "device") -> dict[str, int]:
-        """Returns bytes by category: of a device at the highest sampled point, and now if none was sampled."""
+        """Returns bytes by category: for the device at the highest sampled point (the current bytes if no step was
+        sampled), for the host the current bytes."""
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """Returns the highest device bytes, where they were measured, and resident bytes of each phase of the run."""
+        """Returns phase -> peak bytes of "host" (resident memory) and, if measured, of "device"."""
         peaks = {}
         for phase, sizes in self._highest.items():
             device = sizes.get("allocated_peak_bytes", sizes.get("live_peak_bytes"))
@@ -314,12 +327,12 @@ class MemoryMeter(Callback):
         return peaks
 
     def reserved(self) -> int:
-        """Returns the most bytes that CUDA's allocator had reserved; 0 on a CPU."""
+        """Returns the peak of the bytes that CUDA's caching allocator has reserved; 0 on a CPU."""
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns, of memory that stays from step to step, the most bytes of each category at any sampled point, and
-        the bytes that the host holds now."""
+        """Returns, for each long-lived category, the maximum on the device at any sampled point plus the current bytes
+        on the host."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]
@@ -328,8 +341,8 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """Returns a window's rows as metrics: memory/<device or host>_<phase>_<what>_gib, memory/drive_<what>_gib, and the
-    categories on the device at the window's peak."""
+    """Converts a window's rows to metrics for loggers: memory/<host or device>_<phase>_<column>_gib,
+    memory/drive_<column>_gib, and memory/device_<category>_gib at the window's peak."""
     metrics = {}
     for phase, row in window.items():
         for column, side in SIDES.items():

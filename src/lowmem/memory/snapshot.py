@@ -1,7 +1,7 @@
-"""Implements memory.snapshot=true: records every allocation of CUDA's caching allocator with its line of Python.
+"""Implements memory.snapshot=true: records every allocation of CUDA's caching allocator with its Python stack.
 
-Without it the allocator's last events are still recorded, without the lines, which costs little: a run that runs out of
-memory leaves a picture of its last allocations.
+With memory.snapshot=false the allocator's last events are recorded without stacks, which costs little, so that a run
+that runs out of memory still writes a snapshot of its last allocations.
 """
 
 import logging
@@ -17,12 +17,13 @@ from lowmem.system.errors import out_of_memory
 log = logging.getLogger(__name__)
 
 FILE = "memory_snapshot.pickle"
-EVENTS = 200_000  # that the ring holds: some steps of a large model
+EVENTS = 200_000  # size of the ring buffer: a few steps of a large model
 
 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
-    """Records inside the `with`. Args: stacks: record the lines too, and write the file even if the run ends well."""
+    """Context manager that records allocations. Args: folder: the snapshot's folder; stacks: record Python stacks, and
+    write the snapshot even if the run succeeds; device: the kind of device."""
     if device != "cuda":
         yield
         return
@@ -43,7 +44,7 @@ def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
 def _dump(file: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(file))
-    except OSError as error:  # it must not hide the error that ended the run
+    except OSError as error:  # must not hide the error that ended the run
         log.info(f"The memory snapshot {file} could not be written: {error.strerror}.")
         return
     page = str(file.with_suffix(".html"))

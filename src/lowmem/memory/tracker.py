@@ -1,9 +1,15 @@
-"""Tracks every storage that is created and freed while it is active, as a list of events.
+"""Tracks when storages are created and freed, as a list of events, and reconstructs live bytes by category.
 
-A dispatch mode sees each operator's outputs; a weak reference shows when a storage is freed. The category of a storage
-is often known only later (a gradient is just a tensor until backward hands it over), so events are stored and
-categories assigned at the end. Scratch memory inside an operator is not seen. Tracking costs 5-15 % of a step, so only
-some steps are tracked.
+A `TorchDispatchMode` sees the outputs of each operator, and a weak reference reports when a storage is freed. The
+category of a storage is often known only later (a gradient is an ordinary tensor until backward stores it in `p.grad`),
+so events are recorded with serial numbers, and categories are assigned at the end:
+
+    operator output    event (phase, serial, +bytes)       `see`
+    storage freed      event (phase, serial, -bytes)       weak reference
+    owner known        serial -> category and side         `belongs`, `settle`
+    result             live bytes after every event        `timeline`
+
+Temporary memory inside an operator is not seen. Tracking costs 5-15 % of a step's time, so only some steps are tracked.
 """
 
 import math
@@ -21,11 +27,11 @@ from lowmem.memory.ledger import OwnedStorage, Owner, Side, plain_tensors
 from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 
-MOST = 2000  # points of a thinned timeline: more than a screen has columns
+MOST = 2000  # number of points in a thinned timeline, enough for a plot
 
 
 class Point(NamedTuple):
-    """Live bytes at one event of a phase, by category: of the device side and of the host side."""
+    """Live bytes after one event, by category, on the device side and on the host side."""
 
     phase: str
     bytes: dict[str, int]
@@ -44,30 +50,30 @@ _active: list["StorageTracker"] = []
 
 
 class _Thread(threading.local):
-    """State of one thread: with a card, one thread steps masters on the host while another allocates on the device."""
+    """Per-thread state, because one thread may step masters on the host while another allocates on the device."""
 
-    on_host = False  # what the thread makes stands for host memory
+    on_host = False  # True: tensors that the thread creates count as host memory
 
 
 _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tells active trackers the category of a tensor, and the side on which it would be with a card."""
+    """Tells active trackers the category of a tensor and its side: "device" or "host" in a run on a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
 
 def see(out: object) -> None:
-    """Tells every `ToldTracker` the outputs of an operator."""
+    """Passes the outputs of an operator to every active `ToldTracker`."""
     for tracker in _active:
         if isinstance(tracker, ToldTracker):
             tracker.see(out)
 
 
 def _begin(tracker: "StorageTracker") -> None:
-    """Begins tracking. The first tracker also patches `resize_`, with which fully_shard frees a block's gathered
-    weights without any operator."""
+    """Activates a tracker. The first one also patches `UntypedStorage.resize_`, because fully_shard frees gathered
+    weights with it, without an operator."""
     if not _active:
         UntypedStorage.resize_ = _resize
     _active.append(tracker)
@@ -76,7 +82,7 @@ def _begin(tracker: "StorageTracker") -> None:
 def _end(tracker: "StorageTracker") -> None:
     _active.remove(tracker)
     if not _active:
-        del UntypedStorage.resize_  # the base class has torch's own
+        del UntypedStorage.resize_  # restores the base class's method
 
 
 def _resize(storage: UntypedStorage, size: int) -> None:
@@ -87,7 +93,7 @@ def _resize(storage: UntypedStorage, size: int) -> None:
 
 @contextmanager
 def host_side() -> Iterator[None]:
-    """Counts tensors that this thread creates inside the `with` as host memory, also if the device is the CPU."""
+    """Context manager in which tensors that this thread creates count as host memory, even if the device is the CPU."""
     before = _thread.on_host
     _thread.on_host = True
     try:
@@ -97,15 +103,20 @@ def host_side() -> Iterator[None]:
 
 
 class OverLimit(MemoryError):
-    """The live tensors of the device side exceed the limit."""
+    """Live tensors of the device side exceed memory.limit."""
 
 
 class StorageTracker(TorchDispatchMode):
-    """Records events. Args: known: the ledger's storages when tracking starts; limit: bytes of the device side; device:
-    its kind if it has memory of its own, so that storages elsewhere are the host's.
+    """Records events of storages while active.
+
+    Args:
+        known: the ledger's storages when tracking starts.
+        limit: maximum bytes of the device side; None: no limit.
+        device: the device's type if it has separate memory, such as "cuda". Storages on other devices count as host
+            memory. None: the CPU computes.
 
     Raises:
-        OverLimit: from the operator whose output exceeds the limit.
+        OverLimit: in the operator whose output exceeds the limit.
     """
 
     def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None, device: str | None = None) -> None:
@@ -113,12 +124,12 @@ class StorageTracker(TorchDispatchMode):
         self.limit, self.device = limit, device
         self.base, self.host_base = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(HOST_CATEGORIES, 0)
         self.phase = "forward"
-        self.events: list[tuple[str, int, int]] = []  # (phase, serial of the storage, bytes: + born, - died)
+        self.events: list[tuple[str, int, int]] = []  # (phase, serial, bytes: > 0 created, < 0 freed)
         self._live: dict[int, int] = {}  # storage key -> serial
-        self._sizes: list[int] = []  # bytes, by serial
-        self._references: list[weakref.ref] = []  # a weak reference that is itself dropped never calls back
-        self._owner: dict[int, Owner] = {}  # by serial
-        self._before: list[tuple[int, int]] = []  # (serial, bytes) of the base line
+        self._sizes: list[int] = []  # serial -> bytes
+        self._references: list[weakref.ref] = []  # kept, because a weak reference that is dropped never calls back
+        self._owner: dict[int, Owner] = {}  # serial -> owner
+        self._before: list[tuple[int, int]] = []  # (serial, bytes) of storages that existed before tracking
         for owned in known.values():
             serial = self._follow(owned.storage)
             self._owner[serial] = owned.owner
@@ -139,7 +150,7 @@ class StorageTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # an ordinary dispatch mode turns torch.compile off without a word
+        return True  # other dispatch modes silently disable torch.compile
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -172,8 +183,8 @@ class StorageTracker(TorchDispatchMode):
             )
 
     def _follow(self, storage: UntypedStorage) -> int:
-        """Gives a storage a serial number and records when it is freed. Serials are never used twice; torch reuses the
-        keys of storages."""
+        """Assigns a serial number to a storage, and records an event when the storage is freed. Serials are unique,
+        whereas torch reuses storage keys."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
         self._sizes.append(size)
@@ -192,7 +203,7 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Records that a storage has another size: its old memory is freed."""
+        """Records that a storage was resized, as freed old memory and newly created memory."""
         serial = self._live.get(storage_key(storage))
         if serial is None:
             self._see(storage)
@@ -214,15 +225,15 @@ class StorageTracker(TorchDispatchMode):
         self._owner[serial] = owner
 
     def settle(self, known: Mapping[int, OwnedStorage]) -> None:
-        """Takes categories from the ledger for storages that exist now: gradients after backward, state after the
-        step."""
+        """Assigns the ledger's categories to storages that exist now. Called after backward for gradients, and after
+        the step for optimizer state. Args: known: the ledger's storages."""
         for key, owned in known.items():
             if key in self._live:
                 self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Returns live bytes after every event, with those from before. A storage that never had an owner counts as an
-        activation, or as `other` if the step made it."""
+        """Yields live bytes after every event, including storages from before tracking. A storage without an owner
+        counts as "activations", or as "other" if the optimizer step created it."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
@@ -235,25 +246,24 @@ class StorageTracker(TorchDispatchMode):
             yield Point(phase, dict(now), host)
 
     def device_events(self) -> list[tuple[int, int]]:
-        """Returns (serial, bytes) of the device side, negative when freed, in the order of the allocator's calls."""
+        """Returns (serial, bytes) of all allocations (> 0) and frees (< 0) on the device side, in order."""
         later = ((serial, size) for _, serial, size in self.events)
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
     def device_events_before(self, event: int) -> int:
-        """Returns how many of `device_events` come before an event of `events`, with those that stand for what existed
-        when tracking started."""
+        """Returns the number of `device_events` before `events[event]`, including storages from before tracking."""
         earlier = ((serial, size) for _, serial, size in self.events[:event])
         return sum(self._side(serial) == "device" for serial, _ in (*self._before, *earlier))
 
     def host_sizes(self, category: str) -> list[int]:
-        """Returns the bytes of each tensor of a category that was created on the host side."""
+        """Returns the sizes in bytes of all storages of a category that were created on the host side."""
         mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}
         return [size for _, serial, size in self.events if serial in mine and size > 0]
 
 
 class ToldTracker(StorageTracker):
-    """A tracker without a dispatch mode: the mode that runs the operators calls `see`. One mode takes half the time of
-    two."""
+    """A tracker that is not a dispatch mode: the dispatch mode that runs the operators calls `see`. This takes half the
+    time of two nested modes."""
 
     def __enter__(self):
         _begin(self)
@@ -264,7 +274,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """Returns the highest point of each phase."""
+    """Returns the point with the most device bytes of each phase."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:
@@ -273,10 +283,12 @@ def highest(points: Iterable[Point]) -> dict[str, Point]:
 
 
 def thinned(points: Iterable[Point], count: int) -> Iterator[Point]:
-    """Yields the highest point of each stretch, so that the peak of each phase stays exact.
+    """Thins a timeline to about `MOST` points: yields the highest point of each group of consecutive points of a phase,
+    so that the peak of each phase stays exact.
 
     Args:
-        count: number of `points`. About `MOST` are left: a change of phase ends a stretch.
+        points: the timeline.
+        count: number of points.
     """
     stretch = max(1, math.ceil(count / MOST))
     for _, of_phase in groupby(points, key=attrgetter("phase")):

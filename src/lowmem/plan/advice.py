@@ -1,4 +1,5 @@
-"""Advises what to try when memory runs out: from each group the technique that declares itself the first to try."""
+"""Suggests overrides after a run was out of memory: from each group the technique whose yaml declares that it should be
+tried first."""
 
 from collections.abc import Mapping
 
@@ -16,26 +17,27 @@ def out_of_memory(
     seq_len: int,
     planned: str | None = None,
 ) -> str:
-    """Returns the message of a run that did not fit.
+    """Returns the message of a run that was out of memory.
 
     Args:
-        side: whose memory ran out, device or host.
+        side: "device" or "host": the memory that ran out.
         held: bytes by category.
-        choices: group -> what the run used.
-        planned: what the plan says.
+        choices: group -> technique of the run.
+        batch_size, seq_len: of the run.
+        planned: advice from the planner; None: the run was not planned.
     """
     lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]
     lines += [f"  {LABELS[category]:<16}{size / GIB:8.3f} GiB" for category, size in held.items()]
     lines += [planned] if planned else []
     tries = advice(choices, batch_size, seq_len)
-    if side == "host":  # other techniques save memory of the device, some of them by moving it to the host
+    if side == "host":  # the groups save device memory, some of them at the expense of host memory
         state = ("optim=",) if held.get("optimizer") else ()
         tries = [line for line in tries if line.startswith((*state, "batch_size=", "seq_len="))]
     return "\n".join([*lines, "Try these overrides, one at a time:", *(f"  {line}" for line in tries)])
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Overrides that this run does not use yet, of the groups that save memory."""
+    """Returns overrides that save memory and that this run does not use yet."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -43,11 +45,11 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        if first is None:  # it needs other choices beside it, which a plan makes
+        if first is None:  # needs changes in other groups too, which only a plan finds
             continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []
-        elif batch_size > 1:  # a smaller micro-batch, the same update
+        elif batch_size > 1:  # smaller micro-batches with an equal effective batch size
             keeps = used is not None and "size" in choice(group, choices[group])
             more = "" if keeps else f" accumulation={first} accumulation.batches=2"
             tries.append(f"batch_size={batch_size // 2}{more}")

@@ -1,4 +1,5 @@
-"""Plans a run that is about to start: chooses its recipe, refuses it, or lets it start with a prediction."""
+"""Plans a run that is about to start: chooses a recipe (plan=auto), or predicts the memory and refuses a run that does
+not fit (plan=check)."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -28,14 +29,14 @@ from lowmem.system.units import GIB, MIB, duration
 
 log = logging.getLogger(__name__)
 
-LESS = 0.9  # after a run did not fit, recipes are tried that need at most this share of its prediction
+LESS = 0.9  # after out of memory, a recipe may need at most this share of the failed prediction
 
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
-    """For plan=12GiB or plan=auto, returns the run with the fastest recipe that fits and changes nothing typed.
+    """For plan=12GiB or plan=auto, returns the run with the fastest recipe that fits and keeps everything typed.
 
     Raises:
-        Refused: nothing fits.
+        Refused: no recipe fits.
     """
     if run.plan in ("check", "off"):
         return run
@@ -65,10 +66,10 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
 
 
 def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
-    """Predicts what the run will need; None: with plan=off, or of a model that cannot be traced.
+    """Predicts the memory of a run. Returns None with plan=off, or if the model cannot be traced.
 
     Raises:
-        Refused: it needs more than the device or the host has; the message has the numbers and a recipe that fits.
+        Refused: the run needs more memory than the device or the host has. The message has a recipe that fits.
     """
     if run.plan == "off":
         return None
@@ -90,14 +91,15 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """After memory ran out in spite of a prediction, returns a sentence with a recipe that should need a tenth less."""
+    """Returns advice for a run that was out of memory although it was predicted to fit: a recipe that is predicted to
+    need at least 10 % less."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
     try:
         less = round(LESS * prediction.device.total)
         plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
-    except Exception as error:  # it must not hide the error that ended the run
+    except Exception as error:  # must not hide the error that ended the run
         log.info(f"No recipe was found: {error}")
         return None
     predicted = f"{prediction.device.total / GIB:.2f} GiB"
@@ -112,8 +114,8 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the seconds of a step as counted with the stored rates of this machine; None: none are stored, or they do
-    not apply to this run."""
+    """Returns the estimated seconds of a step on this machine. None: the machine has not been measured, or the estimate
+    does not apply to this run."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored, {on_card, False})):
         return None
@@ -125,7 +127,7 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
 
 
 def log_duration(steps: int, seconds: float) -> None:
-    """Logs how long the steps take if it is more than a minute. Args: seconds: of one step."""
+    """Logs the estimated duration of a run if it is long. Args: steps: number of steps; seconds: seconds per step."""
     if steps * seconds > LONG:
         log.info(
             f"{steps} steps of about {seconds:.2g} s each take about {duration(steps * seconds)}, without evaluation."
@@ -133,7 +135,7 @@ def log_duration(steps: int, seconds: float) -> None:
 
 
 def could_fit(run: Run) -> bool:
-    """Returns whether a run may be tried: it is predicted to fit, or cannot be predicted."""
+    """Returns True if a run is predicted to fit, or cannot be predicted exactly."""
     target = _target(run)
     try:
         prediction = _predicted(run.resolved(), target)
@@ -153,9 +155,9 @@ def _target(run: Run) -> Target:
 
 
 def _free(run: Run) -> Card | None:
-    """Returns how much the device's tensors may take; None: on a CPU only the host limits them.
+    """Returns the device memory that is free for tensors. None: a CPU without memory.limit, limited only by the host.
 
-    memory.limit caps torch's allocator, which does not include CUDA's context: so no context is subtracted from it.
+    memory.limit caps torch's allocator, which excludes the CUDA context, so the context is not subtracted from it.
     """
     limit = run.limit
     if run.device != "cuda":
@@ -165,7 +167,8 @@ def _free(run: Run) -> Card | None:
 
 
 def _host() -> int:
-    """Returns the bytes that all processes of this run may use on this host; each now uses as much as this one."""
+    """Returns the bytes that all processes of this run may use on this host. Assumes that each process now uses as much
+    as this process."""
     return process.available_bytes() + rank_environment.on_this_machine() * process.rss_bytes()
 
 
@@ -204,6 +207,6 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
-    """Returns a recipe's run on the same device as `run`: by now it is known, even if device=auto was typed."""
+    """Returns the run of a recipe, with the resolved device of `run` in place of device=auto."""
     where = {"device": run.device, "output_dir": run.output_dir}
     return run_of(replaced(typed, recipe)).knowing(**where).resolved()

@@ -1,11 +1,11 @@
 """batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, predicted and then tried.
 
-The plan says which is the largest; where a try shows that it is wrong, or with plan=off, bisection finds it. Each try
-is a process of its own that trains two steps and evaluates once under the memory cap, so that what it leaves behind,
-and what it breaks, goes with it. On CUDA the cap is the allocator's; on a CPU the meter counts live tensors and ends
-the try when they exceed `memory.limit`, long before the kernel would. The effective batch, and with it the update, is
-the same for every divisor. Lightning's finder matches error strings and saves a whole checkpoint first (Lightning
-#9625, #11295).
+The planner predicts the largest size that fits. If a trial shows that the prediction is wrong, or with plan=off,
+bisection finds the size. Each trial is a separate process that trains two steps and evaluates once under the memory
+cap, so an out-of-memory error cannot affect the run. On CUDA the caching allocator is capped. On a CPU the meter counts
+live tensors and ends the trial when they exceed `memory.limit`, long before the operating system would kill the
+process. The effective batch size, and so the update, does not change. Lightning's batch size finder matches error
+strings, and saves a full checkpoint first (Lightning #9625, #11295).
 """
 
 import json
@@ -26,8 +26,8 @@ from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
-STEPS = 2  # the optimizer's state exists from the second on
-DOES_NOT_FIT = 3  # exit code of a try
+STEPS = 2  # optimizer state exists from the second step on
+DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
@@ -36,7 +36,7 @@ def resolve(run: Run) -> Run:
         return run
     total, devices = run.accumulation.size, run.accumulation.devices
     sizes = [n for n in divisors(total // devices) if run.plan == "off" or _is_predicted_to_fit(run, n)]
-    if run.plan != "off" and sizes and fits(run, sizes[-1]):  # the plan is right, and the next larger does not fit
+    if run.plan != "off" and sizes and fits(run, sizes[-1]):  # the prediction is right: no larger size fits
         size = sizes[-1]
     else:
         size = largest(sizes, lambda batch_size: fits(run, batch_size))
@@ -55,7 +55,7 @@ def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Returns the largest of ascending sizes that fits, by bisection: if a size fits, every smaller one does."""
+    """Returns the largest of ascending sizes that fits, by bisection: if a size fits, all smaller sizes fit too."""
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
@@ -67,7 +67,7 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def fits(run: Run, batch_size: int) -> bool:
-    """Returns True if a process that trains with this batch size stays within memory."""
+    """Returns True if a trial process with this batch size does not run out of memory."""
     trial = {
         "batch_size": batch_size,
         "max_steps": STEPS,
@@ -86,7 +86,7 @@ def fits(run: Run, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """Runs one try: reads a run from stdin and answers by the exit code. Its only files, curves, are deleted."""
+    """Runs one trial: reads the run's settings from stdin and answers by the exit code. Its files are deleted."""
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:

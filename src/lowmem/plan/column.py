@@ -1,4 +1,4 @@
-"""Columns of bytes: the rows of a column add up to what a run needs of a device, of its host, or of a drive."""
+"""Memory reports for the device, the host and the drive: the rows of each column add up to the total."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from math import floor
@@ -23,7 +23,7 @@ LABELS = WORDS | {
 
 
 class Column:
-    """Adds up the fields that are bytes: all but `phase`."""
+    """Base class of reports. All fields except `phase` are bytes, and `total` is their sum."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -42,36 +42,36 @@ class Column:
 
 @dataclass(frozen=True)
 class DeviceBytes(Column):
-    """Bytes of a device in the phase that needs most; `total` is the smallest card on which the run works."""
+    """Bytes of a device in the phase that needs the most; `total` is the smallest card on which the run works."""
 
     phase: str
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    temporaries: int = 0  # tensors of the optimizer's step that do not stay
-    in_flight: int = 0  # gradients that are being copied to the host, and shards in both directions
+    temporaries: int = 0  # temporary tensors of the optimizer's step
+    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload shards in both directions
     workspaces: int = 0
-    fragments: int = 0  # what the allocator must be able to reserve beyond all tensors and workspaces
-    context: int = 0  # of CUDA, and of NCCL's communicators; torch does not reserve these bytes
+    fragments: int = 0  # bytes that the allocator must reserve in addition to tensors and workspaces
+    context: int = 0  # CUDA context and NCCL communicators, outside of torch's allocator
 
 
 @dataclass(frozen=True)
 class HostBytes(Column):
-    """Bytes of all processes on a host in the phase that needs most; on a CPU they include the device's bytes."""
+    """Bytes of all processes on a host in the phase that needs the most; on a CPU they include the device's bytes."""
 
     phase: str
     libraries: int = 0
-    threads: int = 0  # code that is loaded and threads that are started by the first step
+    threads: int = 0  # code and threads that the first step loads and starts
     cuda: int = 0
     generator: int = 0
     weights: int = 0
     masters: int = 0
-    optimizer: int = 0  # includes paged state that has no room on the card
+    optimizer: int = 0  # includes paged state that does not fit on the card
     gradients: int = 0
     activations: int = 0  # includes the rounding of pinned memory
-    temporaries: int = 0  # of the host's steps, and tensors that are being loaded or written
-    staging: int = 0  # pinned buffers of the link, and room for what passes through memory to or from a drive
+    temporaries: int = 0  # temporary tensors of the host's steps, and tensors that are being loaded or written
+    staging: int = 0  # pinned staging slots of the link, and buffers for swapping with a drive
 
     def times(self, processes: int) -> "HostBytes":
         return replace(self, **{name: processes * size for name, size in self.rows.items()})

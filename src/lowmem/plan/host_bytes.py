@@ -1,4 +1,4 @@
-"""Computes from a trace the host memory of each phase, and of the processes that share a host."""
+"""Computes from a trace the host memory of each phase, for one process and for all processes on a host."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,9 +17,10 @@ from lowmem.plan.tracing.traces import MemoryTrace
 from lowmem.saving.export import FILE_BYTES
 from lowmem.system.units import GIB, MIB
 
-BY_HOST = ("load", "save", "resume")  # phases without paged state, or with all of it read or written by the host
+BY_HOST = ("load", "save", "resume")  # phases in which paged state does not exist, or is on the host anyway
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: a margin, not a measurement
-# Host memory of code and threads that the first step wakes: 12 to 20 MiB on two cores, in runs of 10M to 60M parameters
+# Host memory of code and threads that the first step starts: 12 to 20 MiB on two cores, in runs of 10M to 60M
+# parameters
 WOKEN = 12 * MIB
 GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
 
@@ -27,10 +28,14 @@ GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its fir
 def host_phases(
     trace: MemoryTrace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
 ) -> dict[str, HostBytes]:
-    """Returns the bytes of a process by phase, without pages of weight files.
+    """Returns the host bytes of one process by phase, without the pages of memory-mapped weight files.
 
-    Args: device: bytes by phase, which a CPU holds in the same memory; libraries: resident bytes after imports, before
-    anything is built.
+    Args:
+        trace: the traced run.
+        run: the settings.
+        device: device bytes by phase; on a CPU they are host memory too.
+        on_card: the run is for a card.
+        libraries: resident bytes after imports, before the model is built.
     """
     base = HostBytes(
         "load",
@@ -48,10 +53,13 @@ def host_phases(
 
 
 def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pages: int = 0) -> HostBytes:
-    """Returns the bytes of all processes on a host in the phase that needs most.
+    """Returns the bytes of all processes on a host in the phase that needs the most.
 
-    Args: first: bytes of weights that only rank 0 holds while it loads; pages: bytes of a process's paged state that
-    have no room on its card.
+    Args:
+        phases: bytes of one process by phase.
+        processes: number of processes on the host.
+        first: bytes of weights that only rank 0 has in memory while it loads.
+        pages: bytes per process of paged optimizer state that does not fit on the card.
     """
     every = {
         name: (phase if name in BY_HOST else phase.plus(optimizer=pages)).times(processes)
@@ -62,11 +70,11 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
 
 
 def mapped(run: Run, parameters: int) -> int:
-    """Returns the bytes of a folder's weight files if they are copied into elements of another size, are packed, or are
-    split into masters that stream.
+    """Returns the bytes of a local model's memory-mapped weight files whose pages stay resident while the model loads.
 
-    Their pages then stay resident until all are read; else the pages become the tensors' own memory. The sizes of a
-    hub's files are not known beforehand.
+    That is the case if the weights are converted to another dtype, quantized, or split into masters that stream. In all
+    other cases the pages become the tensors' own memory, and the result is 0. The sizes of files on the hub are not
+    known beforehand and also give 0.
     """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
@@ -77,7 +85,7 @@ def mapped(run: Run, parameters: int) -> int:
 
 
 def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the tracker's bytes by category as rows of a column: what is in no other category is temporary."""
+    """Converts the tracker's bytes by category to rows of a report: the category "other" becomes "temporaries"."""
     return {"temporaries" if category == "other" else category: size for category, size in sizes.items()}
 
 
@@ -85,15 +93,15 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns the bytes of weights and masters while a model is loaded, and of the largest tensor of its file."""
+    """Returns the bytes of weights and masters while a model is loaded, and of the largest tensor of its files."""
     loaded, maps = _reading(run)
     read = 0 if maps and (_packs(run) or run.widens_as_sent) else trace.parameters * loaded
-    here = 0 if on_card else trace.weights  # weights that are counted with the device
+    here = 0 if on_card else trace.weights  # weights that are already counted as device bytes
     weights, largest = max(read, trace.weights) - here, {"temporaries": trace.largest * loaded}
     if run.drive_folder is not None and not _packs(run):
-        # Masters leave block by block while they are made of the weights that were loaded, all at once. Weights that
-        # go there too, in their files' dtype, are pages of those files until then, which the system gives up. A base is
-        # packed before any of it leaves.
+        # All weights are loaded first. Then masters are created and written to the drive block by block. If the 16-bit
+        # weights go to the drive too and keep the dtype of their files, they are pages of these files until then, which
+        # the system can drop. A base that gets quantized is quantized before this.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)
@@ -103,13 +111,15 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
 
 
 def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
-    """None of these weights is on the device yet, and they are split into masters one at a time."""
+    """Returns the bytes of loading a model whose weights stream: all weights are still on the host, and masters are
+    split off one weight at a time."""
     waiting = trace.streamed + trace.outside
     return {"weights": waiting + (trace.weights if on_card else 0), "masters": trace.host_bytes - waiting}
 
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """On a CPU weights are loaded where they stay, and frozen ones are narrowed there."""
+    """Returns the bytes of loading a model that stays on the device. On a CPU, weights are loaded into their final
+    memory, and frozen weights are rounded there."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
         return {"weights": weights, "masters": masters}
@@ -117,13 +127,13 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns whether the model's own weights are packed into fewer bits, one by one, once they have been loaded."""
+    """Returns True if an adapter quantizes the base weights, one by one, after loading."""
     return "weights" in run.technique("adapter").saves
 
 
 def _reading(run: Run) -> tuple[int, bool]:
-    """Returns (bytes per element of the weights as they are read, whether they are pages of their files, which the
-    system gives up)."""
+    """Returns (bytes per element of the loaded weights, True if they are pages of memory-mapped files, which the system
+    can drop). Tensors that transformers joins are not pages of files."""
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
     of_files = not joins_tensors(described.config)
     if run.drive_folder is not None or _packs(run):
@@ -137,12 +147,12 @@ def _reading(run: Run) -> tuple[int, bool]:
 
 
 def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
-    """Returns the bytes of tensors of each phase after loading."""
+    """Returns the bytes of host tensors in each phase after loading."""
     traced = {name: _rows(trace, run, point) for name, point in trace.phases.items()}
     for name in ("forward", "backward", "step"):
         traced[name]["activations"] += trace.rounding
     traced["step"]["temporaries"] += 0 if on_card and not trace.steps_on_host else trace.unseen
-    paged = {"optimizer": trace.paged}  # paged state moves when it is read: no copy
+    paged = {"optimizer": trace.paged}  # reading paged state moves it to the host, without a copy
     saved = paged | {"temporaries": _copies(run, trace) if on_card else 0, "weights": _merged(run, trace, on_card)}
     read = paged | {"temporaries": trace.largest_trained * getattr(torch, run.weights_dtype).itemsize}
     resting = traced["evaluation"]
@@ -153,7 +163,7 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
 
 
 def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
-    """Returns the host bytes of a point by row of the column, without what is on a drive."""
+    """Returns the host bytes of a point by row of the report, without tensors on a drive."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
         return sizes
@@ -165,16 +175,16 @@ def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
 
 
 def _copies(run: Run, trace: MemoryTrace) -> int:
-    """Returns the bytes of copies that are saved: a checkpoint's tensors are copied one after the other, and an
-    export's file by file."""
+    """Returns the bytes of temporary copies while saving. A checkpoint copies one tensor at a time; an export copies
+    the tensors of one file at a time."""
     size = getattr(torch, run.weights_dtype).itemsize
     exported = trace.trained_parameters if run.exports_adapter else trace.parameters
     return max(trace.largest * size, min(FILE_BYTES, exported * size))
 
 
 def _merged(run: Run, trace: MemoryTrace, on_card: bool) -> int:
-    """Returns the bytes of host memory that a model takes when an adapter is merged into it: the model comes from the
-    card, and a base stored in fewer bits grows."""
+    """Returns the additional host bytes of a model into which an adapter is merged: the model is copied from the card,
+    and a quantized base is expanded."""
     if not run.merge:
         return 0
     merged = trace.parameters * getattr(torch, run.export_dtype or "float32").itemsize

@@ -1,4 +1,4 @@
-"""Provides plan.py as a function: it prints what one run needs, or the table of recipes."""
+"""plan.py as a function: prints the needs of one run, or the table of recipes."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
-# keys of plan.py that train.py's command does not need
+# keys of plan.py that are left out of the printed command of train.py
 OURS = ("gpu", "ram", "drive", "search", "longest", "rows", "node", "may_change")
 
 
@@ -37,7 +37,7 @@ def plan(
     """Prints the plan and writes plan.json to `output_dir`.
 
     Raises:
-        Refused: a size is wrong, or the run or the model cannot be planned.
+        Refused: a typed size is invalid, or the run or the model cannot be planned.
     """
     start = time.perf_counter()
     run = settled(cfg)
@@ -97,8 +97,8 @@ def plan(
 
 
 def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
-    """Prints each answer as it is found, and then the command of the last one that fits. Returns what plan.json holds:
-    `chosen`, and `recipes`, the best of each value."""
+    """Prints each answer to `longest=` as it is found, then the command of the last answer that fits. Returns: the
+    contents of plan.json: `chosen`, and `recipes` with the best recipe of each value."""
     chosen, recipes = None, []
     print(table.ANSWERS)
     for line, found in answers(question, plan_of):
@@ -112,8 +112,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Adds a strategy with a full model on each device if a search has several devices and none was typed; the search
-    then tries others."""
+    """Adds a strategy with a full model on each device if several devices but no strategy were typed, as a start for
+    the search, which tries other strategies too."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
@@ -122,9 +122,9 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 
 def resolved(run: Run, on_card: bool) -> Run:
-    """Returns a copy without interpolations; its `device` is the CPU, where tracing always happens."""
+    """Returns a copy of the run without interpolations, on the CPU, because tracing always runs on the CPU."""
     run = run.knowing(device="cpu")
-    if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto is refused without a card's size
+    if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto needs a memory limit
         card = cards.card(run.gpu)
         run = run.knowing(memory={"limit": card and card.size})
     return run.resolved()

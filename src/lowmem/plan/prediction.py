@@ -1,4 +1,4 @@
-"""Computes from a trace how much memory a run needs, on the device, on its host and on a drive."""
+"""Computes from a trace the memory that a run needs on the device, on the host and on a drive."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,14 +22,14 @@ from lowmem.system.errors import Refused
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
-# The single allocations of an extended trace are not known. Its reserved bytes, and the least that must be reserved,
-# are taken as these multiples of the peak that is allocated. In seventeen traced recipes of four models they were 1.03
-# to 1.20, and 1.00 to 1.07; below a GiB, where segments of 20 MiB are coarse, up to 1.11.
+# An extended trace has no list of single allocations to replay. Its reserved bytes, and the minimum that must be
+# reserved, are estimated as these multiples of the allocated peak. In seventeen traced recipes of four models the true
+# factors were 1.03 to 1.20, and 1.00 to 1.07; below 1 GiB, where segments of 20 MiB are coarse, up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
 class NotPredicted(Refused):
-    """The model cannot be traced. Args: why: a sentence, without its capital."""
+    """The model cannot be traced. Args: why: the reason, a sentence that starts in lower case."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -40,7 +40,7 @@ class NotPredicted(Refused):
 
 @dataclass(frozen=True)
 class Need:
-    """Holds the peak bytes of one phase, as a run measures them in one process."""
+    """Peak bytes of one phase in one process, comparable to the measurements of a run."""
 
     device: int
     host: int  # resident memory of the process; on a CPU this includes the device's bytes
@@ -48,7 +48,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Holds the memory that a run needs, in bytes."""
+    """The predicted memory of a run, in bytes."""
 
     phases: Mapping[str, Need]
     device: DeviceBytes
@@ -59,29 +59,30 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why this is only an estimate
     advice: str | None = None  # what to type if attention takes the math kernel
-    trace: Trace | None = None  # its work tells the time
-    mapped: int = 0  # bytes of files while they are loaded: resident in that phase, and given up if memory is short
-    paged: int = 0  # bytes of optimizer state that CUDA moves: to the card if there is room, else to the host
-    paged_on_host: int = 0  # of these, bytes for which the target's card has no room
-    drive_read: int = 0  # bytes that a step reads: what it changes, and 16-bit weights on the drive also for each pass
-    drive_written: int = 0  # bytes that a step writes: what it changes
-    devices: int = 1  # devices of the run; `device` is for the one that needs most
-    node: int = 1  # at most so many of them share a host
-    traffic: Traffic = NOTHING  # what a device receives in an optimizer step
-    extended: bool = False  # from traces of a few blocks
+    trace: Trace | None = None  # from which `cost/step_time.py` computes the time
+    mapped: int = 0  # memory-mapped weight files: resident while loading, but dropped if memory is short
+    paged: int = 0  # optimizer state that CUDA pages: on the card if it fits, otherwise on the host
+    paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
+    drive_read: int = 0  # read from the drive per step: all that the step changes, and 16-bit weights for each pass
+    drive_written: int = 0  # written to the drive per step
+    devices: int = 1  # number of devices; `device` describes the device that needs the most
+    node: int = 1  # maximum number of devices per host
+    traffic: Traffic = NOTHING  # bytes that a device receives in an optimizer step
+    extended: bool = False  # True: extrapolated from traces of a few blocks
 
     @property
     def on_host(self) -> int:
-        """Returns how many processes share a host."""
+        """Returns the number of processes per host."""
         return min(self.devices, self.node)
 
     @property
     def allocated(self) -> int:
-        """Returns the highest bytes that torch has allocated, as a run measures them."""
+        """Returns the peak of allocated device bytes, comparable to a run's measurement."""
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns the prediction with `libraries` bytes measured, not predicted, before the model was built."""
+        """Returns a copy in which the host memory before the model was built is the measured value `libraries`
+        (bytes)."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host=self.host.plus(libraries=self.on_host * more))
@@ -113,10 +114,13 @@ class Prediction:
 def predict(
     run: Run, target: Target, other: Callable[..., Trace] | None = None, libraries: int | None = None
 ) -> Prediction:
-    """Predicts the needs of the device that needs most.
+    """Predicts the memory of a run, for the device that needs the most.
 
-    Args: run: resolved, with a number for batch_size; other: called instead of `trace`, with its arguments; libraries:
-    resident bytes of a process that has imported what the run will import; None: the bytes of this process.
+    Args:
+        run: resolved settings, with a number for batch_size.
+        target: the device, host and drive.
+        other: called instead of `trace`, with the same arguments.
+        libraries: resident bytes of a process after the run's imports; None: the resident bytes of this process.
 
     Raises:
         NotPredicted: the model cannot be traced.
@@ -139,7 +143,7 @@ def predict(
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
-    """Computes the needs of a traced run. Args: libraries: resident bytes after imports, before anything is built."""
+    """Computes the memory of a traced run. Args: libraries: resident bytes after imports, before the model is built."""
     on_card = target.on_card
     free = replay(trace.events) if on_card and trace.events else None
     in_flight = _in_flight(trace, run) if on_card else 0
@@ -178,8 +182,9 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 
 def _in_flight(trace: Trace, run: Run) -> int:
-    """Returns the bytes on a card of what is being copied: gradients to the host, or shards in both directions."""
-    if trace.waits_on_host:  # a block's shard on its way to the card, and its gradient's on the way back
+    """Returns the bytes of buffers on the card that are being copied: gradients to the host, or shards in both
+    directions."""
+    if trace.waits_on_host:  # CPU offload: the weights of a block to the card, and their gradients back
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
         return 0
@@ -187,12 +192,12 @@ def _in_flight(trace: Trace, run: Run) -> int:
 
 
 def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator | None) -> dict[str, DeviceBytes]:
-    """Returns the bytes that torch has allocated at the peak of each phase. Args: free: see `_beside_tensors`."""
+    """Returns the allocated device bytes at the peak of each phase. Args: free: see `_beside_tensors`."""
     traced = {name: DeviceBytes(name, **by_row(trace.phases[name].bytes)) for name in TRACED}
     scratch = 0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen
     traced["backward"] = traced["backward"].plus(in_flight=in_flight)
     traced["step"] = traced["step"].plus(temporaries=scratch)
-    resting = DeviceBytes("save", trace.weights, optimizer=traced["evaluation"].optimizer)  # between two windows
+    resting = DeviceBytes("save", trace.weights, optimizer=traced["evaluation"].optimizer)  # memory between two windows
     if on_card:
         resting = resting.plus(workspaces=trace.workspace)
         traced = {name: phase.plus(**_beside_tensors(trace, free)) for name, phase in traced.items()}
@@ -205,20 +210,22 @@ def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator 
 
 
 def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
-    """Returns the device's column without the context. Args: least: bytes that torch must be able to reserve."""
+    """Returns the device's report without the context. Args: peak: the phase with the highest peak; least: bytes that
+    torch must be able to reserve."""
     more = min(in_flight - peak.in_flight, least - peak.total)
     return peak.plus(in_flight=more, fragments=least - peak.total - more)
 
 
 def _communicators(trace: Trace, run: Run) -> int:
-    """Returns NCCL's bytes, which torch does not count: each process group allocates them at its first exchange."""
-    groups = {sent.ranks for _, sent in trace.sent} or {None}  # an engine that was not traced has at least one group
+    """Returns the bytes of NCCL communicators, which torch does not count. Each process group allocates a communicator
+    at its first collective."""
+    groups = {sent.ranks for _, sent in trace.sent} or {None}  # a strategy that was not traced has at least one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
 def read_by_passes(run: Run, trace: Trace) -> int:
-    """Returns the bytes of 16-bit weights that the passes of a window read from a drive. When backward begins, the last
-    block is still on the device, and when the next micro-batch begins, the first is."""
+    """Returns the bytes of 16-bit weights that the passes of a window read from a drive. The last block is still on the
+    device when backward begins, and the first block when the next micro-batch begins, so these are not read again."""
     if not run.reads_weights:
         return 0
     turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
@@ -226,26 +233,31 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 
 
 def pages_on_host(paged: int, taken: int, gpu: int | None) -> int:
-    """Returns the bytes of paged state for which a card of `gpu` bytes has no room; None: there is always room.
+    """Returns the bytes of paged optimizer state that do not fit on the card.
 
-    Pages leave when torch asks for memory, so torch never has to give back idle segments for them. Args: taken: bytes
-    that torch reserves, and the context.
+    CUDA evicts pages when torch reserves memory, so torch never has to release cached segments for pages.
+
+    Args:
+        paged: bytes of paged state.
+        taken: bytes of torch's reserved memory and the context.
+        gpu: bytes of the card; None: unlimited.
     """
     return 0 if gpu is None else min(paged, max(0, paged + taken - gpu))
 
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
-    """Returns the bytes that CUDA's allocator counts as allocated besides tensors: cuBLAS's workspaces, and rests of
-    blocks that are too small to be divided from them. Args: free: the replayed allocator; None: no event is known."""
+    """Returns the bytes that CUDA's allocator counts as allocated in addition to tensors: cuBLAS workspaces, and unused
+    ends of blocks that are too small to be split off. Args: free: the replayed allocator; None: the events are not
+    known."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)
     return {"workspaces": trace.workspace, "fragments": rests}
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns (bytes reserved if there is room, the least bytes that must be reserved)."""
+    """Returns (bytes that torch reserves if there is room, minimum bytes that torch must be able to reserve)."""
     if free is None:
         return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
-    # The events lack the scratch of generated code, hence the comparison with the peak.
+    # The events lack temporary memory inside compiled code, so the peak may be higher.
     smallest = smallest_limit(trace.events, free)
     return max(free.reserved + leaving, device_peak), max(smallest + leaving, device_peak)

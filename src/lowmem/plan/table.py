@@ -18,11 +18,12 @@ from lowmem.system.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """Returns the command for a shell. With several hosts it is typed on each; HOST stands for the first one's name."""
+    """Returns the shell command of a recipe. With several hosts, type the command on each host, and replace HOST by the
+    name of the first host."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
         count = range(-(-need.devices // need.node), need.devices + 1)
-        hosts = next(n for n in count if need.devices % n == 0)  # every host has equally many ranks
+        hosts = next(n for n in count if need.devices % n == 0)  # all hosts have equal numbers of ranks
         program = ["torchrun", f"--nnodes={hosts}", f"--nproc-per-node={need.devices // hosts}"]
         program += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     return shlex.join([*program, "train.py", *replaced(typed, as_mapping(recipe.overrides))])
@@ -32,7 +33,8 @@ ANSWERS = f"{'':<28}{'device':>8}{'host':>8}  GiB, with the fastest recipe that 
 
 
 def of_answer(line: str, found: Plan | str) -> str:
-    """Formats an answer of `longest=`. Args: line: what was tried; found: the plan with it, or why it is refused."""
+    """Formats an answer of `longest=`. Args: line: the override that was tried; found: the plan with this override, or
+    the reason why it is refused."""
     if isinstance(found, str):
         return f"{line:<28}{'-':>8}{'-':>8}  {found.partition(': ')[2] or found}"
     recipe = found.recipes[0]
@@ -42,8 +44,8 @@ def of_answer(line: str, found: Plan | str) -> str:
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """Lists the recipes under headings that say what they change: each with its figures, and with the overrides to type
-    after the overrides of the heading."""
+    """Formats the table of recipes, grouped under headings that say how the training changes. Each row has the numbers
+    of a recipe, and the overrides to type after the heading's overrides."""
     head = ("time", "device", "room", "reserves", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
@@ -82,7 +84,7 @@ def nothing_fits(plan: Plan) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Aligns figures to the right and words to the left."""
+    """Formats a row: numbers aligned to the right, words to the left."""
     *figures, (peak, _) = zip(cells, widths, strict=True)
     return "  ".join([*(cell.rjust(width) for cell, width in figures), peak])
 
@@ -145,7 +147,7 @@ def _context(prediction: Prediction) -> str:
 def _ranks(prediction: Prediction) -> str:
     inside, between = (size / GIB for size in prediction.traffic)
     shared = f"{prediction.devices} devices: device is for each, host for the {prediction.on_host} that share one"
-    if not any(prediction.traffic):  # nothing was traced
+    if not any(prediction.traffic):  # the strategy was not traced
         return shared
     return (
         f"{shared}. Each receives {inside:.2f} GiB per optimizer step from devices of its node, and {between:.2f} GiB "
@@ -177,7 +179,7 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Says what a run stores on a drive, and what each step costs there at the assumed rates."""
+    """Formats the bytes on a drive, and the time that each step takes there at the assumed rates."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
@@ -189,12 +191,12 @@ def on_drive(prediction: Prediction, target: Target) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Returns a number with two digits, or as a whole number."""
+    """Formats a number with two significant digits, or as an integer if it is large."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def of_prediction(prediction: Prediction, target: Target) -> str:
-    """Formats the prediction of a single run: what adds up to its needs, and the needs of each phase."""
+    """Formats the prediction of a single run: the reports of device, host and drive, and the peaks of each phase."""
     lines = [*_columns(prediction), "", f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:
         need = prediction.phases[name]
@@ -216,7 +218,7 @@ def of_prediction(prediction: Prediction, target: Target) -> str:
 
 
 def _columns(prediction: Prediction) -> list[str]:
-    """Formats the columns of the device, the host and the drive."""
+    """Formats the reports of the device, the host and the drive."""
     device, host = prediction.device, prediction.host
     needed = "the smallest card that works" if prediction.on_card else "device"
     room = round(1000 * (prediction.reserved + device.context) / GIB)

@@ -9,9 +9,9 @@ from lowmem.plan.tracing.traffic import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """Holds a run's device, its host and its drive. A size of None is not limited."""
+    """The device, host and drive of a run. A size of None means unlimited."""
 
-    on_card: bool  # count as CUDA allocates and computes, even on a machine without CUDA
+    on_card: bool  # plan for CUDA, even on a machine without CUDA
     card: Card | None = None
     host_memory: int | None = None  # bytes for all processes on one host
     node: int = NODE  # devices that share a host

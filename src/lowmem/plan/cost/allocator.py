@@ -1,12 +1,15 @@
 """Simulates CUDA's caching allocator: counts the bytes that it reserves for a sequence of allocations.
 
-Requests are rounded to 512 bytes. Those up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and
-larger ones get a segment of their own, rounded to 2 MiB. A freed block is merged with its neighbours and used again:
-the best fit, and among equal blocks the lowest address. Segments stay reserved until the card is full: then those
-without a block in use are released, and the request is tried once more before memory is out. So there are two figures:
-the bytes reserved if there is room, and the smallest card on which the same requests succeed. Source: `malloc`,
-`get_free_block`, `alloc_block` and `release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and
-c10/core/CachingDeviceAllocator.h.
+    request (rounded to 512 B)    segment
+    up to 1 MiB                   2 MiB, shared
+    below 10 MiB                  20 MiB, shared
+    larger                        a separate segment, rounded to 2 MiB
+
+A freed block is merged with free neighbours and reused: best fit, and among blocks of equal size the lowest address.
+Segments stay reserved until the card is full. Then segments without a block in use are released, and the request is
+tried once more before an out-of-memory error. So there are two results: the bytes reserved if there is room, and the
+smallest card on which all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and
+`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +24,7 @@ ROUND = 2 << 20
 
 @dataclass(eq=False)
 class Block:
-    """Describes a block of a segment. `before` and `after` are its neighbours in the same segment, or None."""
+    """A block of a segment. `before` and `after` are its neighbours in the segment, or None."""
 
     size: int
     small: bool
@@ -32,17 +35,17 @@ class Block:
 
 
 class Full(Exception):
-    """Memory is out, even after all unused segments were released."""
+    """Out of memory, even after all unused segments were released."""
 
 
 class Allocator:
-    """Holds the pools of one stream. Args: limit: bytes that may be reserved; None: there is always room."""
+    """The memory pools of one stream. Args: limit: maximum reserved bytes; None: unlimited."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
-        self._end = 0  # end of all addresses used so far; none is reused
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small or not -> sorted by size
+        self._end = 0  # first unused address; addresses of released segments are not reused
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # is small -> blocks by size
 
     def allocate(self, size: int) -> Block:
         size = -(-size // BLOCK) * BLOCK
@@ -94,7 +97,7 @@ class Allocator:
         return Block(total, small, self._end - total)
 
     def _give_back(self) -> None:
-        """Releases the segments that are fully free: a free block without neighbours fills its segment."""
+        """Releases all unused segments. A free block without neighbours fills its segment."""
         for small, pool in self._free.items():
             in_use = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in in_use)
@@ -110,7 +113,11 @@ class Allocator:
 
 
 def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> Allocator:
-    """Simulates a sequence of events. Args: events: (serial, bytes): + born, - died.
+    """Simulates a sequence of events.
+
+    Args:
+        events: (serial of a storage, bytes), bytes > 0: allocated, < 0: freed.
+        limit: maximum reserved bytes; None: unlimited.
 
     Raises:
         Full: `limit` is too small.
@@ -127,14 +134,18 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
 def from_the_start(
     events: Sequence[tuple[int, int]], existing: int, weights: int, workspaces: Mapping[int, int]
 ) -> list[tuple[Hashable, int]]:
-    """Returns the events of a run's first window and of a later one.
+    """Returns the events of a run's first window, followed by the events of a later window.
 
-    What stays from the first window lies between the holes that its activations have left, and later windows have to
-    make do with these: cuBLAS takes its workspaces amid a pass, and the optimizer makes its state in the first step. On
-    an H200 that explained the smallest cap of five of six recipes; without it all were too small, by up to 7%.
+    Long-lived tensors that are allocated in the first window fragment the memory: cuBLAS allocates its workspaces
+    during a pass, and the optimizer creates its state in the first step. Later windows must fit into the gaps. On an
+    H200 this explained the smallest cap of five of six recipes; without the first window all predicted caps were too
+    small, by up to 7 %.
 
-    Args: events: of a later window; existing: so many of them stand for what exists before it, the weights first;
-    weights: their bytes; workspaces: number of an event of the window -> bytes that stay from there on.
+    Args:
+        events: the events of a later window.
+        existing: number of leading events that are allocations from before the window, weights first.
+        weights: bytes of the weights.
+        workspaces: index of an event of the window -> bytes of a workspace that is allocated there and never freed.
     """
     window, end, total = events[existing:], 0, 0
     while end < existing and total < weights:
@@ -150,8 +161,8 @@ def from_the_start(
 
 
 def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | None = None) -> int:
-    """Returns the least bytes that the allocator must be able to reserve for these events, in multiples of 2 MiB. Args:
-    free: what `replay` returns for them without a limit, if it is known."""
+    """Returns the minimum of reserved bytes with which all events succeed, in multiples of 2 MiB. Args: events: see
+    `replay`; free: the result of `replay(events)`, if known."""
     free = free or replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments
     while works - fails > 1:

@@ -1,10 +1,11 @@
-"""Rates of a machine, and the seconds of an operator: a roofline (Williams et al. 2009).
+"""Rates of a machine, and the time of an operator by a roofline model (Williams et al. 2009).
 
-An operator takes its floating-point operations at the rate of matrix products or its bytes at the bandwidth of memory,
-whichever takes longer, and a few microseconds to launch. A card with a name has the published rates of conf/gpu.yaml.
-This machine is measured in about a second, or by `python -m benchmarks.card` with more care, and its rates are stored
-for a week. Operators reach a part of such rates: COMPUTE and MEMORY were fitted to measured steps
-(benchmarks/results/plan_time.md). A file that cannot be read or written is ignored, since rates only order recipes.
+    seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
+
+A named card has the published rates in conf/gpu.yaml. This machine is measured in about a second, or more exactly by
+`python -m benchmarks.card`, and its rates are stored for a week. Operators reach only a part of the peak rates: the
+factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md). A rates file that cannot be
+read or written is ignored, since rates only affect the order of recipes.
 """
 
 import json
@@ -29,11 +30,11 @@ from lowmem.system.errors import Refused
 from lowmem.system.process import processor
 from lowmem.techniques.precision.cpu_products import widened
 
-COMPUTE, MEMORY = 0.95, 0.7  # shares of the rates of large products and of the bandwidth that operators reach
+COMPUTE, MEMORY = 0.95, 0.7  # share that operators reach of the rate of large products, and of the bandwidth
 LAUNCH = 5e-6  # seconds to launch an operator
-DUPLEX = 0.5  # share of a link, assumed for the card of this machine: that of PCIe 4 in conf/gpu.yaml
+DUPLEX = 0.5  # assumed duplex factor of this machine's link: the value of PCIe 4 in conf/gpu.yaml
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
-FORMAT, WEEK = 8, 7 * 24 * 3600  # of stored rates: other formats are ignored, and seconds after which they expire
+FORMAT, WEEK = 8, 7 * 24 * 3600  # stored rates: version of the file format; seconds until the rates expire
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")} | {"tensorfloat32": torch.float32}
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,23 +42,23 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds the rates of a device and of its host."""
+    """The rates of a device and of its host."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # checks a file; direct construction is not checked
 
     name: str
-    flops: dict[str, Rate]  # of matrix products per second, by dtype
-    bandwidth: Rate  # bytes per second that the device reads and writes in its memory
+    flops: dict[str, Rate]  # dtype -> FLOP/s of matrix products
+    bandwidth: Rate  # bytes per second of device memory
     launch: Rate = LAUNCH
-    link: cards.Link | None = None  # between host and device; None: they share one memory
-    peer: Rate | None = None  # bytes per second to a device from others of its node; None: its memory's bandwidth
-    network: Rate | None = None  # bytes per second from other nodes; None: the same as `peer`
+    link: cards.Link | None = None  # between host and device; None: host and device share memory
+    peer: Rate | None = None  # bytes per second from other devices of the node; None: `bandwidth`
+    network: Rate | None = None  # bytes per second from other nodes; None: `peer`
     drive_read: Rate = drives.READ  # bytes per second
     drive_written: Rate = drives.WRITTEN
     host: "Machine | None" = None  # of a card
 
     def operator(self, work: Work) -> float:
-        """Returns the seconds of an operator. Raises Refused: it multiplies in a dtype whose rate is not known."""
+        """Returns the seconds of an operator. Raises: Refused: the rate of the operator's dtype is not known."""
         products = work.flops / self.rate(str(work.dtype).removeprefix("torch.")) if work.flops else 0.0
         return max(products, work.moved / self.bandwidth) + self.launch
 
@@ -72,16 +73,18 @@ class Machine:
         return self.flops[dtype]
 
     def exchange(self, traffic: Traffic) -> float:
-        """Returns the seconds of an exchange: both kinds of links work at once."""
+        """Returns the seconds of an exchange. The links inside the node and between nodes work at the same time."""
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
 
 def machine(on_card: bool, card: cards.Card | None = None, products: str = "float32") -> Machine:
-    """Returns what operators reach on the machine that a plan is for: a card with a name, the card or the processors of
-    this machine, or `cards.REFERENCE` if there is no card here.
+    """Returns the rates of the machine that a plan is for, scaled to the share that operators reach.
 
-    Args: products: dtype that matrices are multiplied in; with tensorfloat32 fp32 products have that rate.
+    Args:
+        on_card: plan for a card; False: for the processors of this machine.
+        card: a named card; None: the card of this machine, or `cards.REFERENCE` on a machine without a card.
+        products: dtype of matrix products; with "tensorfloat32" fp32 products have the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
         known = card if card and card.rates else cards.named(cards.REFERENCE)
@@ -96,7 +99,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
 
 def stored(on_card: bool) -> Machine | None:
-    """Returns the stored rates of this machine; None: there are none, or they are older than a week."""
+    """Returns the stored rates of this machine; None: no rates are stored, or they are older than a week."""
     file = _file(on_card)
     with suppress(OSError, ValueError):  # pydantic's errors are ValueErrors
         found = TypeAdapter(Machine).validate_json(file.read_bytes())
@@ -108,7 +111,7 @@ def stored(on_card: bool) -> Machine | None:
 def store(found: Machine, on_card: bool) -> None:
     """Stores the rates of this machine, unless the folder cannot be written to."""
     file = _file(on_card)
-    draft = file.with_suffix(f".{os.getpid()}")  # two processes may store at once
+    draft = file.with_suffix(f".{os.getpid()}")  # two processes may store rates at the same time
     with suppress(OSError):
         CACHE.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(found), indent=2), encoding="utf-8")
@@ -127,7 +130,7 @@ def measured(on_card: bool) -> Machine:
         up, down = fastest(lambda: memory.copy_(pinned), True), fastest(lambda: pinned.copy_(memory), True)
         found = replace(found, link=cards.Link(pinned.nbytes / up, pinned.nbytes / down, DUPLEX))
         del memory
-        torch.cuda.empty_cache()  # else torch would keep the memory of what was measured
+        torch.cuda.empty_cache()  # return the memory of the measurement
     store(found, on_card)
     return found
 
@@ -145,7 +148,7 @@ def _products(device: str) -> dict[str, float]:
 
 
 def fastest(call: Callable[[], object], on_card: bool) -> float:
-    """Returns the seconds of the fastest of five calls, after one to warm up: other processes may be at work."""
+    """Returns the seconds of the fastest of five calls, after a warm-up call, because other processes may interfere."""
     return min(timeit.repeat(lambda: (call(), on_card and torch.cuda.synchronize()), number=1, repeat=6)[1:])
 
 

@@ -1,16 +1,18 @@
-"""Computes the seconds of an optimizer step: its passes, and the copies and the update that the passes do not hide.
+"""Estimates the seconds of an optimizer step: the passes, and the part of copies and update that does not overlap with
+them.
 
-Five resources of a machine work at the same time. So a phase takes as long as the resource that is busy longest:
+Five resources of a machine work at the same time. So a phase takes as long as the busiest resource:
 
             compute     up (to the card)       down          host           drive
 forward     operators   weights                boundaries                   weights (read)
 backward    operators   weights, boundaries    gradients     sums           weights (read)
 update                  updated weights                      norm, update   masters and state (read, written)
 
-Boundaries are offloaded activations; other entries next to the operators belong to weights and masters in host memory.
-The host updates beside the last backward pass if the step is early (`Run.early`). Else the host updates
-after the norm of all gradients, beside the first forward pass of the next window. An update on the card hides behind
-nothing. On a CPU only the drive works beside the rest. Exchanges between devices hide behind the pass that sends them.
+Boundaries are offloaded block inputs. All entries except operators and boundaries apply only to streamed weights and
+host masters. If masters step early (`Run.early`), the host's update overlaps with the last backward pass. Otherwise the
+host computes the norm of all gradients first, and the update overlaps with the first forward pass of the next window.
+An update on the card overlaps with nothing. On a CPU only the drive works at the same time. Exchanges between devices
+overlap with the pass that starts them.
 """
 
 from collections.abc import Mapping
@@ -23,13 +25,13 @@ from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
-TRAVEL = "travel"  # one more phase, which not every trace has: copies of weights for a pass
-SUM_BYTES = 4  # of an element of a sum of gradients
-REACHED = 0.65  # share of a card's rate of matrix products that a whole pass reaches: reports say 0.5 to 0.9
+TRAVEL = "travel"  # a further phase of some traces: copies of weights for a pass
+SUM_BYTES = 4  # bytes per element of a sum of gradients
+REACHED = 0.65  # share of a card's peak FLOP/s that a full pass reaches; published values are 0.5 to 0.9
 
 
 class Window(NamedTuple):
-    """Holds the seconds of a window: its passes, and the copies and the update that the passes do not hide."""
+    """Seconds of a window: the passes, and the part of copies and update that does not overlap with the passes."""
 
     passes: float
     transfers: float
@@ -41,7 +43,7 @@ class Window(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Holds the seconds for which each resource is busy."""
+    """Seconds for which each resource is busy."""
 
     compute: float = 0.0
     up: float = 0.0
@@ -53,8 +55,8 @@ class Load(NamedTuple):
         return Load(*map(sum, zip(self, other, strict=True)))
 
     def seconds(self, link: Link | None) -> float:
-        """Returns the seconds until all resources are done: while bytes come down at the full rate of the link, those
-        that go up have a share of theirs. Without a link everything but the drive is done one after the other."""
+        """Returns the seconds until all resources are done. While the link copies down at its full rate, copies up have
+        only the share `link.duplex` of their rate. Without a link all work except the drive's is sequential."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
@@ -66,7 +68,7 @@ def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> 
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns the seconds of a trace's operators by phase, each counted on the side where it runs."""
+    """Returns the seconds of a trace's operators by phase, at the rates of the device or of the host that runs them."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     taken = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
@@ -77,8 +79,17 @@ def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
 def window(
     machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int, node: int = NODE
 ) -> Window:
-    """Computes a window. Args: taken: seconds by phase of the trace's work; forward, backward and sum are of one
-    micro-batch, or of the full window if its micro-batches overlap."""
+    """Returns the seconds of a window.
+
+    Args:
+        machine: rates.
+        run: the settings.
+        trace: the traced work.
+        taken: the result of `seconds`. "forward", "backward" and "sum" are for one micro-batch, or for the full window
+            if its micro-batches overlap.
+        micro_batches: number of micro-batches of the window.
+        node: devices per node.
+    """
     turns, link = 1 if run.overlaps else micro_batches, machine.link
     forward, backward = _passes(machine, run, trace, taken, micro_batches)
     passes = turns * (forward.compute + backward.compute)
@@ -96,38 +107,38 @@ def _passes(
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
     read = 1 / machine.drive_read if run.reads_weights else 0.0
     boundaries, head = trace.offloaded, trace.head * (micro_batches if run.overlaps else 1)
-    again = max(0, trace.streamed - trace.blocks[1])  # the last block is still there when backward begins
+    again = max(0, trace.streamed - trace.blocks[1])  # the last block is still on the device when backward begins
     gradients = _gradients(run, trace, micro_batches) if trace.steps_on_host else 0
-    if trace.waits_on_host and not trace.steps_on_host:  # all weights come for each pass, as many bytes as gradients
+    if trace.waits_on_host and not trace.steps_on_host:  # CPU offload copies all weights for each pass
         head, gradients = head + trace.gradients, trace.gradients
-    copied = 0.0 if machine.link else taken.get(TRAVEL, 0.0)  # by the processor, for both passes
+    copied = 0.0 if machine.link else taken.get(TRAVEL, 0.0)  # copies by the CPU, for both passes
     forward = Load(taken["forward"], up * (trace.streamed + head) + copied, down * boundaries)
     backward = Load(taken["backward"], up * (boundaries + again + head), down * gradients, taken["sum"])
     return forward._replace(drive=read * trace.streamed), backward._replace(drive=read * again)
 
 
 def _step(machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], passes: tuple[Load, Load]) -> float:
-    """Returns the seconds of norm and update that no pass hides."""
+    """Returns the seconds of norm and update that do not overlap with a pass."""
     norm, update, link = taken["step"], taken["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0
     drive = stepped / machine.drive_read + stepped / machine.drive_written  # reads ahead, writes behind
     if link is None or not trace.steps_on_host:
-        return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth  # no operator touches paged state
+        return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth  # not in the traced work
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)  # to the card
     update += 2 * copied / (machine.host or machine).bandwidth  # the host reads and writes them, into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
-    # Backward reaches the embeddings last, and they are most often the largest: nothing hides their update.
+    # Backward reaches the embeddings last, and they are usually the largest weight: their update overlaps with nothing.
     exposed = max(update, drive) * trace.largest_trained / trace.trained_parameters
     beyond = (hides + load).seconds(link) - hides.seconds(link)
     return max(exposed, beyond) + (0.0 if run.early else norm)
 
 
 def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
-    """Returns the bytes of gradients that leave in a backward pass. If the micro-batches of a window pass through a
-    block together, its gradients leave once, as sums in fp32."""
+    """Returns the bytes of gradients that a backward pass sends to the host. With weights.order=by_layer the gradients
+    of a block are sent once per window, as fp32 sums."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks
     if not run.by_layer or micro_batches == 1:
         return element * trace.trained_parameters
@@ -135,9 +146,10 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Returns the tokens from which streaming weights costs no time, per micro-batch or, with weights.order=by_layer,
-    per window. Each weight takes two operations per token of the forward pass, and two bytes over the link.
+    """Returns the number of tokens from which streaming weights takes no extra time, per micro-batch or, with
+    weights.order=by_layer, per window. Each weight needs two FLOPs per token of the forward pass, and two bytes over
+    the link.
 
-    This is for a dense model. In a mixture of experts only the active weights compute a token: divide by their share.
+    This is for a dense model. For a mixture of experts, divide the result by the share of active weights.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

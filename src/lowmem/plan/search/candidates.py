@@ -1,4 +1,11 @@
-"""Lists the recipes that a plan compares: all keep the sequences per optimizer step, and what was typed."""
+"""Lists the recipes that a plan compares. All recipes keep the typed overrides and the effective batch size.
+
+    Typed       the typed overrides, and the groups that a recipe may change
+    Training    a precision with an optimizer
+    Route       a training, with a strategy and a place for the weights
+
+Micro-batch size, checkpointing and loss of a route are chosen by `climb.py`.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,32 +26,33 @@ from lowmem.plan.search.changes import Change, Tier, changes
 from lowmem.system.errors import Refused
 from lowmem.techniques.weights.streamed import HOLDS
 
-RESIDENT = "weights.resident_blocks"  # override: blocks that stay on the device while the others stream
-ORDER = "weights.order"  # override: in which order micro-batches pass through blocks whose weights stream
-DRIVE = "weights.drive"  # override: a folder for masters and optimizer state of blocks whose weights stream
-DRIVE_HOLDS = "weights.drive_holds"  # override: what is there
+RESIDENT = "weights.resident_blocks"  # override: number of blocks that stay on the device while other blocks stream
+ORDER = "weights.order"  # override: order in which micro-batches pass through streamed blocks
+DRIVE = "weights.drive"  # override: folder for masters and optimizer state of streamed weights
+DRIVE_HOLDS = "weights.drive_holds"  # override: also store the 16-bit weights there
 
-WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: the micro-batches of a step
+WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: micro-batches of an optimizer step
 
 Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
-MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the sequences of an optimizer step
+MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the effective batch size
 
 
 @dataclass(frozen=True)
 class Typed:
-    """Holds the overrides that were typed, and which of them a recipe may change.
+    """The typed overrides, and the groups that a recipe may change.
 
     Args:
-        run: the resolved run of these lines.
-        compose: returns the run in which overrides replace the lines with the same key.
-        may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: those that were not typed.
+        run: the resolved run of the typed overrides.
+        lines: the typed overrides.
+        compose: returns the run in which the given overrides replace typed ones with equal keys.
+        may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: all groups that were not typed.
     """
 
     run: Run
     lines: Sequence[str]
     compose: Compose
     may_change: Collection[str] | None = None
-    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # composed so far
+    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # a cache
 
     @cached_property
     def named(self) -> dict[str, str]:
@@ -57,8 +65,8 @@ class Typed:
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
-        """Composes the run of a recipe, once: it takes a tenth of a second. Groups that stand alone are composed
-        separately and then inserted, and so is a window of a fixed number of micro-batches."""
+        """Returns the run of a recipe. Composing takes 0.1 s, so results are cached. Independent groups
+        (`stands_alone`) and fixed accumulation are inserted into a cached run instead of composing again."""
         if recipe.get("accumulation") == "fixed" and recipe.keys() >= WINDOW:
             run = self.config({key: value for key, value in recipe.items() if key not in WINDOW})
             batches = choice("accumulation", "fixed") | {"batches": int(recipe["accumulation.batches"])}
@@ -87,7 +95,7 @@ class Typed:
         return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
-        """Returns whether these techniques have all keys that were typed, such as optim.betas."""
+        """Returns True if the given techniques have all typed keys, such as optim.betas."""
         try:
             return bool(self._strictly(choice))
         except ConfigCompositionException:
@@ -101,7 +109,7 @@ class Typed:
         )
 
     def says(self, key: str, value: str) -> bool:
-        """Returns whether the typed lines already give this value, so a recipe need not name it."""
+        """Returns True if a key already has this value, so that the recipe does not need the override."""
         if key == "batch_size":
             return str(self.run.batch_size) == value
         return self.named.get(key, self.values.get(key)) == value
@@ -109,7 +117,8 @@ class Typed:
 
 @dataclass(frozen=True)
 class Training:
-    """Pairs a precision with an optimizer. Args: chosen: group of CHANGEABLE -> its technique."""
+    """A precision with an optimizer. Args: chosen: group of CHANGEABLE -> technique; changes: differences from the
+    typed training."""
 
     chosen: Mapping[str, str]
     changes: tuple[Change, ...]
@@ -121,14 +130,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Route:
-    """Holds a training and where its tensors are, with the choices that are still open.
+    """A training with a strategy and a place for its weights, and the choices that are still open.
 
     Args:
-        option: override -> value.
-        run: the run with this option.
-        micro_batches: (batch_size, overrides that keep the sequences of an optimizer step), largest first.
-        checkpointings, losses: the choices of `COMPUTED`, fastest first.
-        sums: whether a step has several micro-batches, whose gradients are summed in fp32 if the host has them.
+        training: precision and optimizer.
+        option: the route's overrides, key -> value.
+        run: the run with these overrides.
+        micro_batches: choices of (batch_size, overrides that keep the effective batch size), largest first.
+        checkpointings, losses: choices of the groups in `COMPUTED`, fastest first.
+        sums: a step has several micro-batches, so masters on the host need fp32 sums of gradients.
     """
 
     training: Training
@@ -141,8 +151,9 @@ class Route:
 
     @property
     def on_card(self) -> tuple:
-        """Returns what routes share that need as much of the card as the first of them, or more: with masters neither
-        the optimizer nor a drive is seen there, and micro-batches one after the other need least."""
+        """Returns a key for routes with equal needs of device memory. If one route does not fit on the card, no later
+        route with an equal key does. The drive does not matter on the card, nor does the optimizer of host masters;
+        weights.order=by_micro_batch, which is tried first, needs the least."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -151,20 +162,21 @@ class Route:
 
     @property
     def on_host(self) -> tuple:
-        """Returns what routes share that need as much of the host, besides inputs of blocks. Their order is seen only
-        where masters step early: by layer a block's gradients are gone before the next block's come."""
+        """Returns a key for routes with equal needs of host memory, apart from offloaded block inputs. The order of
+        micro-batches only matters if masters step early: by layer, a block's gradients are freed before the next
+        block's gradients arrive."""
         option = {key: value for key, value in self.option.items() if key != ORDER or self.run.early}
         return "host", *option.items(), self.sums
 
     def on_drive(self, folder: str, holds: str) -> "Route":
-        """Returns the same with a drive. Args: folder: on it; holds: what it holds, see conf/weights."""
+        """Returns a copy of the route that uses a drive. Args: folder: weights.drive; holds: weights.drive_holds."""
         run = self.run.knowing(weights={"drive": folder, "drive_holds": holds})
         option = {**self.option, DRIVE: folder} | ({DRIVE_HOLDS: holds} if holds != HOLDS[0] else {})
         return replace(self, option=option, run=run)
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
-    """Returns the trainings that may be chosen, each once."""
+    """Returns the trainings to try, without duplicates. Args: card: the target; None: every dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _choices(typed, "precision", card):
@@ -181,13 +193,14 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
 
 
 def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
-    """Yields the places of a training's tensors, with all micro-batches that keep the sequences of an optimizer step.
+    """Yields the routes of a training: all strategies and places for the weights, with all micro-batches that keep the
+    effective batch size.
 
-    Gradients in host memory are summed in fp32, but gradients of a single micro-batch are not. So with masters it is a
-    separate route, which needs less host memory than smaller micro-batches, and comes after them: they need less of the
-    card. Weights stream in both orders. Steps in backward take a single micro-batch.
+    With host masters, several micro-batches per step and a single micro-batch are separate routes: several need fp32
+    sums of gradients on the host, a single one needs more device memory. Streamed weights have a route for each
+    weights.order. optim.in_backward=true needs a single micro-batch.
 
-    Args: names: of strategies.
+    Args: names: the strategies to try.
     """
     computed = [_fastest_first(typed, group) for group in COMPUTED]
     for strategy, weights in product(names, _choices(typed, PLACED)):
@@ -211,27 +224,27 @@ def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",))
 
 
 def _fastest_first(typed: Typed, group: str) -> list[str]:
-    """Returns the choices of a group, from the one that saves least to the one that saves most."""
+    """Returns the choices of a group, sorted by the activation memory that they save, the least first."""
     known = techniques(group)
     return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 
 
 def strategies(typed: Typed) -> list[str]:
-    """Returns the strategies to try for several devices: the typed one, or else all that declare `tried`."""
+    """Returns the strategies to try for several devices: the typed strategy, or all that declare `tried`."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
-    """Returns whether the run's number of devices fills the strategy's groups."""
+    """Returns True if the number of devices is divisible into the strategy's groups."""
     with suppress(Refused):
         return bool(typed.config({SHARED: strategy}).data_ranks)
     return False
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer for the place of the step: masters on the host take the one that is made for them."""
+    """Returns the optimizer to use: for masters on the host the variant that `optim` declares as `on_host`, if any."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
@@ -257,14 +270,14 @@ def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
 
 
 def _reading(run: Run) -> int:
-    """Returns how many devices share the sequences of accumulation.size."""
+    """Returns the number of devices that divide the sequences of accumulation.size."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
-    """Yields (batch_size, overrides that keep the update's size). Args: run: with a strategy, which may differ from the
-    strategy that the update's size was typed for."""
+    """Yields (batch_size, overrides that keep the effective batch size). Args: run: a run with a strategy, which may
+    differ from the typed strategy."""
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
@@ -275,7 +288,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The total stays the same; each rank that reads its own data gets an equal share.
+    # The total over all ranks does not change; each rank that reads separate data gets an equal share.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
@@ -285,8 +298,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Returns the typed optimizer's arguments if `name` makes the same update with other state: its defaults may
-    differ."""
+    """Returns overrides that give the optimizer `name` the typed optimizer's arguments, if both compute equal updates
+    (for example with different state dtypes) but have different defaults."""
     typed_name, optimizers = typed.named["optim"], techniques("optim")
     if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}
@@ -298,7 +311,7 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:
-    """Returns the run in which each gradient steps its parameter at once; None: it was typed, or is refused."""
+    """Returns the run with optim.in_backward=true; None: the key was typed, or the combination is refused."""
     if "optim.in_backward" in typed.values:
         return None
     in_backward = run.knowing(optim={"in_backward": True})
@@ -307,7 +320,8 @@ def _in_backward(typed: Typed, run: Run) -> Run | None:
 
 @cache
 def stands_alone(group: str, name: str) -> bool:
-    """Returns whether a group's yaml reads no other node of a config, sets none, and no yaml reads it."""
+    """Returns True if a group's yaml is independent: it neither reads nor sets other parts of the config, and no other
+    yaml reads it."""
     if not is_group(group):
         return False
     text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")

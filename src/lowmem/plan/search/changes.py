@@ -1,8 +1,8 @@
-"""Lists what a recipe changes of the training that was typed, and how far it moves away from it.
+"""Lists how a recipe's training differs from the typed training, and how large each difference is.
 
-Accumulation, checkpointing, the chunks of the loss, and where tensors lie and are stepped change no mathematics: they
-are `AS_TYPED` and not named. The class of a precision declares what it does; the yaml of an optimizer declares whose
-update it makes.
+Accumulation, checkpointing, the chunks of the loss, and the place of tensors and of the step do not change the computed
+update: such recipes are `AS_TYPED`, and these differences are not listed. A precision's class declares its arithmetic;
+an optimizer's yaml declares whether it computes the update of another optimizer.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from lowmem.config.settle import Run
 
 
 class Tier(IntEnum):
-    """Ranks how far a training is from the typed one: a smaller value is closer."""
+    """The distance of a training from the typed one: a smaller value is closer."""
 
     AS_TYPED = 1
-    CLOSE = 2  # products in 16 bits, with weights that are updated in fp32; state in fewer bits
-    ANOTHER = 3  # weights that are rounded at every step; another optimizer
+    CLOSE = 2  # matrix products in 16 bits with fp32 updates of the weights; optimizer state in fewer bits
+    ANOTHER = 3  # weights that are rounded to 16 bits at every step; another optimizer
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Finds the fastest settings with which a route fits, with few recipes to trace.
+"""Finds the fastest settings with which a route fits, tracing few recipes.
 
     checkpointing   nothing recomputed -> ... -> inputs of blocks offloaded     slower, fewer activations
     loss            full -> chunked -> tiled                                    slower, fewer logits
     micro-batch     largest -> ... -> smallest                                  slower, fewer activations and logits
 
-Memory falls from each step to the next, so the largest micro-batch that fits is found by bisection, and a step that
-does not fit with the smallest micro-batch fits with none.
+Memory decreases from left to right in each row. So the largest micro-batch that fits is found by bisection, and a
+choice that does not fit with the smallest micro-batch does not fit at all.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 
 class Settings(NamedTuple):
-    """Holds the choices that a route leaves open. Args: size: index of the route's micro-batches, largest first."""
+    """The choices that a route leaves open. Args: size: index into the route's micro-batches; 0 is the largest."""
 
     checkpointing: str
     loss: str
@@ -23,13 +23,13 @@ class Settings(NamedTuple):
 
 
 class Looked(Protocol):
-    """What is known of a recipe once it was traced."""
+    """A traced recipe."""
 
-    seconds: float  # of an optimizer step
+    seconds: float  # seconds of an optimizer step
 
 
 class Fitting(NamedTuple):
-    """Pairs settings that fit with their recipe."""
+    """Settings that fit, and their recipe."""
 
     settings: Settings
     recipe: Looked
@@ -42,8 +42,10 @@ class Climb:
     """Searches the settings of a route.
 
     Args:
-        checkpointings, losses: choices, fastest first; smallest: index of the smallest micro-batch, the largest has 0;
-        look: traces a recipe; fits: says whether it fits.
+        checkpointings, losses: the choices, fastest first.
+        smallest: index of the smallest micro-batch; the largest has index 0.
+        look: traces the recipe of some settings; None: the recipe is refused.
+        fits: returns True if a recipe fits.
     """
 
     def __init__(
@@ -58,8 +60,8 @@ class Climb:
         self.look, self.fits = look, fits
 
     def fastest(self, than: float = math.inf) -> Fitting | None:
-        """Returns the fastest settings that fit; None: none fit, or none takes less than `than` seconds."""
-        everything = Settings(self.checkpointings[0], self.losses[0], 0)  # no settings are faster
+        """Returns the fastest settings that fit and take less than `than` seconds; None: there are none."""
+        everything = Settings(self.checkpointings[0], self.losses[0], 0)  # the fastest settings
         looked = self.look(everything)
         if looked is not None and looked.seconds >= than:
             return None
@@ -69,13 +71,14 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe of the settings that need least memory and are not refused; None: all are."""
+        """Returns the recipe with the least memory, of all that are not refused; None: all are refused."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
-        """Goes through the slower choices. Each must be worth it by a larger micro-batch than those before it."""
+        """Tries the slower choices, in order. A slower choice is only considered with a larger micro-batch than the
+        best settings so far."""
         found = None
         for loss in self.losses[1:] or self.losses:
             begin = 0 if found is None else self.checkpointings.index(found.settings.checkpointing)
@@ -91,7 +94,7 @@ class Climb:
         return found and self._faster(found, found.settings._replace(loss=self.losses[0]))
 
     def _largest(self, found: Fitting) -> Fitting:
-        """Returns the largest micro-batch that fits, by bisection. Args: found: it fits."""
+        """Returns the settings with the largest micro-batch that fits, by bisection. Args: found: settings that fit."""
         too_large = -1  # index of a micro-batch
         while found.settings.size - too_large > 1:
             middle = (too_large + found.settings.size) // 2

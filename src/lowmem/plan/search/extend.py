@@ -1,14 +1,18 @@
-"""Extends traces of a few blocks to the depth of a model.
+"""Extrapolates traces of a few blocks to the full depth of a model.
 
-A model repeats its blocks, so the memory at one place of a pass (before the first block, in the last one, at the loss,
-...) and the work of a pass are linear in the number of blocks. Two short models are traced at the recipe's own
-micro-batch and window, for example with 3 and with 4 blocks, and a line through both leads to the full depth. Where
-kinds of blocks differ (windows of attention in Gemma, dense blocks of a mixture), the two short models are chosen so
-that their difference has the kinds in the proportion of the rest. A recipe that is not linear in depth is traced in
-full: segments of several blocks, pipelines, and models whose kinds of blocks follow no pattern.
+A model repeats its blocks, so the work of a pass, and the memory at each place of a pass (before the first block, in
+the last block, at the loss, ...), are linear in the number of blocks:
 
-With weights.order=by_layer all micro-batches of a window are traced. From four on their work and memory are linear in
-the number of micro-batches, so longer windows are extended from windows of four and of five.
+    value(depth) = near + steps * (far - near)      for example near: 3 blocks, far: 4 blocks, steps: depth - 3
+
+Both short models are traced with the recipe's own micro-batch and window. If a model has several kinds of blocks
+(sliding-window attention in Gemma, dense blocks of a mixture of experts), the short models are chosen so that the
+difference between them has the kinds in the proportion of the remaining blocks. Recipes that are not linear in depth
+are traced in full: checkpointed segments of several blocks, pipelines, and models whose kinds of blocks have no
+pattern.
+
+With weights.order=by_layer all micro-batches of a window are traced. From four micro-batches on, work and memory are
+linear in their number, so longer windows are extrapolated from windows of four and five.
 """
 
 from collections import Counter
@@ -35,15 +39,15 @@ from lowmem.plan.tracing.traces import Trace
 from lowmem.system.errors import Refused
 from lowmem.training import build
 
-FEWEST = 3  # blocks: the fewest that have one between the first and the last
-WINDOWS = (4, 5)  # micro-batches of the windows that stand for a longer one, if all pass through a block together
-PLAIN = (int, float, bool, str, type(None))  # types of attributes that tell kinds of blocks apart
+FEWEST = 3  # minimum number of blocks: a first, a middle and a last block
+WINDOWS = (4, 5)  # micro-batches of the traced windows from which longer ones are extrapolated (by_layer)
+PLAIN = (int, float, bool, str, type(None))  # types of attributes that distinguish kinds of blocks
 
 T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """Says which short models lead to the full one: `near` blocks, and `steps` times the difference to `far`."""
+    """The extrapolation to the full depth: `near` blocks, plus `steps` times the difference to `far` blocks."""
 
     near: int
     far: int
@@ -51,13 +55,13 @@ class Line(NamedTuple):
 
 
 def extended(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the trace of a run, extended from short models where memory and work are linear in depth.
+    """Returns the trace of a run, extrapolated from short models if memory and work are linear in depth.
 
     Args:
         run, on_card, capability, rank: see `trace`.
 
     Returns:
-        The trace, without the allocator's events unless the full model was traced.
+        The trace. An extrapolated trace has no allocator events.
     """
     line = line_of(run)
     if line is None:
@@ -89,7 +93,7 @@ def beyond(near: T, far: T, steps: float) -> T:
     if isinstance(near, dict):
         keys = dict.fromkeys([*near, *far])
         return type(near)({key: beyond(*_both(near, far, key), steps) for key in keys})
-    if isinstance(near, list):  # of events, whose number differs
+    if isinstance(near, list):  # lists of events, whose lengths differ
         return []
     if is_dataclass(near):
         values = {
@@ -97,11 +101,11 @@ def beyond(near: T, far: T, steps: float) -> T:
         }
         return replace(near, **values)
     values = (beyond(one, other, steps) for one, other in zip(near, far, strict=True))
-    return tuple(values) if type(near) is tuple else type(near)(*values)  # else a named tuple
+    return tuple(values) if type(near) is tuple else type(near)(*values)  # otherwise a named tuple
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key. An operator or a place that only one of two traces has counts as 0 in the other."""
+    """Returns the values of a key in both traces. A missing operator or place counts as 0."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 
@@ -112,7 +116,7 @@ def _nothing(value: float | Point) -> float | Point:
 
 
 def line_of(run: Run) -> Line | None:
-    """Returns the short models that stand for the run's; None: the run has to be traced in full."""
+    """Returns the extrapolation of a run; None: the run has to be traced in full."""
     if run.checkpointing.joins_blocks or run.strategy_class.overlaps_micro_batches:
         return None
     if run.weights.arguments.get("resident_blocks"):
@@ -126,7 +130,8 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the two shortest models whose difference has the kinds of blocks in the proportion of the rest."""
+    """Returns the extrapolation from the two shortest models whose difference has the kinds of blocks in the proportion
+    of the remaining blocks. Args: kinds: the kind of each block."""
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
             steps = (len(kinds) - near) / (far - near)
@@ -138,22 +143,23 @@ def _line(kinds: Sequence[Hashable]) -> Line | None:
 
 
 class Network(NamedTuple):
-    """Describes a model that was built without memory."""
+    """Facts about a model that was built on the meta device."""
 
-    kinds: list[Hashable]  # for each block what blocks of the same kind share
+    kinds: list[Hashable]  # the kind of each block, equal for equal blocks
     parameters: int
     trained: int
-    inactive: int  # parameters that do not compute a token: experts that the router does not choose
+    inactive: int  # parameters that are not used for a token: experts that the router does not select
     in_blocks: int
 
     @property
     def active_in_blocks(self) -> float:
-        """Returns the share of the blocks' parameters that compute one token."""
+        """Returns the share of the blocks' parameters that are used for a token."""
         return 1 - self.inactive / self.in_blocks
 
 
 def network(run: Run, config: PretrainedConfig | None = None) -> Network:
-    """Describes a run's model. Args: config: None: the run's own. Raises: NotPredicted: it cannot be built."""
+    """Returns facts about a run's model. Args: config: the model's config; None: from `run`. Raises: NotPredicted: the
+    model cannot be built."""
     try:
         return _network(_Model(run, config or describe(run, plans=True).grown))
     except Refused:
@@ -163,7 +169,7 @@ def network(run: Run, config: PretrainedConfig | None = None) -> Network:
 
 
 class _Model:
-    """Names a model by its configuration and by what is trained of it: equal names stand for equal models."""
+    """A cache key of a model: its config, and the settings that decide which parameters are trained."""
 
     def __init__(self, run: Run, config: PretrainedConfig) -> None:
         self.run, self.config = run, config
@@ -190,7 +196,8 @@ def _network(model: _Model) -> Network:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Returns a block's modules with their plain attributes, such as the window of attention, and its parameters."""
+    """Returns the kind of a block: its modules with their plain attributes (such as the size of the attention window),
+    and the shapes of its parameters."""
     modules = tuple(
         (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
         for name, module in block.named_modules()
@@ -199,4 +206,4 @@ def _kind(block: nn.Module) -> Hashable:
 
 
 def _tells(key: str, value: object) -> bool:
-    return isinstance(value, PLAIN) and not key.endswith(("idx", "index"))  # every block has a number of its own
+    return isinstance(value, PLAIN) and not key.endswith(("idx", "index"))  # block indices differ between equal blocks

@@ -1,7 +1,7 @@
-"""Answers how far a card reaches: the longest sequence, the largest micro-batch, or the models of conf/model that fit.
+"""Implements longest=: finds the longest sequence, the largest micro-batch, or the models of conf/model that fit.
 
-Each answer is a search of its own, so it comes with the recipe that fits. Lengths and micro-batches are tried as powers
-of two while a recipe fits, and then between the last that fits and the first that does not.
+Each tried value is a separate search of recipes, so each answer has the recipe that fits. Sequence lengths and batch
+sizes grow by powers of two while a recipe fits, and are then refined by bisection.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,24 +16,26 @@ from lowmem.system.errors import Refused
 
 QUESTIONS = ("seq_len", "batch_size", "model")
 FIRST = {"seq_len": 1024, "batch_size": 1}
-# A micro-batch is the whole optimizer step: with accumulation every size would fit that its micro-batches do.
+# Without accumulation a micro-batch is a full optimizer step. With accumulation the search would split each batch size
+# into micro-batches that fit.
 BESIDE = {"batch_size": ["accumulation=none"]}
-# what an answer replaces of the typed lines, besides lines of the same key
+# question -> prefixes of further typed lines that an answer replaces, besides the line with its key
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
-GROWTH = 4  # from one number to the next while one fits
-HALVINGS = 2  # of the distance between the last number that fits and the first that does not
-HOPELESS = 1 << 24  # no card reaches it
+GROWTH = 4  # factor from one number to the next while recipes fit
+HALVINGS = 2  # bisection steps between the last number that fits and the first that does not
+HOPELESS = 1 << 24  # upper limit of the search
 
-PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones with equal keys -> the search
+PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed lines with equal keys -> the search's result
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed lines that hold for every answer. Args: question: of `QUESTIONS`."""
+    """Returns the typed lines that no answer replaces. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 
 def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
-    """Yields (a line such as seq_len=4096, the plan with it, or why it is refused). Args: question: of `QUESTIONS`."""
+    """Yields (an override such as seq_len=4096, the plan with this override or the reason why it is refused). Args:
+    question: one of `QUESTIONS`; plan_of: runs a search."""
     if question == "model":
         yield from _models(plan_of)
         return
@@ -64,7 +66,7 @@ def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
 def _planned(plan_of: PlanOf, lines: Sequence[str]) -> Plan | str:
     try:
         return plan_of(lines)
-    except (Refused, ConfigCompositionException) as error:  # too few positions, or a key that only some models have
+    except (Refused, ConfigCompositionException) as error:  # a model with fewer positions, or without a typed key
         return str(error)
 
 

@@ -1,10 +1,12 @@
-"""The planner searches recipes: it finds those that fit, and ranks them by time.
+"""Searches recipes that fit, and ranks them by estimated time.
 
-The typed training comes first, then those close to it, then another (`changes.py`); a later rank is tried only if
-nothing of the earlier ones fits. Within a rank the search goes down a ladder: everything on the device, then inputs of
-blocks offloaded or weights streamed, then masters and optimizer state on a drive. On each rung of the ladder
-`_Search._climb` looks for the fastest settings of each route. Every recipe that it looks at is traced at its own
-micro-batch and window (`extend.py`); the one that is recommended is traced at full depth.
+    for each rank of trainings (`changes.py`)        as typed; close to the typed training; another training
+        for each set of routes (`candidates.py`)     all on the device; block inputs offloaded; weights streamed; drive
+            for each route                           fastest settings that fit (`climb.py`)
+                each recipe                          traced with few blocks and extrapolated (`extend.py`)
+            the best recipe                          traced at full depth; stop if it fits
+
+A later rank or set is tried only if no recipe of the earlier ones fits.
 """
 
 import math
@@ -47,10 +49,13 @@ NO_BF16 = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a recipe with its prediction.
+    """Overrides for a run, with its prediction.
 
-    Args: overrides: added to the typed lines, in place of those with the same key; seconds: estimate for an optimizer
-    step; changes: how the training differs from the typed one.
+    Args:
+        overrides: added to the typed lines; they replace typed lines with equal keys.
+        prediction: the predicted memory.
+        seconds: estimated seconds of an optimizer step.
+        changes: differences of the training from the typed one.
     """
 
     overrides: tuple[str, ...]
@@ -60,7 +65,7 @@ class Recipe:
 
     @property
     def traced(self) -> bool:
-        """Returns whether the model was traced at full depth, not extended from a few blocks."""
+        """Returns True if the model was traced at full depth, not extrapolated from a few blocks."""
         return not self.prediction.extended
 
     @property
@@ -70,8 +75,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the result of a search. Args: recipes: those that fit, best first, then the others, smallest first;
-    too_large: routes that were not traced, because what is known without a trace does not fit."""
+    """The result of a search.
+
+    Args:
+        typed: the typed overrides.
+        recipes: recipes that fit, best first, then recipes that do not fit, smallest first.
+        target: the device, host and drive.
+        too_large: number of routes that were not traced because a lower bound of their memory does not fit.
+        machine: the rates from which times were estimated.
+    """
 
     typed: Typed
     recipes: list[Recipe]
@@ -88,8 +100,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the fastest recipe that fits, or of the fastest at all if none fits: the unit of
-        relative times."""
+        """Returns the unit of relative times: the seconds of the fastest recipe that fits, or if none fits, of the
+        fastest recipe."""
         return min(recipe.seconds for recipe in self.fitting or self.recipes)
 
     @property
@@ -97,9 +109,9 @@ class Plan:
         return self.recipes[0] if self.fits(self.recipes[0]) else None
 
 
-@undisturbed()  # a trace leaves little garbage, and a collection would scan everything that is imported
+@undisturbed()  # garbage collection scans all imported modules, and traces leave little garbage
 def search(typed: Typed, target: Target) -> Plan:
-    """Searches rank by rank until a recipe fits: the typed training, then those close to it, then another.
+    """Searches rank by rank until a recipe fits: the typed training, then close ones, then other trainings.
 
     Raises:
         Refused: the model cannot be traced, every recipe is refused, or the card cannot multiply in bf16.
@@ -120,7 +132,7 @@ def search(typed: Typed, target: Target) -> Plan:
 
 
 class _Search:
-    """Holds the state of a search. Args: as for `search`."""
+    """The state of a search. Args: see `search`."""
 
     def __init__(self, typed: Typed, target: Target) -> None:
         self.typed, self.target = typed, target
@@ -132,17 +144,17 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
-        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or a recipe's overrides -> why it is refused
+        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy or recipe's overrides -> reason of a refusal
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
-        self.tried: dict[tuple[str, ...], Recipe] = {}  # by overrides
-        self.too_large: dict[tuple, Route] = {}  # by option and sums: what is known without a trace does not fit
-        # `on_card` and `on_host` of routes whose smallest settings do not fit, and settings too large for the card
+        self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
+        self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that was not traced, since it cannot fit
+        # keys `on_card` and `on_host` of routes that do not fit with any settings, and single settings that do not fit
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
-        """Returns whether a strategy works with this model, by a trace of one block. If not, stores the reason: a width
-        may not be divisible by the number of devices."""
+        """Returns True if a strategy works with this model, by tracing one block. If not (for example because a width
+        is not divisible by the number of devices), stores the reason."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -163,10 +175,10 @@ class _Search:
         yield "No recipe can be tried with what was typed. Type search=false to see what this run needs."
 
     def fits_in(self, rank: int) -> bool:
-        """Tries the recipes of a rank, down the ladder, and returns whether one fits.
+        """Tries the recipes of a rank. Returns: True if a recipe fits.
 
-        Inputs of blocks are offloaded, and weights streamed, only if no other recipe fits. They compute the same, and
-        the link may slow them down. Recipes that need a drive, which may be slower and which they wear, come last.
+        Block inputs are offloaded, and weights are streamed, only if no other recipe fits, because the link may slow
+        training down. Recipes with a drive come last: they may be slower, and wear the drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -186,7 +198,8 @@ class _Search:
                 yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
-        """Looks for recipes until one fits that was traced at full depth: only such a recipe is recommended."""
+        """Searches the routes until the best recipe fits at full depth too, since only such a recipe is recommended.
+        Returns: True if there is such a recipe."""
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
@@ -197,7 +210,7 @@ class _Search:
         return False
 
     def _hopeful(self, ways: Sequence[Route]) -> list[Route]:
-        """Returns the routes that fit with their smallest settings, the fastest with these first."""
+        """Returns the routes that fit with their smallest settings, sorted by the time of these settings."""
         hopeful = []
         for route in ways:
             if self._share(route) > 1 or not self.hopeless.isdisjoint((route.on_card, route.on_host)):
@@ -207,8 +220,8 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns a recipe of a route's smallest settings: with inputs of blocks in host memory, which needs least of
-        the card, or else with them on the card. None: neither fits."""
+        """Returns the recipe of a route's smallest settings: with block inputs in host memory (the least device
+        memory), or if the host is too small, on the card. None: neither fits."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -219,13 +232,14 @@ class _Search:
                 self.hopeless.add(route.on_card)
                 return None
             need, host = recipe.prediction.host, self.target.host_memory
-            if host is not None and need.total - need.activations > host:  # inputs of blocks may leave it
+            if host is not None and need.total - need.activations > host:  # too much even with block inputs on the card
                 self.hopeless.add(route.on_host)
                 return None
         return None
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
-        """Returns the best recipe that fits, of all that were tried. Args: ways: to climb, the fastest first."""
+        """Searches the settings of the given routes. Returns: the best recipe that fits, of all tried so far. Args:
+        ways: routes, the fastest first."""
         for route in ways:
             best = self._best()
             self._climb(route).fastest(best.seconds if best else math.inf)
@@ -243,7 +257,7 @@ class _Search:
         return card is not None and recipe.prediction.device.total > card
 
     def _climb(self, route: Route) -> Climb:
-        # shared by routes that need the same of the card with the same settings
+        # key of routes that need equal device memory with equal settings
         alike = (*route.on_card, route.option.get(ORDER), route.sums)
 
         def look(settings: Settings) -> Recipe | None:
@@ -258,7 +272,7 @@ class _Search:
         return Climb(route.checkpointings, route.losses, smallest, look, self._fits)
 
     def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
-        """Traces a recipe, once; None: it is refused."""
+        """Returns the traced recipe of some settings (cached); None: the recipe is refused."""
         batch_size, accumulation = route.micro_batches[settings.size]
         chosen = {"gradient_checkpointing": settings.checkpointing, "loss": settings.loss}
         option = {**route.option, **chosen, "batch_size": str(batch_size), **accumulation}
@@ -272,7 +286,8 @@ class _Search:
     def _tried(
         self, overrides: tuple[str, ...], run: Run, changed: tuple[Change, ...], tracer: Callable[..., Trace] = trace
     ) -> Recipe | None:
-        """Traces a recipe, once; None: it is refused, and `reasons` says why."""
+        """Returns the traced recipe of some overrides (cached); None: the recipe is refused, with the reason in
+        `reasons`."""
         if overrides not in self.tried and overrides not in self.reasons:
             try:
                 for reason in refused(run):
@@ -287,25 +302,25 @@ class _Search:
 
     def _seconds(self, run: Run, need: Prediction) -> float:
         seconds = of_trace(self.machine, run, need.trace, self.target.node).seconds
-        if link := self.machine.link:  # each page of paged state that does not fit on the card comes and leaves
+        if link := self.machine.link:  # paged state that does not fit is copied both ways
             seconds += need.paged_on_host * (1 / link.up + 1 / link.down)
         return seconds
 
     def _add_resident_blocks(self, recipe: Recipe) -> None:
-        """Tries the recipe with as many of the streamed blocks resident on the card as fit."""
+        """Tries a recipe in which as many of the streamed blocks as fit stay on the card."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
         if memory is None or RESIDENT in self.typed.values:
             return
         depth, _ = recipe.prediction.trace.blocks
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        most = depth - run.weights.arguments["slots"] - 1  # with more, every block would have a place
+        most = depth - run.weights.arguments["slots"] - 1  # with more, all blocks would be on the card
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
         if count > 0:
             self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
-        """Traces a recipe at full depth, and returns whether it fits."""
+        """Traces a recipe at full depth. Returns: True if it fits."""
         if not recipe.traced:
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target, libraries=self.libraries)
@@ -313,16 +328,16 @@ class _Search:
         return self._fits(recipe)
 
     def trace_the_smallest(self) -> None:
-        """Traces the smallest recipe of the smallest route if none was traced."""
+        """If no recipe was traced, traces the smallest recipe of the smallest route, to report its memory."""
         for route in sorted(self.too_large.values(), key=self._share):
-            if not self.tried:  # the smallest may be refused
+            if not self.tried:  # the smallest route may be refused
                 self._climb(route).of_least_memory()
         while (best := self._best()) is not None and not self._fits_in_full(best):
             pass
 
     def _share(self, route: Route) -> float:
-        """Returns what every recipe of a route needs for weights, gradients and optimizer state, as a share of the
-        memory of the card or of the host, whichever is larger."""
+        """Returns a lower bound of a route's memory (weights, gradients, optimizer state), as a share of the card's or
+        the host's memory, whichever share is larger. Above 1 the route cannot fit."""
         needs = (self._least_of_card(route), self._least_of_host(route))
         sizes = (self.target.device_memory, self.target.host_memory)
         return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))
@@ -337,7 +352,7 @@ class _Search:
         return round((weights + state) / (run.devices if run.saves_parts else 1)) + self.target.context_bytes
 
     def _least_of_host(self, route: Route) -> int:
-        run, each = route.run, 0.0  # bytes of a parameter
+        run, each = route.run, 0.0  # bytes per parameter
         if run.streams and not run.reads_weights:
             each = run.product_bytes
         if run.masters and run.drive_folder is None:
@@ -350,7 +365,8 @@ class _Search:
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
-    """Yields the routes with the checkpointings that keep inputs of blocks in host memory, or with the others."""
+    """Yields the routes, restricted to checkpointings that keep block inputs in host memory (`on_host`), or to all
+    others."""
     known = techniques("gradient_checkpointing")
     for route in ways:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
@@ -359,33 +375,33 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
 
 
 def _rank(training: Training, may_change: Collection[str] | None) -> int:
-    """Returns the rank of a training: rank 1 is tried first. A training close to the typed one shares it if
-    `may_change` names any group."""
+    """Returns the rank of a training; rank 1 is tried first. If `may_change` names any group, close trainings have the
+    rank of the typed one."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns recipes, fastest first, but moves one of those as fast as the fastest to the front: the one with the
-    fewest changes of the training, of several the one with the fewest overrides."""
+    """Returns recipes, fastest first. Of the recipes that are about as fast as the fastest, the one with the fewest
+    changes of the training, then with the fewest overrides, is moved to the front."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
-    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # stable: of ties the fastest stays ahead
+    as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time
     return as_fast[:1] + [r for r in by_seconds if r not in as_fast[:1]]
 
 
 def largest_model(plan: Plan) -> str | None:
-    """Returns the largest model of conf/model, with fewer parameters than the plan's own, that fits with the plan's
-    smallest recipe; None: none does. It is asked of plans in which nothing fits."""
+    """Returns the largest model of conf/model that is smaller than the plan's model and fits with the plan's smallest
+    recipe; None: no model does. For plans in which no recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
-        with suppress(Refused):  # freeze= or adapter.target= name what only this model has
+        with suppress(Refused):  # freeze= or adapter.target= may not match another model
             if run is not None:
                 sizes[yaml.stem] = network(run).parameters
     smaller = [name for name in sizes if sizes[name] < plan.recipes[0].prediction.parameters]
     for name in sorted(smaller, key=sizes.get, reverse=True):
-        with suppress(Refused):  # its widths may not divide
+        with suppress(Refused):  # widths may not be divisible by the number of devices
             if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):
                 return name
     return None

@@ -1,6 +1,7 @@
-"""Makes a CPU compute as a CUDA device does, so that a run can be planned for a card on a machine without one.
+"""Makes a trace on a CPU allocate memory as a CUDA device would, so that a machine without a card can plan for one.
 
-Each difference names its source in torch. Where only the card could tell, a margin is added, and the plan says so.
+Each difference names its source in torch. A margin is added for facts that only a card could show, and the plan says
+so.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from lowmem.plan.tracing.attend import Attend
 from lowmem.system.torch_private import has_kernel, replaced_kernels
 from lowmem.techniques.optim.build import MakeOptimizer
 
-# Operators of language models that CUDA's autocast computes in fp32 and a CPU's in 16 bits (AT_FORALL_FP32 and
-# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). Not every torch has them all: 2.11 leaves rms_norm in 16 bits.
+# Operators of language models that autocast computes in fp32 on CUDA, but in 16 bits on a CPU (AT_FORALL_FP32 and
+# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). The list depends on torch: 2.11 leaves rms_norm in 16 bits.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
@@ -29,11 +30,17 @@ SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "s
 
 @contextmanager
 def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend | None]:
-    """Replaces dropout, attention and autocast by what CUDA computes. Args: capability: of the card; None: of this
-    machine's card, or else of the reference. Yields: the replacement of torch's attention, if there is one.
+    """Context manager in which dropout, attention and autocast behave as on CUDA.
 
-    Dropout: aten/src/ATen/native/cuda/Dropout.cu keeps a mask of one byte per element; on a CPU autograd keeps the
+    Dropout: aten/src/ATen/native/cuda/Dropout.cu saves a mask of one byte per element; on a CPU autograd saves the
     noise in the input's dtype (aten/src/ATen/native/Dropout.cpp).
+
+    Args:
+        on_card: if False, nothing is replaced.
+        capability: the card's compute capability; None: that of this machine's card, or of the reference card.
+
+    Yields:
+        The replacement of torch's attention; None: attention is not replaced.
     """
 
     if not on_card:
@@ -45,8 +52,9 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
 
 
 def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
-    """Returns the bytes of cuBLAS's workspaces that are taken in forward, and in backward. Each thread that multiplies
-    has its own: the loop's and torch's for backward; by layer one for each micro-batch, and the loop's for evaluations.
+    """Returns the bytes of cuBLAS workspaces that are allocated in forward, and in backward. Each thread with matrix
+    products has a separate workspace: the training thread and autograd's thread, or with weights.order=by_layer each
+    micro-batch's thread, and the training thread for evaluations.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -59,7 +67,7 @@ def _capability() -> float:
 
 @contextmanager
 def _dropout() -> Iterator[None]:
-    """Registers dropout at autograd's level, below Python, so that composed operators such as math attention use it."""
+    """Registers dropout at the Autograd dispatch key, so that composite operators such as math attention use it too."""
 
     def on_card(input: Tensor, p: float, train: bool) -> Tensor:
         return torch.ops.aten.native_dropout(input, p, True)[0] if train and p > 0 else input
@@ -71,7 +79,8 @@ def _dropout() -> Iterator[None]:
 
 @contextmanager
 def _autocast() -> Iterator[None]:
-    """Registers casts at autocast's level, below Python, so that a forward pass repeated in backward uses them too."""
+    """Registers casts at the Autocast dispatch key, so that a forward pass that is recomputed in backward uses them
+    too."""
     with replaced_kernels("AutocastCPU") as ours:
         for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
@@ -99,8 +108,8 @@ def _widened(value: object) -> object:
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
-    """Makes torch.optim step all tensors of a group at once, its default on a card but not on a CPU
-    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py): that takes one more copy of gradients or parameters.
+    """Selects torch.optim's foreach implementation, the default on a card but not on a CPU
+    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). It needs one more copy of gradients or parameters.
     """
 
     def on_card(groups: list[dict]):

@@ -1,11 +1,13 @@
-"""Computes attention as a card does, on tensors without memory: what the kernel saves, and its scratch in backward.
+"""Computes attention on fake tensors with the memory of a card's kernel: saved tensors, and temporary memory in
+backward.
 
-It calls torch's own operator of the kernel that `attention.py` names. The operator's shapes and autograd work without a
-card, so the saved tensors are exact. No operator shows what a kernel allocates inside its backward besides the
-gradients. The formulas of torch's sources give its size, and tensors of that size live during that backward. Three
-things are left out: the forward pass of flash on short rows may split the keys (2 x multiprocessors x 64 x the head's
-size x 4 bytes: 9 MiB on an H100); cuDNN's plans have an undocumented workspace; and the math kernel's softmax marks
-masked rows in a quarter of the bytes of its scores, less than its backward needs.
+`Attend` calls torch's own operator for the kernel that `attention.py` predicts. The operator's shapes and autograd work
+without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not visible as
+tensors. Its size follows from formulas in torch's sources, and tensors of this size are kept alive during the backward.
+
+Not counted: flash may split the keys in forward on short rows (2 x multiprocessors x 64 x head size x 4 bytes: 9 MiB on
+an H100); cuDNN's plans have an undocumented workspace; the math kernel's softmax stores a mask of masked rows (a
+quarter of the bytes of its scores, less than its backward needs).
 """
 
 import torch
@@ -17,11 +19,11 @@ from lowmem.system.torch_private import ATTENTION_CUDNN, ATTENTION_EFFICIENT, AT
 
 
 class Attend:
-    """Replaces `F.scaled_dot_product_attention`. Args: capability: of the card."""
+    """A replacement of `F.scaled_dot_product_attention`. Args: capability: the card's compute capability."""
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
-        self.advice: str | None = None  # of the first call in training that takes the math kernel
+        self.advice: str | None = None  # advice for the first call in training that uses the math kernel
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
     def __call__(  # noqa: PLR0913
@@ -37,7 +39,7 @@ class Attend:
     ) -> Tensor:
         """Computes attention. Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
-        with torch.autocast("cpu", enabled=False):  # as inside any operator whose inputs autocast has cast
+        with torch.autocast("cpu", enabled=False):  # autocast is off inside an operator whose inputs it has cast
             call = _call(query, key, value, mask, dropout_p, is_causal)
             if call.trains:
                 self.advice = self.advice or advice(call, self.capability)
@@ -100,7 +102,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call:
 
 
 def _while_backward(out: Tensor, scratch: list[int]) -> None:
-    """Holds tensors of these bytes while the backward of `out` runs, in addition to the gradients that it returns."""
+    """Keeps temporary tensors alive while the backward of `out` runs. Args: scratch: their sizes in bytes."""
     if out.grad_fn is None:
         return
     scratch_tensors: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""Predicts which kernel torch takes for attention on a card: one table for all dtypes, cards and head sizes.
+"""Predicts which attention kernel torch selects on a card, for all dtypes, cards and head sizes.
 
-The flash, memory-efficient and cuDNN kernels hold no tensor of shape (tokens, tokens). The math kernel, which takes
-every call that they refuse, holds several. The rules of torch 2.11 to 2.13 were read in
-aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. torch for
-CPUs does not have them compiled in: `torch._fused_sdp_choice` on a card compares them (tests/plan/test_attention.py),
-and did with torch 2.11 on an H200.
+The flash, memory-efficient and cuDNN kernels store no tensor of shape (tokens, tokens). The math kernel, which torch
+uses if all of these refuse a call, stores several. The rules are from torch 2.11 to 2.13 in
+aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. CPU builds
+of torch do not contain the rules. tests/plan/test_attention.py compares them with `torch._fused_sdp_choice` on a card;
+they agreed with torch 2.11 on an H200.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import torch
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
 LATER_THAN_2_11 = torch.__version__ >= (2, 12)
 SHORT = (torch.float16, torch.bfloat16)
-SUPPORTED = 12.1  # the newest capability that any fused kernel knows: check_sm_version, cutlassB.h
+SUPPORTED = 12.1  # the newest compute capability that a fused kernel supports: check_sm_version, cutlassB.h
 # check_prefer_cudnn_attention, with cuDNN above 9.15, as in torch's wheels for CUDA 13. Wheels for CUDA 12 have an
 # older cuDNN and take flash, which needs about as much.
 PREFER_CUDNN = (9.0, 10.0, 10.3)
@@ -24,11 +24,16 @@ COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", 
 
 @dataclass(frozen=True)
 class Call:
-    """Holds the properties of a call of `F.scaled_dot_product_attention` that torch's choice depends on.
+    """The properties of a call of `F.scaled_dot_product_attention` that torch's choice depends on.
 
-    Args: dtype: of query, key and value, after autocast; head, value: sizes of a query's and of a value's head;
-    grouped: several query heads share a key and value; square: as many keys as queries; trains: a gradient is needed;
-    plain: four dimensions, the last one without gaps.
+    Args:
+        dtype: dtype of query, key and value, after autocast.
+        head: head size of query and key.
+        value: head size of value.
+        grouped: several query heads share a key and value head.
+        square: equal numbers of keys and queries.
+        trains: a gradient is needed.
+        plain: tensors have four dimensions, and the last one is contiguous.
     """
 
     dtype: torch.dtype
@@ -44,15 +49,15 @@ class Call:
 
 
 def kernel(call: Call, capability: float) -> str:
-    """Returns the first kernel that can take the call, as select_sdp_backend does; the order is sdp_priority_order of
-    ATen/Context.h."""
+    """Returns the first kernel that supports the call, like select_sdp_backend, in the order of sdp_priority_order
+    (ATen/Context.h)."""
     able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
     order = (CUDNN, FLASH, EFFICIENT) if capability in PREFER_CUDNN else (FLASH, EFFICIENT)
     return next((name for name in order if call.plain and able[name](call, capability)), MATH)
 
 
 def _flash(call: Call, capability: float) -> bool:
-    """Follows can_use_flash_attention. A head whose size is not a multiple of 8 is padded (attention.cpp)."""
+    """Follows can_use_flash_attention. Head sizes are padded to a multiple of 8 (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):
@@ -64,8 +69,9 @@ def _flash(call: Call, capability: float) -> bool:
 
 
 def _efficient(call: Call, capability: float) -> bool:
-    """Follows can_use_mem_efficient_attention. Its check_batch_size_and_num_heads_dense takes no groups up to torch
-    2.14. That of 2.15 may, and no card has shown it: the math kernel, which needs more, is counted."""
+    """Follows can_use_mem_efficient_attention. Up to torch 2.14, check_batch_size_and_num_heads_dense refuses grouped
+    heads. torch 2.15 may accept them, which has not been tested on a card: the math kernel, which needs more memory, is
+    predicted."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False
@@ -74,15 +80,16 @@ def _efficient(call: Call, capability: float) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: float) -> int:
-    """Follows minimum_gemm_alignment: returns how many elements of a head tensor cores read at once."""
+    """Follows minimum_gemm_alignment: returns the number of elements to which tensor cores need head sizes aligned."""
     if dtype in SHORT and capability >= 7.0:
         return 8
     return 4 if capability >= 8.0 else 1
 
 
 def _cudnn(call: Call, capability: float) -> bool:
-    """Follows can_use_cudnn_attention. torch 2.11 takes any dropout, and larger heads on 9.0; later ones only multiples
-    of 1/16 (check_cudnn_dropout), and heads of up to 256 with a newer cuDNN, where flash needs about as much."""
+    """Follows can_use_cudnn_attention. torch 2.11 accepts any dropout, and larger heads on 9.0. Later versions accept
+    only multiples of 1/16 (check_cudnn_dropout), and heads of up to 256 with a newer cuDNN; flash needs about as much
+    memory for these."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
     if call.dropout * 16 % 1 and LATER_THAN_2_11:
@@ -92,7 +99,7 @@ def _cudnn(call: Call, capability: float) -> bool:
 
 
 def advice(call: Call, capability: float) -> str | None:
-    """Returns a sentence with the override to type if torch would take the math kernel; None: it takes another."""
+    """Returns a sentence with the override that avoids the math kernel; None: torch uses another kernel anyway."""
     if kernel(call, capability) != MATH:
         return None
     obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]

@@ -1,7 +1,7 @@
-"""Traces a run in a process of its own: a rank of a running process group cannot simulate other ranks.
+"""Traces a run in a separate process, because a rank of a running process group cannot simulate other ranks.
 
-The process is a fresh Python, not a fork: a forked process with threads can hang, and a process that uses CUDA must not
-be forked.
+The process is a new Python interpreter instead of a fork: forking a process with threads can hang, and a process that
+uses CUDA must not be forked.
 """
 
 import os
@@ -43,9 +43,9 @@ def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, ra
 
 
 def main() -> None:
-    """Runs in the other process: traces one run, which it reads from its input."""
+    """The other process: reads a run from stdin, traces it, and writes the trace to stdout."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output that a library prints must not mix with the answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with the answer
     values, *others = pickle.load(sys.stdin.buffer)
     with undisturbed(), answers:
         try:

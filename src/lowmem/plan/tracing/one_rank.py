@@ -1,7 +1,7 @@
-"""Simulates one rank without the others: its strategy runs unchanged over torch's fake process group.
+"""Simulates one rank of several: its strategy runs unchanged over torch's fake process group.
 
-Sent data arrives nowhere and received data has no numbers, which is enough for tensors without memory: every buffer
-that an engine gathers, reduces or sends is allocated as in a run. So 512 devices take no longer than two.
+The fake process group sends nothing, and leaves received tensors as they are. This is enough for fake tensors, because
+every buffer of a collective is allocated as in a run. So tracing 512 devices takes no longer than tracing two.
 Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
@@ -26,7 +26,7 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 @contextmanager
 def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
-    """Yields the strategy of one rank. Args: run: resolved; rank: below run.devices.
+    """Context manager that yields the strategy of one rank. Args: run: resolved settings; rank: 0 to run.devices - 1.
 
     Raises:
         Refused: this process belongs to a running process group.
@@ -41,14 +41,14 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
-        ranks.all_max = ranks.broadcast = lambda value: value  # collectives answer as if all ranks had the same value
+        ranks.all_max = ranks.broadcast = lambda value: value  # as if all ranks had equal values
         ranks.all_gather = lambda value: [value] * run.devices
         ranks.rank_0_first = nullcontext
-        ranks.in_numbers = True  # each rank has the full model, without numbers
+        ranks.in_numbers = True  # every rank has the full model as fake tensors
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(load_in_parts, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # it compares numbers, once
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # compares values of weights
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks
@@ -57,7 +57,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
 
 
 def _laid_out(model: nn.Module, ranks: OneDevice, lay_out: Callable[[], object], device: torch.device) -> None:
-    """Lays out the model without a broadcast: no numbers have to come from rank 0."""
+    """Shards the model without the broadcast from rank 0, because fake tensors have no values to broadcast."""
     lay_out()
 
 
@@ -65,7 +65,7 @@ _mesh = DeviceMesh.__init__
 
 
 def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
-    """Builds a mesh outside the fake mode, because it reads its tensor of ranks."""
+    """Builds a device mesh outside the fake mode, because its constructor reads the values of its tensor of ranks."""
     with unset_fake_temporarily():
         _mesh(mesh, *args, **kwargs)
 
@@ -74,8 +74,8 @@ _init = DistributedDataParallel.__init__
 
 
 def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
-    """Builds DDP without what its C++ does with numbers: it compares weights, reads the results of communication, and
-    once rebuilds its buckets by the order in which gradients came, with the same bytes."""
+    """Builds DDP without the parts of its C++ code that read values: comparing weights, reading results of collectives,
+    and rebuilding buckets in the order of the gradients (which does not change their bytes)."""
     _init(ddp, *args, **kwargs | {"init_sync": False})
     ddp.register_comm_hook(None, _sent)
     ddp.reducer = InThisOrder(ddp.reducer)
@@ -89,7 +89,7 @@ def _sent(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class InThisOrder:
-    """Wraps a reducer of gradients so that its buckets are never rebuilt."""
+    """Wraps DDP's reducer so that its buckets are never rebuilt."""
 
     def __init__(self, reducer: object) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""Counts an operator's floating-point operations and moved bytes, which a machine's rates turn into seconds."""
+"""Counts the floating-point operations and moved bytes of an operator, which `cost/machine.py` converts to seconds."""
 
 from functools import cache
 from math import prod
@@ -12,22 +12,22 @@ from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverloa
 
 
 class Work(NamedTuple):
-    """Holds the work of one operator."""
+    """The work of one operator."""
 
-    dtype: torch.dtype  # of the products
-    flops: int  # of matrix products and attention; 0: the operator only reads and writes
-    moved: int  # bytes read and written; a tensor changed in place counts twice
+    dtype: torch.dtype  # dtype of the matrix products
+    flops: int  # FLOPs of matrix products and attention; 0 for all other operators
+    moved: int  # bytes read and written; a tensor that is changed in place counts twice
 
 
 class Touched(NamedTuple):
-    """Holds the names of the arguments that an operator reads and changes."""
+    """The names of the arguments that an operator reads and changes."""
 
     read: frozenset[str]
     changed: frozenset[str]
 
 
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
-    """Returns the work of an operator; None: a view, an allocation or a query, which move nothing."""
+    """Returns the work of an operator; None: a view, an allocation or a query, which move no data."""
     if _allocates(func):
         return None
     names, touched = _touched(func)
@@ -52,10 +52,10 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Returns the bytes that a tensor has in memory: an expanded tensor repeats fewer elements.
+    """Returns the bytes of a tensor's elements in memory, without the repeated elements of expanded dimensions.
 
-    The size of its storage does not count: work is cached by shape and strides (`shapes.py`), and the storage may be
-    larger than the tensor.
+    Computed from shape and strides instead of the storage, which may be larger; work is cached by shape and strides
+    (`shapes.py`).
     """
     distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return min(distinct, tensor.numel()) * tensor.element_size()
@@ -68,7 +68,7 @@ def _allocates(func: OpOverload) -> bool:
 
 @cache
 def _touched(func: OpOverload) -> tuple[list[str], Touched]:
-    """Returns (names of an operator's arguments, which of them it reads and changes)."""
+    """Returns (names of all arguments of an operator, the names that it reads and changes)."""
     name = schema(func).name.split("::")[1]
     arguments = schema(func).arguments
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -80,20 +80,20 @@ def _touched(func: OpOverload) -> tuple[list[str], Touched]:
     return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))
 
 
-# These overwrite their tensor without reading it.
+# Operators that overwrite their tensor without reading it.
 _OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_")
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
-    """Counts two products of T x T x D for (B, heads, T, D); the half that a causal mask hides is computed too."""
+    """Counts two matrix products of T x T x D for (B, heads, T, D), without savings for a causal mask."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 
 
 def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
-    """Counts five products instead of two."""
+    """Counts five matrix products instead of two."""
     return 5 * _attention(query, key) // 2
 
 
-# Every kernel counts the same; torch has no formula for a CPU's.
+# All kernels have one formula here; torch has none for the CPU kernels.
 _ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)

@@ -1,4 +1,9 @@
-"""The meter of a traced run records every event of the tracker and where in the model it happened."""
+"""The memory meter of a traced run: records every event of the tracker, and at which place of the model it happened.
+
+A place is a phase and a position, such as "forward first", "forward middle", "forward last", "backward end". With
+weights.order=by_layer the first micro-batch is in backward while other micro-batches still run the last block forward:
+"backward beside last".
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,16 +21,17 @@ from lowmem.system.torch_private import in_backward
 
 
 class Recording(NamedTuple):
-    """Holds the record of a window or of an evaluation."""
+    """The recorded events of a window or of an evaluation."""
 
-    points: list[Point]  # one before the first event, and one after each
-    events: list[tuple[int, int]]  # of the device, (serial, bytes): + born, - died
-    existing: int  # so many of them stand for what existed before
-    pinned: list[int]  # bytes of each activation in host memory
+    points: list[Point]  # live bytes before the first event, and after each event
+    events: list[tuple[int, int]]  # device events (serial, bytes): > 0 allocated, < 0 freed
+    existing: int  # number of leading `events` for tensors that existed before
+    pinned: list[int]  # bytes of each activation that is offloaded to host memory
 
 
 class Recorder(MemoryMeter):
-    """Extends a run's meter: it also stores what the tracker saw. Args: before: windows to ignore at the start."""
+    """A `MemoryMeter` that stores all events. Args: file: of the meter; before: number of windows to ignore at the
+    start."""
 
     tracker = ToldTracker
 
@@ -33,13 +39,12 @@ class Recorder(MemoryMeter):
         super().__init__(file)
         self.before = before
         self.recordings: list[Recording] = []  # the window, then the evaluation
-        self.marks: list[tuple[int, str]] = []  # (index of an event, the place that begins there), in the window
-        self.begins: dict[str, int] = {}  # place -> the first event of the window's recording that is there
-        self.weights = self.host_bytes = 0  # bytes of weights on the device; of weights and masters on the host
+        self.marks: list[tuple[int, str]] = []  # (index of an event, place that begins there), in the window
+        self.begins: dict[str, int] = {}  # place -> index of its first event in the window's `Recording.events`
+        self.weights = self.host_bytes = 0  # bytes of weights on the device; of all long-lived tensors on the host
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Adds hooks that mark where a pass is: at the first block, at the last, or between them. By layer the
-        first micro-batch of a window is in backward while the others still have to pass through the last block."""
+        """Registers hooks that mark the place of a pass: the first block, the last block, or the blocks between."""
         stack = stack_of(model)
         if not stack:
             return
@@ -50,7 +55,7 @@ class Recorder(MemoryMeter):
             self._mark(f"forward {name}" if self._phase == "forward" else f"{self._phase} beside {name}")
 
         def enters(*_, name: str) -> None:
-            if not in_backward():  # there a checkpoint recomputes the block
+            if not in_backward():  # in backward the block is only recomputed
                 mark(name)
 
         def leaves(_, __, output: object, name: str) -> None:
@@ -81,7 +86,7 @@ class Recorder(MemoryMeter):
         self.weights, self.host_bytes = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns a point for every event: the places of a pass are counted in events."""
+        """Returns the timeline without thinning, because `marks` are indices of events."""
         return list(tracker.timeline())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
@@ -97,13 +102,16 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns the device's highest point at each place of a pass, with the host's highest bytes there.
+    """Returns for each place of a pass the point with the most device bytes, combined with the highest host bytes.
 
-    On a CPU both sides are in one memory, and their sum may be highest at another point than the device's: in each
-    category, `host_bytes` is then the difference between the point of the highest sum and the device's highest point.
+    On a CPU, device and host share one memory, and their sum may be highest at another point than the device's bytes.
+    `host_bytes` is then the difference, per category, between the point with the highest sum and the device's highest
+    point.
 
     Args:
-        points: of a `Recording`; marks: of its `Recorder`; without marks each phase is a place.
+        points: the points of a `Recording`.
+        marks: the marks of the `Recorder`; if empty, each phase is a place.
+        on_card: the run is for a card.
     """
     starts = [start for start, _ in marks[1:]] + [len(points)]
     places: dict[str, list[Point]] = {}
@@ -117,7 +125,7 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns the highest place of each phase, with the host's highest bytes in that phase as in `by_place`."""
+    """Returns the highest point of each phase, with the phase's highest host bytes, as in `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

@@ -1,9 +1,9 @@
-"""Defines the mode in which a traced run computes: operators yield tensors with a shape and a storage, but no memory.
+"""A fake tensor mode for traced runs: operators return tensors with a shape and a storage, but without memory.
 
-torch's own mode computes an operator's result from its arguments' shapes. A model repeats the same calls in each block,
-for each parameter of a shape, and in each trace of a search, which spends most of its time on them. So results are
-cached and rebuilt from notes, which takes a sixth of the time. Calls that are not plain (with a constant, a shape that
-depends on numbers, or memory that changes its size) go to torch each time.
+torch's FakeTensorMode computes the result of an operator from the shapes of its arguments. A model repeats equal calls
+in each block, for each parameter of equal shape, and in each trace of a search. So results are cached by operator and
+shapes and rebuilt from the cache, which takes a sixth of the time. Calls with constants, with shapes that depend on
+values, or with storages that change their size are not cached.
 """
 
 from collections import Counter
@@ -35,9 +35,8 @@ from lowmem.system.torch_private import (
     tree_leaves,
 )
 
-EXPERTS = 3  # this many stand for all that a mixture calls one by one: a third adds its gradient to the sum of two
-# The most operators of a micro-batch: four times the number of GPT-2 XL. A loop that waits for a number would never
-# end.
+EXPERTS = 3  # traced experts of a mixture that calls its experts one by one; the third adds to the sum of two gradients
+# Maximum operators of a micro-batch: four times as many as in GPT-2 XL. A loop that depends on values might not end.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -50,47 +49,48 @@ class TooLong(Exception):
 
 
 class OutputSpec(NamedTuple):
-    """Describes a tensor that an operator yields."""
+    """Describes a tensor that an operator returns."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0
-    view_of: int | None = None  # index of the argument tensor whose storage it shares; None: its own storage
+    view_of: int | None = None  # index of the argument whose storage the tensor shares; None: new storage
 
 
 class Known(NamedTuple):
-    """Holds what an operator does to arguments of some shapes."""
+    """The cached result of an operator for arguments of some shapes."""
 
-    makes: tuple[OutputSpec | None, ...]  # None: the operator yields None
-    kind: type | None  # tuple or list, if it yields several tensors
-    yields: int | None  # the number of the tensor that it changes and yields; None: it makes others
+    makes: tuple[OutputSpec | None, ...]  # the outputs; None: the operator returns None
+    kind: type | None  # tuple or list, if the operator returns several tensors
+    yields: int | None  # index of the argument that is changed in place and returned; None: outputs are new tensors
     work: Work | None
 
 
-_known: dict[tuple, Known] = {}  # for this process: (operator, notes on its arguments) -> its effect
+_known: dict[tuple, Known] = {}  # cache of this process: (operator, shapes of arguments, ...) -> result
 
 
 class ShapeMode(LeanFakeTensorMode):
-    """Answers questions about numbers, counts the work of every operator, and reports results to the trackers."""
+    """A fake tensor mode that answers data-dependent checks, counts the work of each operator, and reports outputs to
+    memory trackers. Args: over_gloo: devices communicate over gloo instead of NCCL."""
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
-        self.over_gloo = over_gloo  # devices exchange over gloo, not NCCL
+        self.over_gloo = over_gloo
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
         self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
-        self.operators = 0  # without operators of updates, which may step a large parameter in thousands of pieces
-        self.micro_batches = 1  # of a window
-        self.spread = False  # tokens were spread evenly over experts
-        self._inside = False  # inside an operator that torch composes of others
+        self.operators = 0  # number of operators outside of updates, which may use thousands per parameter
+        self.micro_batches = 1  # micro-batches of a window
+        self.spread = False  # True: tokens were assumed to be spread evenly over experts
+        self._inside = False  # True: inside a composite operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ASKS_FOR_DEVICE:  # C++ calls it as often as all other operators together
+        if func is ASKS_FOR_DEVICE:  # as frequent as all other operators together
             return args[0].device
-        if func is WAITS:  # torch would make another tensor
+        if func is WAITS:  # torch would create a new tensor
             return args[0]
-        if func.namespace == "profiler":  # marks of torch.optim around each step
+        if func.namespace == "profiler":  # profiler annotations of torch.optim
             return func(*args, **(kwargs or {}))
         if self._inside:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -111,20 +111,20 @@ class ShapeMode(LeanFakeTensorMode):
             out, work = self._computed(func, types, args, kwargs or {})
         finally:
             self._inside = False
-        if out is NotImplemented:  # of a sharded tensor: the call comes again with the local shard
+        if out is NotImplemented:  # a DTensor: the call is repeated with the local shard
             return out
         if self.phase is not None and work is not None:
             self.work[self.phase, work] += 1
         if self.phase is not None and (call := traffic.sent(func, args, out)) is not None:
             self.sent[self.phase, call[0]] += call[1]
         tracker.see(out)
-        if func is ADDS_IN_PARTS and self.over_gloo:  # gloo needs a copy of the full tensor, NCCL none
+        if func is ADDS_IN_PARTS and self.over_gloo:  # gloo, unlike NCCL, copies the full tensor
             with self:
                 torch.empty_like(args[1])
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
-        """Wraps a call so that its work counts for this phase, wherever it runs."""
+        """Wraps a function so that its work is counted in the given phase, also inside another phase."""
 
         def counted(*args, **kwargs):
             before, self.phase = self.phase, self.phase and phase  # work before the traced window does not count
@@ -136,14 +136,15 @@ class ShapeMode(LeanFakeTensorMode):
         return counted
 
     def _used(self, mask: Tensor) -> Tensor:
-        """Returns the used entries of a mask: EXPERTS of the experts (E,), or an even share of the tokens (k, T)."""
+        """Returns the indices of `nonzero` for a mask of a mixture of experts: EXPERTS experts for a mask (E,), or an
+        even share of the tokens for a mask (k, T)."""
         self.spread = True
         rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
         with self:
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Replaces the sizes of a split by even ones: the sizes asked for come from numbers, which are not real."""
+        """Replaces the sizes of a split by equal ones, because the given sizes come from values that are not real."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim
@@ -167,7 +168,7 @@ class ShapeMode(LeanFakeTensorMode):
         if out is NotImplemented:
             return out, None
         work = work_of(func, args, kwargs, out)
-        resized = shapes != [tensor.shape for tensor in tensors]  # a result that was written to a given tensor
+        resized = shapes != [tensor.shape for tensor in tensors]  # an out= argument was resized
         if plain and not resized and (known := _as_known(func, tensors, out, work)) is not None:
             _known[key] = known
         return out, work
@@ -187,32 +188,32 @@ class ShapeMode(LeanFakeTensorMode):
         return self.holding(meta)
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
-        """Calls the grouped products of experts in bf16: torch infers their shape only in bf16, but computes in any
-        dtype."""
+        """Calls the grouped matrix products of experts in bf16, because torch's shape inference supports only bf16."""
         a, b, *rest = args
         with self:
             return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
 
 
 def _is_real(args: tuple) -> bool:
-    """Returns whether all tensors of a call have real numbers, like tensors of a device mesh."""
+    """Returns True if all tensors of a call have real values, such as a device mesh's tensor of ranks."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _noted(values, key: list, tensors: list[Tensor]) -> bool:
-    """Notes the arguments in `key`. Returns whether the result depends on nothing else."""
+    """Appends the arguments to the cache key, and their tensors to `tensors`. Returns: False if the call cannot be
+    cached."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
-            if value.fake_device.type != "cpu":  # another device's data is not here
+            if value.fake_device.type != "cpu":  # its storage is not on the CPU
                 return False
             key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             tensors.append(value)
         elif kind in PLAIN:
-            key += (kind, value)  # 1 and 1.0 are equal, and yield other dtypes
+            key += (kind, value)  # the type too: 1 == 1.0, but the result's dtype may differ
         elif kind is list or kind is tuple:
             key += (kind, len(value))
             if not _noted(value, key, tensors):
@@ -223,12 +224,12 @@ def _noted(values, key: list, tensors: list[Tensor]) -> bool:
 
 
 def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
-    """Returns a note of the call to rebuild its result; None: its arguments' shapes do not suffice."""
+    """Returns the cache entry of a call; None: the result cannot be rebuilt from the shapes of the arguments."""
     if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
         return None
     if schema(func).is_mutable:
         written = [argument.name for argument in schema(func).arguments if argument.is_write]
-        if out is None:  # it changes several tensors and yields none
+        if out is None:  # changes tensors in place and returns nothing
             return Known((None,), None, None, work)
         changed = next((number for number, tensor in enumerate(tensors) if tensor is out), None)
         return None if changed is None or len(written) > 1 else Known((), None, changed, work)
@@ -241,7 +242,7 @@ def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work |
             return None
         makes.append(spec)
         if spec is not None and spec.view_of is None:
-            storages[storage_key(output)] = -1  # a later result that shares this new storage cannot be rebuilt
+            storages[storage_key(output)] = -1  # outputs that share a new storage cannot be rebuilt
     kind = list if isinstance(out, list) else tuple if several else None
     return Known(tuple(makes), kind, None, work)
 

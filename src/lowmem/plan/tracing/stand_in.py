@@ -1,9 +1,9 @@
-"""Replaces an optimizer whose step needs real numbers by a stand-in with as much state and scratch.
+"""Replaces an optimizer whose step needs real data by a stand-in that allocates equal amounts of memory.
 
-8-bit optimizers read their data behind torch's back (a C++ or CUDA library, compiled code), so they cannot step tensors
-without memory. But their state and the scratch of a step have a fixed number of bytes per element. So the real
-optimizer steps one and then two small real parameters of each role under the tracker: the second one's bytes are the
-rate. Nothing here knows any optimizer by name.
+8-bit optimizers pass raw pointers to C++, CUDA or compiled code, so they cannot step fake tensors. But their state and
+the temporary memory of a step have a fixed number of bytes per element. So the real optimizer steps first one and then
+two small real parameters of each role (matrix, embedding, vector), and the difference gives the rates. No optimizer is
+known by name.
 """
 
 from collections import Counter
@@ -21,18 +21,18 @@ from lowmem.step.one_weight import OnePass, Step
 from lowmem.system import process
 from lowmem.techniques.optim.build import PAGED_FROM, MakeOptimizer, pageable
 
-SIDE = 256  # of a probe: a multiple of the blocks of every optimizer with state in blocks
-WIDE = 2048  # of a probe so large that malloc must ask the system for its scratch
-SMALL = 1024  # elements of a probe that is below THRESHOLD
-THRESHOLD = 4096  # elements below which 8-bit optimizers hold a parameter's state in 32 bits
+SIDE = 256  # rows and columns of a probe: a multiple of all block sizes of quantized state
+WIDE = 2048  # rows and columns of a probe whose temporaries are large enough that malloc uses mmap
+SMALL = 1024  # elements of a small probe (below THRESHOLD)
+THRESHOLD = 4096  # elements below which 8-bit optimizers keep a parameter's state in 32 bits
 
 
 class Rate(NamedTuple):
-    """Holds bytes per element of a parameter."""
+    """Bytes per element of a parameter."""
 
-    tensors: tuple[float, ...]  # of each tensor of the state
-    scratch: float  # on top of the state, while a parameter is stepped
-    pageable: float  # bytes of the state that CUDA pages on a card if the parameter is large
+    tensors: tuple[float, ...]  # each tensor of the state
+    scratch: float  # temporary memory of a step
+    pageable: float  # the part of the state that CUDA pages on a card if the parameter is large
 
     @property
     def state(self) -> float:
@@ -40,12 +40,14 @@ class Rate(NamedTuple):
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
-    """Probes an optimizer and returns its stand-in.
+    """Measures an optimizer and returns a factory of its stand-in.
 
-    Args: one_kernel: a step is a single kernel (a card's, or generated), which allocates no tensors for its scratch;
-    pages: whether there is a card that could page state.
+    Args:
+        make: factory of the optimizer.
+        one_kernel: a step is a single kernel (CUDA or compiled) that allocates no temporary tensors.
+        pages: the run is for a card, which could page state.
     """
-    with torch.compiler.set_stance("force_eager"):  # generated code has the same state, and takes seconds to make
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds and does not change the state
         rates = {
             (role, small): _rate(make, one_kernel, role, small)
             for role in ("matrix", "embedding", "vector")
@@ -57,10 +59,10 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Returns the bytes of scratch per element inside the operators or generated code of a real step.
+    """Returns the bytes per element of temporary memory inside the operators or compiled code of a real step.
 
-    The tracker does not see them, so they are measured as the growth of the process. If code must be generated, this
-    takes some 5 s.
+    The tracker cannot see this memory, so it is measured as growth of the process's resident memory. Takes about 5 s if
+    code has to be compiled.
     """
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
@@ -74,10 +76,13 @@ def unseen(make: MakeOptimizer) -> float:
 
 
 class StandIn(Optimizer):
-    """Allocates state and scratch by measured rates.
+    """An optimizer that only allocates state and temporary memory, by measured rates.
 
-    Args: params: groups with a `role`; rates: by role, and by whether the parameter is small; pages: whether there is a
-    card that pages state: `paged` then counts it, and no tensor holds it, since torch allocates none of it.
+    Args:
+        params: parameter groups with a `role`.
+        rates: (role, True for small parameters) -> bytes per element.
+        pages: the run is for a card that pages state. Paged state is counted in `paged` instead of being allocated,
+            because torch does not allocate it.
     """
 
     def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
@@ -106,7 +111,7 @@ class StandIn(Optimizer):
             self.state[p]["paged"] = round(leaves * p.numel())
             self.state[p] |= {key: _bytes(size, p) for key, size in enumerate(stays)}
         _bytes(rate.scratch, p)
-        weight.add_(gradient)  # as a kernel does: reads the gradient, reads and writes weight and state, once
+        weight.add_(gradient)  # the memory traffic of a fused kernel: read gradient; read and write weight and state
         for state in self.state[p].values():
             if isinstance(state, Tensor):
                 state.neg_()
@@ -123,7 +128,7 @@ def _bytes(rate: float, p: Tensor) -> Tensor:
 
 
 class Probe(nn.Module):
-    """Holds one or two parameters of a role for real steps."""
+    """One or two parameters of a role, for real steps."""
 
     def __init__(self, role: str, small: bool, count: int) -> None:
         super().__init__()
@@ -145,8 +150,8 @@ def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
-    """Returns the bytes of (each tensor of the state, scratch, pageable state) of the second real step; the first
-    creates the state. The scratch of generated code is not included."""
+    """Returns the bytes of (each tensor of the state, temporary memory, pageable state), measured in a second real
+    step, after the first has created the state. Temporary memory inside compiled code is not included."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
@@ -162,6 +167,6 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
-    """Returns the state's (bytes, pageable bytes) per parameter of a large matrix, counted after real steps."""
+    """Returns the optimizer state's (bytes, pageable bytes) per parameter of a large matrix, measured in real steps."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
     return sum(state) / SIDE**2, leaves / SIDE**2

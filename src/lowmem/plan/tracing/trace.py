@@ -1,14 +1,14 @@
-"""The tracer executes a run on tensors without memory.
+"""Traces a run: executes it on fake tensors, and records its memory and work.
 
 The run's own module, callbacks and precision plugin train one micro-batch and evaluate once under the real Lightning
-trainer, watched by the run's own meter. Only the tensors are fake: they have a shape, a dtype and a storage whose bytes
-can be counted, and no memory. So a prediction is not a formula of the run; it is the run. Questions about numbers ("are
-all gradients finite?") are answered with yes.
+trainer, measured by the run's own memory meter. Only the tensors are fake: they have a shape, a dtype and a storage
+whose bytes are counted, but no memory. So the prediction comes from the run's own code instead of formulas.
+Data-dependent checks (such as "are all gradients finite?") return True.
 
-One micro-batch stands for all of a run: the optimizer state exists before it, and if a window has several, so do the
-gradients of an earlier one. With several devices, one rank is traced and the others are simulated (`one_rank.py`). Only
-the engine knows what it stores from one window to the next, so a full window then precedes the one that counts, and if
-windows have several micro-batches, both have two.
+One micro-batch represents all others: optimizer state is created before it, and with gradient accumulation also the
+gradients of an earlier micro-batch (`Steady`). With several devices, one rank is traced and the other ranks are
+simulated (`one_rank.py`). Strategies keep buffers from one window to the next, so a full window is executed before the
+one that counts; with gradient accumulation both windows have two micro-batches.
 """
 
 import logging
@@ -71,13 +71,13 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Returns why a model cannot be traced: its code raised `error` because it needs numbers.
+    """Returns the reason why a model cannot be traced, if the model's code raised `error` because it needs real values.
 
     Raises:
-        error: the model's code did not raise it; a fault of lowmem must not look like a model that cannot be traced.
+        error: other code raised it. A bug of lowmem must not look like a model that cannot be traced.
     """
     cause = error
-    while cause.__cause__ is not None:  # a pipeline's schedule wraps what a stage has raised
+    while cause.__cause__ is not None:  # a pipeline schedule wraps the errors of a stage
         cause = cause.__cause__
     if not isinstance(cause, TooLong) and not _raised_by_a_model(cause):
         error.add_note("This is a bug in the planner. Type plan=off to start without a prediction.")
@@ -86,12 +86,10 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Returns whether the innermost code outside torch and Python's library belongs to the model.
-
-    It does not if it is in lowmem, Lightning or Hydra.
-    """
+    """Returns True if the innermost code outside of torch and Python's standard library belongs to the model, that is,
+    not to lowmem, Lightning or Hydra."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # torch's way to raise
+    files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # errors pass through it
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
     return bool(callers) and not {PACKAGE, LIGHTNING, HYDRA} & {*callers[-1].parents}
 
@@ -101,23 +99,23 @@ def _of_python(file: Path) -> bool:
 
 
 def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:
-    """Trains one window and evaluates once, without memory.
+    """Trains one window and evaluates once on fake tensors.
 
     Args:
-        run: resolved, with a number for batch_size.
+        run: resolved settings, with a number for batch_size.
         on_card: trace as CUDA computes, even on a machine without CUDA.
-        depth: blocks of the model; None: all of them.
-        capability: of the card; None: see `card.kernels`.
+        depth: number of blocks; None: all blocks of the model.
+        capability: the card's compute capability; None: see `as_card.kernels`.
         rank: the rank to trace if the run has several devices.
 
     Raises:
-        Exception: the model's code needs numbers; `untraceable` tells such an error from a fault of lowmem.
+        Exception: the model's code needs real values; `untraceable` tells such an error from a bug of lowmem.
     """
     run = _here(run)
     config = of_depth(model.describe(run, plans=True).grown, depth)
     with quietly():  # a probe's step warns that it is not on a card
         make, scratch = _optimizer(run, on_card)
-        instantiate(run.adapter)  # imports its library, which must not happen while tensors have no memory
+        instantiate(run.adapter)  # imports the adapter's library, which must happen outside of the fake mode
     mode = ShapeMode(over_gloo=not on_card)
     with (
         quietly(),
@@ -150,7 +148,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         micro_batches = [example(run.data.arguments, run.batch_size, run.seq_len) for _ in range(several)]
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
-        of_shard = of_shard or _of_shard(module)  # by now the precision has narrowed the weights
+        of_shard = of_shard or _of_shard(module)  # now the weights have the precision's dtype
     (window, *others), workspaces = recorder.recordings, {}
     places = by_place(window.points, recorder.marks, on_card)
     for recording in others:
@@ -190,7 +188,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
-    """Returns {event of the window: bytes of cuBLAS's workspaces that are taken there}."""
+    """Returns {index of an event in the window: bytes of cuBLAS workspaces that are allocated there}."""
     existing, begins = recorder.recordings[0].existing, recorder.begins
     forward = begins.get("forward first", begins.get("forward start", existing))
     places = forward - existing, begins.get("backward end", forward) - existing
@@ -199,8 +197,9 @@ def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict
 
 @contextmanager
 def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
-    """Assumes documents in packed rows, which tensors without memory cannot tell apart: two in each row if they take
-    turns in attention, and else one, of which the kernel for all stores as much."""
+    """Context manager that assumes the number of documents in packed rows, which fake tensors cannot show: two per row
+    if attention is computed document by document, otherwise one (a single kernel call stores equally much for any
+    number)."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -217,15 +216,15 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 
 
 def _here(run: Run) -> Run:
-    """Returns the run on the CPU, where tensors without memory lie, even if its precision was configured for a card; a
-    drive is not touched."""
+    """Returns the run on the CPU, where fake tensors are, even if its precision was configured for a card, and without
+    a drive."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
     return run.knowing(device="cpu", **precision, **in_memory)
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
-    """Builds the run's own module of tensors without memory: there are no numbers to draw, and nothing to move."""
+    """Builds the run's own module with fake tensors: weights are neither initialized nor moved between devices."""
     described = model.Described(run.model, config).at_random
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves an adapter to its layer
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
@@ -248,7 +247,7 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
         callbacks=callbacks,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    trainer.strategy.world_size = 1  # else Lightning reduces a number over all ranks: should one stop?
+    trainer.strategy.world_size = 1  # otherwise Lightning reduces a stop flag over ranks
     return trainer
 
 
@@ -273,7 +272,7 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
-    """Cuts a configuration, in place, to its first blocks. Values that it lists by block are cut with it."""
+    """Reduces a config in place to the first `depth` blocks, including lists with a value per block."""
     if depth is not None:
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -283,21 +282,23 @@ def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
-    """Returns (an optimizer that steps without numbers, bytes of scratch per element in the real one's operators)."""
+    """Returns (factory of an optimizer that can step fake tensors, bytes per element of temporary memory inside the
+    real optimizer's operators)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if not run.technique("optim").steps_on_shapes:
-        # A card's own kernels need no scratch. Generated ones do; it is assumed to be as large as on a CPU.
+        # CUDA kernels need no temporary memory. Compiled code does, assumed to be as much as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)
     return (as_card.foreach(make) if on_card else make), scratch
 
 
-_probed: dict[tuple, object] = {}  # for this process: (probe, optimizer, arguments) -> its result
+_probed: dict[tuple, object] = {}  # cache of this process: (probe, optimizer, arguments) -> result
 
 
 def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
-    """Runs a probe of an optimizer once per process: it takes real steps, and its result is the same in every trace."""
+    """Returns the cached result of probing an optimizer. A probe does real steps, and gives equal results in every
+    trace."""
     key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
@@ -306,8 +307,8 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Mutes logs and warnings: the real run prints its own, and the others come from tensors without numbers."""
-    logging.disable(logging.CRITICAL)  # torch logs a traceback for each question that a fake tensor cannot answer
+    """Context manager that mutes logs and warnings. The real run repeats those that matter."""
+    logging.disable(logging.CRITICAL)  # torch logs a traceback for each data-dependent check of a fake tensor
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -316,18 +317,22 @@ def quietly() -> Iterator[None]:
 
 
 class Steady(Callback):
-    """Makes the traced window one of many: memory already holds what earlier windows and micro-batches leave behind.
+    """Brings memory into the state of a later window before the traced window starts: optimizer state exists, and with
+    gradient accumulation the gradients of an earlier micro-batch.
 
-    It comes after all callbacks except the loss's own, whose work counts. During the traced window it sets the phase
-    of `mode`, so only that window's work counts.
+    During the traced window this callback sets `mode.phase`, so that only this window's work is counted. It is the last
+    callback except for the callbacks of the loss, whose work counts too.
 
-    Args: before: windows that run before the traced one and leave their memory behind.
+    Args:
+        mode: the fake tensor mode, which counts work by phase.
+        run: the settings.
+        before: number of windows that are executed before the traced one. If not 0, these create the state.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
         self.mode, self.accumulates, self.early, self.before = mode, run.accumulates, run.early, before
         self.overlaps = run.overlaps
-        self.counts = False  # whether this window's work counts
+        self.counts = False  # True: the work of this window is counted
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._count(module.optimizer)
@@ -337,10 +342,10 @@ class Steady(Callback):
         if self.accumulates or module.masters is not None:
             self._make_gradients(module)
         if module.masters is not None and (self.overlaps or not self.accumulates):
-            module.optimizer.mark_used(self.early)  # by the step of the previous window
+            module.optimizer.mark_used(self.early)  # as after the step of the previous window
 
     def _count(self, optimizer: WindowOptimizer) -> None:
-        """Counts clip, step and update in phases of their own, even if they run inside backward."""
+        """Counts the work of sum, step and update in separate phases, even if it runs inside backward."""
         counting, clip = self.mode.counting, optimizer.clip
 
         def clipped(*args) -> None:
@@ -360,8 +365,8 @@ class Steady(Callback):
             optimizer.step_one = counting("update", optimizer.step_one)
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
-        """Returns the step of a weight on the host. Only the first weight of a kind steps: others of its shape, dtypes,
-        group and place do the same work in the same scratch. Args: known: kind -> work of a step."""
+        """Returns a replacement for the step of a weight on the host, in which only the first weight of a kind (shape,
+        dtypes, group and place) steps. For all others the first one's work is counted. Args: known: kind -> work."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
@@ -379,7 +384,7 @@ class Steady(Callback):
 
     def _step_all(self, module: LightningModule) -> None:
         """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
-        stepped, and the others of the kind get a state like theirs."""
+        stepped; all others of the kind get state of equal sizes (`another`)."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}
@@ -394,7 +399,7 @@ class Steady(Callback):
                 optimizer.state[stepped] = another(*(optimizer.state[p] for p in kind[:2]))
                 continue
             data = stepped.data
-            if stepped is not p:  # a master may have no data between two steps
+            if stepped is not p:  # a master may be a placeholder between two steps
                 stepped.data = torch.empty_like(data)
             stepped.grad = torch.empty_like(stepped)
             optimizer.step_one(group, stepped)
@@ -405,9 +410,9 @@ class Steady(Callback):
     def _make_gradients(self, module: LightningModule) -> None:
         def run() -> None:
             for _, p in trainable(module):
-                p.backward(torch.empty(p.shape, dtype=p.dtype))  # on a leaf: sets its gradient and calls its hooks
+                p.backward(torch.empty(p.shape, dtype=p.dtype))  # sets the gradient of a leaf and calls its hooks
 
-        count = 2 if self.accumulates else 1  # the second widens the masters' sums
+        count = 2 if self.accumulates else 1  # the second gradient converts the masters' sums to fp32
         module.weights.run_micro_batches([run] * count, Generators.alike(module.device, count, seed=None))
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
@@ -429,7 +434,8 @@ class Steady(Callback):
 
 
 def another(first: object, second: object) -> object:
-    """Returns a third parameter's state, built from those of two of its kind: what both share, the third shares too."""
+    """Returns optimizer state for a third parameter, built from the states of two: tensors that both share are shared,
+    all other tensors are new."""
     if isinstance(second, Tensor):
         return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
     if isinstance(second, dict):

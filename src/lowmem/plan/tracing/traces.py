@@ -1,6 +1,6 @@
-"""Holds what a traced run shows: the sizes of its model, its memory, and its work.
+"""The results of a trace: sizes of the model, memory, and work.
 
-A field that a run has nothing of is 0. No field has a default, so none can be forgotten: `trace` fills all of them.
+A field that does not apply to a run is 0. No field has a default, so `trace` cannot forget one.
 """
 
 from collections import Counter
@@ -15,59 +15,59 @@ from lowmem.plan.tracing.traffic import Sent
 
 @dataclass
 class ModelSizes:
-    """Holds the sizes of a rank's share of the model, and where its tensors are."""
+    """Sizes of a rank's share of the model, and where its tensors are."""
 
-    steps_on_host: bool  # the optimizer steps on the host, while the weights are on the device
-    waits_on_host: bool  # weights, gradients and state wait on the host
-    trained_parameters: int  # parameters that require a gradient
-    largest_trained: int  # elements of the largest of these
-    trained_in_blocks: int  # elements of the trained parameters of blocks
+    steps_on_host: bool  # host masters: the optimizer runs on the host
+    waits_on_host: bool  # CPU offload of a strategy: weights, gradients and state are in host memory
+    trained_parameters: int  # elements of parameters that require a gradient
+    largest_trained: int  # elements of the largest trained parameter
+    trained_in_blocks: int  # elements of trained parameters in blocks
     gradients: int  # bytes of all gradients, as backward computes them
-    blocks: tuple[int, int]  # (number of blocks, bytes of the largest on the device)
-    streamed: int  # bytes of the blocks' weights that come from the host for each pass
-    outside: int  # bytes of weights outside the blocks that wait on the host too
-    head: int  # bytes of `outside` that come for each pass, in tiles
-    paged: int  # bytes of state that CUDA pages: in no phase, since torch allocates none of it
+    blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
+    streamed: int  # bytes of the blocks' weights that are copied from the host for each pass
+    outside: int  # bytes of streamed weights outside the blocks
+    head: int  # the part of `outside` that is copied for each pass, in tiles
+    paged: int  # bytes of optimizer state that CUDA pages; not in `phases`, because torch does not allocate it
     offloaded: int  # bytes of activations in host memory
-    drive: Sizes  # of masters and state, if weights stream: what weights.drive would have them take
+    drive: Sizes  # sizes of masters and state of streamed weights on a drive, also if no drive is used
 
 
 @dataclass
 class MemoryTrace(ModelSizes):
-    """Holds the memory of one window and one evaluation."""
+    """Memory of one window and one evaluation."""
 
     parameters: int
     largest: int  # elements of the largest parameter
-    weights: int  # bytes on the device
+    weights: int  # bytes of weights on the device
     host_bytes: int  # bytes of weights and masters in host memory
-    unseen: int  # bytes of scratch inside the operators of a step, which the tracker does not see
-    generated: bool  # torch.compile generates the step
-    workspace: int  # bytes of cuBLAS on a card, which the tracker does not see
-    leaves: int  # bytes of the largest gradient that leaves at once
-    ahead: int  # bytes of gradients that may wait on the device for the link
-    rounding: int  # bytes by which `offloaded` grows in pinned memory, which is allocated in powers of two
-    places: dict[str, Point]  # the highest point at each place of a pass
+    unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
+    generated: bool  # the step is compiled by torch.compile
+    workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
+    leaves: int  # bytes of the largest gradient that is sent to the host at once
+    ahead: int  # bytes of gradients that may queue on the device, see `Link.ahead`
+    rounding: int  # bytes that rounding to powers of two adds to `offloaded` in pinned memory
+    places: dict[str, Point]  # the highest point at each place of a pass, see `recorder.py`
     phases: dict[str, Point]  # the highest point of each phase
-    # Device events, (serial, bytes): + born, - died. Events of a window begin with the tensors that exist before it;
+    # Device events (serial, bytes), > 0 allocated, < 0 freed. They begin with the tensors that exist before the window;
     # for a card they begin with the run's first window, see `from_the_start`. Empty: not known.
     events: list[tuple[Hashable, int]]
 
 
 @dataclass
 class WorkTrace(ModelSizes):
-    """Holds the work of one window."""
+    """Work of one window."""
 
-    # (phase, an operator's work) -> how often. Phases of a micro-batch: forward, backward, sum (the host sums its
-    # gradients) and travel (weights are copied for it). Phases of a window: step (all work on gradients before they are
-    # used) and update. The prefix EARLIER marks a micro-batch that is not its window's last.
+    # (phase, an operator's work) -> number of calls. Phases of a micro-batch: forward, backward, sum (the host sums its
+    # gradients) and travel (weights are copied for it). Phases of a window: step (gradient norm and other work before
+    # the update) and update. The prefix EARLIER marks a micro-batch that is not the last of its window.
     work: Counter[tuple[str, Work]]
-    sent: Counter[tuple[str, Sent]]  # (phase, exchange between devices) -> bytes
+    sent: Counter[tuple[str, Sent]]  # (phase, kind of collective) -> bytes
 
 
 @dataclass
 class Trace(MemoryTrace, WorkTrace):
-    """Holds the memory and the work of a traced run."""
+    """Memory and work of a traced run."""
 
-    advice: str | None  # set if attention takes the math kernel
-    estimate: str | None  # why the trace is only an estimate
-    neediest: tuple[int, ...]  # ranks worth tracing: one of them has the highest peak
+    advice: str | None  # set if attention uses the math kernel
+    estimate: str | None  # the reason if the trace is only an estimate
+    neediest: tuple[int, ...]  # ranks to trace: one of these has the highest peak

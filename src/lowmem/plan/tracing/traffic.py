@@ -1,10 +1,13 @@
-"""Counts what a device exchanges with others, from the calls of its engine: bytes over the links inside a node, and
-over the links between nodes.
+"""Counts the bytes that a device receives from other devices, over the links inside a node and over the links between
+nodes.
 
-The bytes that must arrive are counted, the least that any library can do, not how a library moves them. In an
-all-gather of S bytes over n ranks each rank must receive S (n - 1) / n. Bytes from other nodes enter a node once, over
-the links of all its ranks. An all-reduce needs twice as much (Patarasu and Yuan 2009): a reduce-scatter and then an
-all-gather.
+The lower bound of each collective is counted, independent of the library's algorithm:
+
+    all-gather, reduce-scatter of S bytes over n ranks    S (n - 1) / n per rank
+    all-reduce                                            twice as much: reduce-scatter, then all-gather
+    send and receive                                      S
+
+Bytes from other nodes enter a node once, divided over the links of all its ranks. Source: Patarasu and Yuan 2009.
 """
 
 from collections import Counter
@@ -16,9 +19,9 @@ from torch import Tensor
 
 from lowmem.system.torch_private import OpOverload, group_of, schema, tree_leaves
 
-EARLIER = "earlier "  # prefix of a phase: the micro-batch is not its window's last
+EARLIER = "earlier "  # prefix of a phase of a micro-batch that is not the last of its window
 NODE = 8  # devices per node
-# torch's namespaces: engines call `c10d` and go on without waiting; a DTensor calls `_c10d_functional` and waits
+# namespaces of collectives: strategies call `c10d` asynchronously; a DTensor calls `_c10d_functional` and waits
 SPACES = ("c10d", "_c10d_functional")
 GATHERS, ADDS, BOTH, ENDS = "gather", "reduce", "both", ("send", "receive")
 KINDS = {
@@ -33,7 +36,7 @@ KINDS = {
 
 
 class Sent(NamedTuple):
-    """Identifies a kind of call. Args: ranks: those that take part; waits: whether the calling device waits."""
+    """A kind of collective, or a send. Args: ranks: the participating ranks; waits: the device waits for the result."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -41,7 +44,7 @@ class Sent(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Holds the bytes that a device receives over the links inside its node, and over those from other nodes."""
+    """Bytes that a device receives over the links inside its node, and over the links from other nodes."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -57,7 +60,7 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | None:
-    """Returns (kind of call, bytes of the full tensor that is gathered, added or sent); None: nothing is exchanged."""
+    """Returns (kind of collective, bytes of the full tensor); None: the operator is not a collective."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
@@ -73,7 +76,8 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | No
 
 
 def traffic(call: Sent, full: float, node: int) -> Traffic:
-    """Returns what one device receives in a call. Args: node: devices per node; consecutive ranks share a node."""
+    """Returns the bytes that one device receives in a collective. Args: full: bytes of the full tensor; node: devices
+    per node; consecutive ranks share a node."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
     if call.kind in ENDS:
         return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)
@@ -83,7 +87,8 @@ def traffic(call: Sent, full: float, node: int) -> Traffic:
 
 
 def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[str, bool], Traffic]:
-    """Returns (phase, whether the device waits) -> traffic. Args: calls: (phase, kind of call) -> full bytes."""
+    """Returns (phase, True if the device waits) -> traffic. Args: calls: (phase, kind of collective) -> full bytes;
+    node: devices per node."""
     received: dict[tuple[str, bool], Traffic] = {}
     for (phase, call), full in calls.items():
         key = phase, call.waits
@@ -92,11 +97,11 @@ def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[s
 
 
 def of_window(calls: Mapping[tuple[str, Sent], float], micro_batches: int, node: int) -> Traffic:
-    """Returns what a device exchanges in an optimizer step."""
+    """Returns the bytes that a device receives in an optimizer step."""
     phases = by_phase(calls, node).items()
     return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)
 
 
 def how_often(phase: str, micro_batches: int) -> int:
-    """Returns how often a phase occurs in a window."""
+    """Returns the number of times that a phase occurs in a window."""
     return micro_batches - 1 if phase.startswith(EARLIER) else 1

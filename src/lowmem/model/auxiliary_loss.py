@@ -1,14 +1,14 @@
-"""Reads the loss that a model adds to that of its tokens: the balance of a mixture of experts, if its config asks for
-it.
+"""Reads the auxiliary load-balancing loss of a mixture of experts, if the model's config sets output_router_logits.
 
-A model computes it in its forward pass (`output_router_logits`), multiplies it by a factor of its config and adds it to
-the loss, if it gets labels. Names and factors differ from model to model. So the model gets labels, and a loss function
-that returns zero for its tokens: the rest of its loss is the auxiliary one.
+A transformers model that gets labels computes this loss in its forward pass, multiplies it by a factor of its config
+and adds it to the language modeling loss. Attribute names and factors differ between models. So hooks pass labels, and
+replace the model's loss function by one that returns zero: the returned loss is then the auxiliary loss alone.
 
-It multiplies, for each expert, the share of tokens sent to it by its mean probability, and both are means over the real
-tokens of one micro-batch: prompts count, filler does not. The model gets a mask that says so, and its body, which would
-hand the mask on to attention, does not. A product of means over a micro-batch is not that over a window: the window's
-is the mean of its micro-batches', weighted by the tokens to be learnt. Source: Fedus et al. 2021, arXiv 2101.03961.
+For each expert, the loss multiplies the share of tokens that are routed to it by its mean router probability. Both are
+means over the real tokens of a micro-batch, including prompts but not padding. The model gets an attention mask that
+marks the real tokens; a second hook removes the mask before the model's body, where attention would use it. The loss of
+a window is the mean over its micro-batches, weighted by the number of learned tokens, which is not the loss of the
+concatenated micro-batches. Source: Fedus et al. 2021, arXiv 2101.03961.
 """
 
 import torch
@@ -18,23 +18,24 @@ from lowmem.system.errors import Refused
 
 
 class AuxiliaryLoss:
-    """Listens to the forward passes of a model. Args: model: `asked_for` returns True for it."""
+    """Reads the auxiliary loss in hooks on a model's forward pass. Args: model: a model for which `asked_for` returns
+    True."""
 
     def __init__(self, model: nn.Module) -> None:
         self._last: Tensor | None = None
-        self._passes = 0  # under way: several with weights.order=by_layer
-        self._real: Tensor | None = None  # (B, T) bool, of the pass that begins next; a pass begins without a pause
-        self._mask: Tensor | None = None  # of the pass that has begun last
+        self._passes = 0  # forward passes in progress; several with weights.order=by_layer
+        self._real: Tensor | None = None  # (B, T) bool, mask for the next forward pass
+        self._mask: Tensor | None = None  # mask of the forward pass that has started last
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.base_model.register_forward_pre_hook(self._before_body, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
     def count(self, real: Tensor | None) -> None:
-        """Says which tokens the next forward pass counts. Args: real: (B, T) bool; None: all."""
+        """Sets the tokens that count in the next forward pass. Args: real: (B, T) bool; None: all tokens."""
         self._real = real
 
     def take(self) -> Tensor:
-        """Returns the auxiliary loss of the last forward pass, a scalar, and forgets it."""
+        """Returns the auxiliary loss of the last forward pass, a scalar, and drops the reference to it."""
         last, self._last = self._last, None
         return last
 
@@ -47,7 +48,7 @@ class AuxiliaryLoss:
         return args, kwargs | {"labels": kwargs["input_ids"]} | mask
 
     def _before_body(self, body: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Takes the mask away again."""
+        """Removes the mask from the arguments of the model's body."""
         mask, self._mask = self._mask, None
         if mask is None:
             return None
@@ -58,7 +59,7 @@ class AuxiliaryLoss:
         self._passes -= 1
         if not self._passes:
             model.loss_function = self._theirs
-        if output is None:  # it raised
+        if output is None:  # the forward pass raised an error
             return
         if getattr(output, "aux_loss", None) is None:
             raise Refused(
@@ -69,7 +70,7 @@ class AuxiliaryLoss:
 
 
 def asked_for(model: nn.Module) -> bool:
-    """Returns whether a model's config asks for an auxiliary loss."""
+    """Returns True if a model's config sets output_router_logits."""
     config = getattr(model, "config", None)  # theirs: a model of transformers
     return config is not None and bool(getattr(config.get_text_config(decoder=True), "output_router_logits", False))
 

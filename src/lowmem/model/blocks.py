@@ -7,14 +7,13 @@ from lowmem.system.errors import Refused
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that a model calls one after the other; in a model that also sees or hears, the blocks of its
-    text decoder.
+    """Returns the transformer blocks of a model, in order; for a multimodal model the blocks of its text decoder.
 
     Raises:
-        Refused: a model without a list of blocks.
+        Refused: the model has no list of blocks.
     """
     level = [_text_decoder(model)]
-    while level:  # breadth first: the experts inside a block are a list, too
+    while level:  # breadth first, because a block may contain a list of experts
         for module in level:
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
                 return list(module)
@@ -37,5 +36,5 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         return model
     decoder = model.get_decoder()
-    # some models call the matrix of their head a decoder
+    # some models use the name "decoder" for the linear layer of their head
     return decoder if isinstance(decoder, PreTrainedModel) else model

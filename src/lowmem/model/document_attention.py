@@ -1,14 +1,16 @@
-"""Computes attention in packed rows document by document, without a mask of (T, T).
+"""Computes attention in packed rows document by document, without a (T, T) mask.
 
-A model asks transformers for a mask: which tokens does each token see? In a packed row it sees its own document up to
-itself, and for that the first tokens of all documents say enough: (documents + 1,) numbers in place of (B, 1, T, T).
-At 1 x 32k tokens that is 2 GiB less in 16 bits, and the work of attention grows with the documents' lengths, and not
-with that of the row. A document gets the numbers that it has alone.
+In a packed row, a token attends to earlier tokens of its own document. The start offsets of all documents, a tensor of
+(documents + 1,), describe this completely, and replace the mask (B, 1, T, T). With 1 x 32k tokens this saves 2 GiB in
+16 bits, and the compute of attention grows with the lengths of the documents instead of the length of the row. The
+result for a document equals that of the document alone.
 
-On a card one kernel computes all documents, if products have 16 bits: `torch.nn.attention.varlen`, from compute
-capability 8.0 on. In fp32, with dropout, on older cards and on a CPU, documents take turns. Layers that see less than
-their document (a sliding window that is shorter than the row) get the mask, converted to numbers once for all layers:
-torch's attention takes it as booleans, and would convert it in every layer and store each copy for the backward pass.
+    16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
+    fp32, dropout, older cards, CPUs                         one call of torch's SDPA per document
+    layers with a sliding window shorter than the row        the mask
+
+A mask is converted from bool to floating point once for all layers: torch's SDPA would convert a bool mask in every
+layer, and save each copy for backward.
 """
 
 import inspect
@@ -25,14 +27,14 @@ from transformers.masking_utils import sdpa_mask
 
 from lowmem.system.torch_private import hand_on_first_tokens, known_first_tokens
 
-# Names of attention in transformers' configs.
+# Names of attention implementations in transformers' registry.
 BY_DOCUMENT = "lowmem_by_document"
 MASKED = "lowmem_masked"  # always with the mask
 
 
 def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
-    """Returns the mask, (B, 1, T, T), in the dtype of the products: 0 where attention may look, else minus infinity or
-    the lowest number."""
+    """Returns a floating-point mask (B, 1, T, T) in the dtype of the matrix products: 0 for visible tokens, the lowest
+    finite number for all others. None: no mask is needed."""
     if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
         return None
     dtype = by_autocast(dtype, mask.device.type)
@@ -51,8 +53,8 @@ def first_tokens_or_mask(  # noqa: PLR0913
     use_vmap: bool = False,
     **kwargs,
 ) -> Tensor | None:
-    """Returns what `attend` takes as its mask: the first tokens of documents, a mask of numbers, or None if each row is
-    one document. transformers calls it with the arguments of `sdpa_mask`."""
+    """Returns the `attention_mask` of `attend`: the start offsets of documents, a floating-point mask, or None if each
+    row is a single document. Called by transformers, with the arguments of `sdpa_mask`."""
     packed = not allow_is_causal_skip and q_length == kv_length and kwargs.get("attention_mask") is None
     if packed and not use_vmap and (local_size is None or local_size >= kv_length):
         first = first_tokens(mask_function, batch_size, q_length, torch.device(device))
@@ -72,15 +74,23 @@ def first_tokens_or_mask(  # noqa: PLR0913
 
 
 def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Returns where documents begin: at each token that does not see the one before it. The mask itself is asked, which
-    reads the device, unless the loader has counted the documents and the mask does nothing but separate them.
+    """Returns the start offsets of documents, the cumulative sequence lengths of variable-length attention.
+
+    A document starts at each token that does not see the token before it. If the loader knows the offsets, and the mask
+    only separates documents, the loader's offsets are used. Otherwise the mask function is evaluated on the device, and
+    the host waits for the result.
+
+    Args:
+        mask_function: transformers' mask function (batch, head, query, key) -> visible.
+        rows, tokens: B and T.
+        device: the device of the result.
 
     Returns:
-        (documents + 1,) int32, the first tokens in the rows laid end to end, and the end; None if a token does not see
-        its document from the first token on, or sees what follows.
+        (documents + 1,) int32: index of each document's first token in the concatenated rows, and B x T. None: some
+        token does not see all earlier tokens of its document, or sees later ones.
     """
     if (known := known_first_tokens(mask_function, tokens)) is not None:
-        pinned = device.type == "cuda"  # from other memory a copy to a card waits for the card
+        pinned = device.type == "cuda"  # a copy from pageable memory would wait for the card
         first = torch.tensor(known, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
         first.counted_first = known
         return first
@@ -105,8 +115,19 @@ def attend(  # noqa: PLR0913
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's attention. Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D);
-    attention_mask: what `first_tokens_or_mask` returned. Returns: (B, T, heads, D), and no weights."""
+    """Computes the attention of a layer; transformers calls this function.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, T, D).
+        key, value: (B, key-value heads, T, D).
+        attention_mask: the result of `first_tokens_or_mask`.
+        dropout: probability.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        The output (B, T, heads, D), and None in place of attention weights.
+    """
     if attention_mask is None or attention_mask.dim() != 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -123,7 +144,7 @@ def attend(  # noqa: PLR0913
 
 
 def takes_all_at_once(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Returns whether torch's kernel for sequences of several lengths takes a call. Args: query: (tokens, heads, D)."""
+    """Returns True if torch's variable-length kernel supports a call. Args: query, value: (tokens, heads, D)."""
     head = query.shape[-1]
     shapes = head == value.shape[-1] <= 256 and head % 8 == 0
     return shapes and not dropout and has_kernel(query.dtype, query.device)
@@ -131,25 +152,25 @@ def takes_all_at_once(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 @cache
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether torch has a kernel for sequences of several lengths."""
+    """Returns True if torch has a variable-length kernel for a dtype and device."""
     short = dtype in (torch.float16, torch.bfloat16)
     return short and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _at_once(query: Tensor, key: Tensor, value: Tensor, first: Tensor, longest: int, scaling: float | None) -> Tensor:
-    """Computes all documents. Args: longest: tokens of a row; a document has no more. Which has most would have to come
-    from the card first."""
+    """Computes all documents in one call. Args: first: start offsets; longest: an upper bound of the documents'
+    lengths. The length of a row is used, because the exact maximum would have to be read from the card."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # from torch 2.12 on it asks to be told that keys are fewer
+    # required from torch 2.12 on for grouped-query attention
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]}
     grouped = grouped if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return varlen_attn(query, key, value, first, first, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
 
 
 def lengths_of(first: Tensor, tokens: int) -> list[int]:
-    """Returns the tokens of each document, `tokens` altogether. If the host does not know them, the first layer reads
-    them for all. A trace by shape, which has no numbers, replaces it."""
+    """Returns the length of each document. If the host does not know the offsets, the first layer reads them from the
+    device, for all layers. The planner replaces this function, since fake tensors have no values."""
     if not hasattr(first, "counted_first"):
         first.counted_first = first.tolist()
     return [end - start for start, end in pairwise(first.counted_first)]
@@ -158,8 +179,8 @@ def lengths_of(first: Tensor, tokens: int) -> list[int]:
 def _in_turn(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], dropout: float, scaling: float | None
 ) -> Tensor:
-    """Computes one document after the other. Keys and values that several queries share are repeated, since torch's
-    fused kernels for fp32 and for older cards take no fewer of them."""
+    """Computes one document after the other. Grouped keys and values are repeated, because torch's fused kernels for
+    fp32 and for older cards do not support grouped-query attention."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -1,7 +1,7 @@
-"""Continues prompts with a model: for the samples of a run, and for `generate=`.
+"""Generates text from prompts: for the samples of a run, and for `generate=`.
 
-It handles one prompt at a time, with a cache of keys and values: 2 x layers x their width x length x bytes, less than
-training stores for one sequence of that length.
+One prompt at a time, with a key-value cache of 2 x layers x width x length x bytes per element, less than training
+stores for a sequence of the same length.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,20 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"  # of a conversation that shows a template
+QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"  # messages that reveal a template's format
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> Tensor:
-    """Returns the ids of a prompt, (1, T) int64 with T >= 1. A text is encoded as training does it; messages go through
-    the tokenizer's chat template, and with `chat` a text does too, as a user's turn.
+    """Returns the token ids of a prompt, (1, T) int64 with T >= 1.
+
+    Args:
+        tokenizer: encodes text as in training, and messages with its chat template.
+        prompt: text, or messages.
+        chat: treat a text as a user's message.
 
     Raises:
-        Refused: a template that does not take the prompt.
+        Refused: there is no chat template, or the template rejects the prompt.
     """
     if isinstance(prompt, str) and not chat:
         ids = framing.prompt_ids(tokenizer, prompt)
@@ -45,19 +49,19 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
                 f"prompt={prompt}: the tokenizer's chat template rejects it ({error}). Give messages in the form that "
                 "the template expects, or plain text."
             ) from None
-    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # an empty prompt: as a document begins
+    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # an empty prompt starts a document
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Returns the ids that end a continuation: the model's, the tokenizer's, the one that training puts behind a text,
-    and the end of a turn of its chat template."""
+    """Returns the ids of all end tokens: of the model, of the tokenizer, the token that training appends to a text, and
+    the end-of-turn token of the chat template."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted({*ends, *framing.framing_of(tokenizer).end[:1]} - {None})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the first control token after an answer, if the chat template writes one."""
+    """Returns the first special token that the chat template writes after an answer; None: there is none."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -77,7 +81,7 @@ class UserTurn(NamedTuple):
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
-    """Returns the text around a user's message; None if the chat template does not show it."""
+    """Returns the text around a user's message; None: it cannot be derived from the chat template."""
     roles = zip(("user", "assistant", "user"), (QUESTION, ANSWER, NEXT), strict=True)
     messages = [{"role": role, "content": content} for role, content in roles]
     try:
@@ -87,7 +91,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     before, _, rest = text.partition(QUESTION)
     after, _, rest = rest.partition(ANSWER)
     between, _, end = rest.partition(NEXT)
-    header = commonprefix([before[::-1], between[::-1]])[::-1]  # without a system message, and the end of an answer
+    header = commonprefix([before[::-1], between[::-1]])[::-1]  # the part that both share
     footer = commonprefix([after, end])
     return UserTurn(header, footer) if header and footer else None
 
@@ -97,9 +101,10 @@ class TextGenerator:
     """Continues prompts with a model in evaluation mode.
 
     Args:
-        device: the device that computes; None: that of the weights.
-        synced: other processes have shards of the model, so a process that is done goes on until all are.
-        stopped: called before each token; True ends the text.
+        model, tokenizer: from transformers.
+        device: the device that computes; None: the device of the weights.
+        synced: other processes have shards of the model, so all processes continue until the last one is done.
+        stopped: called before each token; returns True to end the text.
     """
 
     model: PreTrainedModel
@@ -110,12 +115,12 @@ class TextGenerator:
 
     @torch.no_grad()
     def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
-        """Returns the text that the model writes behind `ids`; it ends at an end token.
+        """Generates the continuation of a prompt, up to an end token.
 
         Args:
             ids: (1, T), on the host.
-            tokens: how many at most; never more than the model has positions.
-            temperature: 0: always the likeliest token.
+            tokens: maximum number of new tokens; also limited by the model's positions.
+            temperature: sampling temperature; 0: greedy decoding.
         """
         model, tokenizer = self.model, self.tokenizer
         length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
@@ -123,7 +128,7 @@ class TextGenerator:
             max_length=length,
             do_sample=temperature > 0,
             temperature=temperature or 1.0,
-            top_p=1.0,  # else the model's generation_config.json would set top_p and top_k
+            top_p=1.0,  # override top_p and top_k of the model's generation_config.json
             top_k=50,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
@@ -140,9 +145,9 @@ class TextGenerator:
             synced_gpus=self.synced,
         )
         before, text = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
-        return text.removeprefix(before)  # decoded together: a token alone may lose its space
+        return text.removeprefix(before)  # decoded with the prompt, because a first token alone may lose its space
 
 
 def printable(text: str) -> str:
-    """Returns a text without control characters: an untrained model writes any byte."""
+    """Returns a text with control characters replaced by U+FFFD, since an untrained model may generate any byte."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())

@@ -1,13 +1,14 @@
-"""Checks that a model computes a row or a document as it does alone, whatever the lengths of those beside it.
+"""Checks that the result for a row or document does not depend on the lengths of other rows or documents.
 
-Some models are another function beyond a length that their config names, and decide by the longest row of a call: with
-`longrope` Phi-3 turns all positions by other angles if one of them is beyond the original length, and dynamic NTK turns
-them by the longest so far. So a short document would depend on which ones it was put together with. `depends_from` asks
-the rotary embeddings themselves, at single positions on both sides of each length: it costs nothing at any length.
+Some models change their rotary embedding beyond a length in their config, depending on the longest row of a call: with
+`longrope`, Phi-3 uses other angles for all positions if one position is beyond the original length, and dynamic NTK
+scales all angles by the longest length so far. Then the result for a short document would depend on the documents it is
+batched with. `depends_from` evaluates only the rotary embeddings, at single positions on both sides of each such
+length, which is cheap at any length.
 
-Other lengths count tokens of a row: a sliding window, a chunk of attention, a scale by position. A row that is long
-enough to show whether they begin anew with each document would cost as much as a step, so `shortened` lets a few tokens
-cross them.
+Other lengths count tokens of a row: a sliding window, an attention chunk, a scale by position. Testing whether these
+restart at each document with a real row would cost as much as a step. `shortened` reduces these lengths, so that a few
+tokens are enough.
 """
 
 import inspect
@@ -22,8 +23,8 @@ from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused
 
-ALIKE = 1e-4  # of a cosine or sine: another angle differs by a thousand times as much at one of its frequencies
-# Names of lengths in configs, and in modules that keep them.
+ALIKE = 1e-4  # tolerance of cosines and sines; different angles differ by a thousand times more at some frequency
+# Names of lengths in configs and modules.
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 OF_A_ROW = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size")
 
@@ -31,11 +32,15 @@ Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B,
 
 
 def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
-    """Checks rows that are filled up to the longest of their micro-batch. Args: longest: tokens of the longest row of
-    the run; rows: of a micro-batch.
+    """Checks rows that are padded to the longest row of their micro-batch.
+
+    Args:
+        model: the model.
+        longest: tokens of the longest row of the run.
+        rows: rows per micro-batch.
 
     Raises:
-        Refused: a row depends on other rows of its micro-batch, or on rows of earlier micro-batches.
+        Refused: a row depends on other rows of its micro-batch, or on earlier micro-batches.
     """
     if (length := depends_from(model, longest, together=rows > 1)) is None:
         return
@@ -48,10 +53,10 @@ def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
 
 
 def check_documents(model: PreTrainedModel, longest: int) -> None:
-    """Checks rows of several documents. Args: longest: tokens of a row.
+    """Checks rows with several documents. Args: model: the model; longest: tokens of a row.
 
     Raises:
-        Refused: a document depends on the others of its micro-batch.
+        Refused: a document depends on other documents of its micro-batch.
     """
     if (length := depends_from(model, longest, together=True)) is None:
         return
@@ -65,8 +70,14 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
 
 
 def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
-    """Returns the smallest length beyond which positions depend on other rows; None if none does, or if no row of
-    `longest` tokens is beyond it. Args: together: rows share a call; if not, only earlier calls may count."""
+    """Returns the smallest length beyond which the rotary embedding of a row depends on other rows; None: there is no
+    such length below `longest`.
+
+    Args:
+        model: the model.
+        longest: tokens of the longest row.
+        together: also test rows in one call; if False, only a dependence on earlier calls is tested.
+    """
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]  # theirs: transformers' embeddings
     for length in sorted(_lengths(model.config.to_dict(), OF_POSITIONS) if rotary else ()):
         if length < longest and any(_depends(angles, length, longest, together) for angles in _all_angles(rotary)):
@@ -75,7 +86,7 @@ def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
 
 
 def _lengths(config: Mapping[str, object], names: tuple[str, ...]) -> set[int]:
-    """Returns the lengths of a config and of the configs inside it."""
+    """Returns the lengths with the given names in a config and its nested configs."""
     inside = [_lengths(value, names) for value in config.values() if isinstance(value, Mapping)]
     own = {config[name] for name in names if isinstance(config.get(name), int)}
     return own.union(*inside)
@@ -90,17 +101,17 @@ def _all_angles(rotary: list[nn.Module]) -> Iterator[Angles]:
 
 def _angles(module: nn.Module, more: dict[str, str], positions: Tensor) -> Tensor:
     device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
-    made = module(torch.zeros(1, device=device), positions.to(device), **more)  # fp32, as the first argument
+    made = module(torch.zeros(1, device=device), positions.to(device), **more)  # fp32, the dtype of the first argument
     parts = made if isinstance(made, tuple) else (made,)
     return torch.cat([torch.view_as_real(part).flatten(-2) if part.is_complex() else part for part in parts], -1)
 
 
 def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
-    """Returns whether the last position of a row of `length` tokens, or of a longer one by one, depends on a row of
-    `longest` tokens, computed beside it or before."""
+    """Returns True if the angles at position `length - 1` or `length` change when a row of `longest` tokens is in the
+    call (`together`) or was in an earlier call."""
     far = torch.tensor([[longest - 1]])
     for own in torch.tensor([[[length - 1]], [[length]]]):
-        angles(torch.zeros_like(own))  # what earlier calls have left is reset by a short one
+        angles(torch.zeros_like(own))  # a short call resets state of earlier calls
         alone, others = angles(own), []
         if together:
             others.append(angles(torch.cat([own, far]))[..., :1, :, :])
@@ -114,8 +125,8 @@ def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
 
 @contextmanager
 def shortened(model: PreTrainedModel, above: int, longest: int, to: int) -> Iterator[bool]:
-    """Makes all lengths that count tokens of a row `to` tokens inside the `with`, in configs and modules, if they are
-    from `above` to `longest` - 1. Yields whether there are any."""
+    """Context manager that sets all lengths that count tokens of a row to `to`, in configs and modules, if they are at
+    least `above` and below `longest`. Yields True if there are any."""
     configs = {id(part.config): part.config for part in model.modules() if "config" in vars(part)}
     held = [
         (owner, name)

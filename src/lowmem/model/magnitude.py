@@ -1,5 +1,5 @@
-"""Measures how large a model's numbers are: two computations are compared relative to that, and a dtype of a smaller
-range than theirs, which is fp16, must hold them."""
+"""Checks related to the magnitude of a model's values: comparing two computations relative to their largest value, and
+overflow and underflow in fp16."""
 
 import logging
 import math
@@ -13,16 +13,16 @@ from lowmem.system.errors import Refused
 log = logging.getLogger(__name__)
 
 WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
-ROUNDINGS = 8  # in another order a sum is off by one or two roundings of the largest number, another function by more
-OTHER_KERNELS = 1e-4  # kernels for other shapes differ by less, another function by a hundred times as much
-MANY_ZEROS = 1e-3  # share of the weights; of normally distributed weights, some millionths become zero in fp16
+ROUNDINGS = 8  # tolerance in roundings: another order of a sum gives one or two, a different function many more
+OTHER_KERNELS = 1e-4  # minimum tolerance: other kernels differ by less, a different function by a hundred times more
+MANY_ZEROS = 1e-3  # share of values that become 0; for normally distributed weights in fp16 it is a few millionths
 
 
 def largest_magnitude(numbers: Tensor) -> float:
-    """Returns the largest absolute value of what a model computes before its first step.
+    """Returns the largest absolute value of a tensor that a model has computed before its first step.
 
     Raises:
-        Refused: a number is inf or nan, so that two computations cannot be compared, and no loss would be finite.
+        Refused: a value is inf or nan.
     """
     largest = numbers.abs().max().item()
     if not math.isfinite(largest):
@@ -33,25 +33,26 @@ def largest_magnitude(numbers: Tensor) -> float:
 def same(
     one: Tensor, other: Tensor, largest: float, dtypes: Iterable[torch.dtype], least: float = OTHER_KERNELS
 ) -> bool:
-    """Returns whether two computations of the same numbers agree up to rounding. What overflows must do so in both.
+    """Returns True if two results agree up to rounding. Values that are inf or nan must be so in both.
 
-    The tolerance is `ROUNDINGS` roundings of the largest number in the coarsest dtype, but not less than `least`, which
-    is more than 8 roundings of fp32 and less than 8 of any 16-bit dtype.
+    The tolerance is `ROUNDINGS` roundings of the largest value in the coarsest dtype, but at least `least`. The default
+    of `least` is more than 8 roundings of fp32 and less than 8 roundings of any 16-bit dtype.
 
     Args:
-        largest: the largest absolute value: the rounding of a sum is relative to its largest terms.
-        dtypes: those that the computations round to.
-        least: the smallest tolerance, relative to `largest`; 0 if both computations use the same kernels.
+        one, other: the results.
+        largest: the largest absolute value, because the rounding error of a sum is relative to its largest terms.
+        dtypes: dtypes to which the computations round.
+        least: minimum tolerance, relative to `largest`; 0 if both computations use the same kernels.
     """
     tolerance = max(least, ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes)) * largest
     return torch.allclose(one.float(), other.float(), rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
-    """Checks that a dtype holds all weights of a model that was just loaded.
+    """Checks that no weight of a loaded model overflows in a dtype. Args: advice: what to type, for the error.
 
     Raises:
-        Refused: a number exceeds the dtype's largest one, or became inf when it was read.
+        Refused: a weight is larger than the dtype's largest number.
     """
     for name, p in model.named_parameters():
         largest = _largest(p.data)
@@ -60,16 +61,16 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 
 class Rounding:
-    """Rounds tensors to a dtype, one at a time, and counts the numbers that become 0."""
+    """Rounds tensors to a dtype, one at a time, and counts the values that become 0."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.zeros, self.all = dtype, 0, 0
 
     def __call__(self, name: str, numbers: Tensor, device: str | None = None) -> Tensor:
-        """Returns the rounded tensor. Args: device: where to; None: where it is.
+        """Returns the rounded tensor. Args: name: for the error; device: of the result; None: of `numbers`.
 
         Raises:
-            OverflowError: a finite number would become inf.
+            OverflowError: a finite value would become inf.
         """
         rounded = numbers.to(device or numbers.device, self.dtype)
         if torch.finfo(self.dtype).max >= torch.finfo(numbers.dtype).max:
@@ -81,7 +82,7 @@ class Rounding:
         return rounded
 
     def tell(self) -> None:
-        """Logs how many numbers have become 0, if that is more than a few."""
+        """Logs the number of values that have become 0, if their share exceeds `MANY_ZEROS`."""
         if self.zeros > MANY_ZEROS * self.all:
             name = str(self.dtype).removeprefix("torch.")
             log.warning(
@@ -91,7 +92,7 @@ class Rounding:
 
 
 def _largest(numbers: Tensor) -> float:
-    """Returns the largest absolute value, without a copy; nan if there is one."""
+    """Returns the largest absolute value, without a copy of the tensor; nan if any value is nan."""
     if not numbers.numel():
         return 0.0
     lowest, highest = (end.item() for end in numbers.aminmax())

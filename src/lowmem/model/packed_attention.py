@@ -1,13 +1,13 @@
-"""Checks that no document of a packed row sees another, and chooses how attention keeps them apart.
+"""Checks that documents in a packed row do not attend to each other, and selects the attention implementation.
 
-Given position ids, transformers separates documents by a mask (B, 1, T, T), unless it gets a mask or a cache: both make
-it ignore the boundaries without a warning. `document_attention.py` does without the mask.
+Given position ids that restart at each document, transformers separates documents with a mask (B, 1, T, T). If it gets
+a mask or a cache, it silently ignores the boundaries. `document_attention.py` computes the same without the mask.
 
-No list says which models hand the positions on to their masks. Some do not, and layers that run along the row (state
-spaces, linear attention) know no boundary at all. So each model is tested before its first step, in the run's
-precision: which tokens a document's logits depend on, and whether they are those that it has alone. A model that
-changes its mask itself is tested again with one. Windows and the like that are longer than the tokens of the test, and
-shorter than a row, are made shorter for a second test (`lengths.py`).
+Some models do not pass position ids to their masks, and recurrent layers (state spaces, linear attention) have no
+document boundaries at all. There is no list of such models, so each model is tested before its first step, in the run's
+precision: a document's logits must not depend on tokens of earlier documents (their gradient is zero), and must equal
+the logits of the document alone. If a model fails without the mask, it is tested again with the mask. Sliding windows
+that are longer than the test and shorter than a row are reduced for a second test (`lengths.py`).
 """
 
 import logging
@@ -26,20 +26,20 @@ from lowmem.system.torch_private import attention_taken
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # tokens of a row: more than a rule that sets in at a length is likely to leave out
+LOOKED_AT = 64  # tokens of a row that are tested, enough for rules that depend on the length
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
-    """Computes documents by themselves if the model really uses torch's attention. A model without it would accept the
-    name and lose its own additions (GPT-OSS its sinks). Args: compiled: blocks are compiled, which cannot count
-    documents, so they get the mask."""
+    """Selects document attention if the model uses torch's SDPA. A model with its own attention would accept the name,
+    but lose its additions (such as the sinks of GPT-OSS). Args: model: the model; compiled: blocks are compiled, which
+    cannot handle a varying number of documents, so they get the mask."""
     if attention_taken(model) == "sdpa":
         model.set_attn_implementation(MASKED if compiled else BY_DOCUMENT)
 
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Undoes `separate` inside the `with`: a model may need a mask of booleans."""
+    """Context manager that undoes `separate`, because a model may need a bool mask."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
     try:
@@ -49,13 +49,13 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
 
 
 def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
-    """Returns whether documents of a row have the logits that they have alone. Args: input_ids: (B, T), T at least 4;
-    longest: tokens of a row of the run."""
+    """Returns True if documents in a row have the same logits as alone. Args: model: the model; input_ids: (B, T), T at
+    least 4; longest: tokens of a row of the run."""
     tokens = input_ids.shape[1]
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
     if not _keeps_apart(model, input_ids, lengths):
         return False
-    with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:  # between two documents'
+    with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:  # between both lengths
         return not any_length or _keeps_apart(model, input_ids, lengths)
 
 
@@ -65,7 +65,7 @@ def _keeps_apart(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) 
     with torch.no_grad(), own_mask(model):
         documents = input_ids.split(lengths, dim=1)
         alone = torch.cat([model(input_ids=document, use_cache=False).logits for document in documents], dim=1)
-    largest = largest_magnitude(alone)  # first: the gradients of numbers that are not finite depend on everything
+    largest = largest_magnitude(alone)  # first, because gradients of non-finite values are nan everywhere
     return _sees_nothing_before(model, packed, lengths) and _same(model, packed, alone, largest)
 
 
@@ -80,27 +80,30 @@ def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
-    """Returns whether no document depends on an earlier one: the gradient is exactly zero there, in any precision."""
+    """Returns True if no document depends on an earlier one: the gradient is then exactly zero, in any precision."""
     return not any(_depends(model, packed, boundary) for boundary in (lengths[0], lengths[0] + lengths[1]))
 
 
 def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -> bool:
-    """Returns whether tokens from `boundary` on depend on those before it. Each question has a pass of its own, since
-    compiled code gives up what it has stored in its backward pass. What the head gets is asked, since a head whose
-    weights stream keeps none of its tiles for a backward pass, and it computes each token by itself."""
+    """Returns True if tokens from `boundary` on depend on tokens before `boundary`.
+
+    Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. The gradient
+    is computed from the head's input instead of the logits, because a streamed head keeps no tiles for backward; the
+    head computes each token independently anyway.
+    """
     embedded: list[Tensor] = []
     features: list[Tensor] = []
 
     def caught(_, __, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # some models scale it in place
+        return embedded[-1].clone()  # some models scale embeddings in place
 
     head = model.get_output_embeddings()
     hooks = [model.get_input_embeddings().register_forward_hook(caught)]
     if head is not None:
         hooks.append(head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0])))
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation has inference mode on and gradients off
+        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in inference mode
             packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits
             behind = (features[0] if features else logits)[:, boundary:].float().logsumexp(-1).sum()  # of (B, T, H)
@@ -114,10 +117,11 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
 
 def verify(model: PreTrainedModel, row: Tensor) -> None:
-    """Tests a model, and gives it the mask if it needs one. Args: row: (B, T), real tokens of the run's rows.
+    """Tests a model, and selects attention with a mask if the model needs one. Args: model: the model; row: (B, T),
+    tokens of a row of the run.
 
     Raises:
-        Refused: the model mixes documents of a row.
+        Refused: documents in a row attend to each other, even with a mask.
     """
     input_ids, longest = row[:, :LOOKED_AT], row.shape[1]
     check_documents(model, longest)
@@ -143,5 +147,5 @@ def verify(model: PreTrainedModel, row: Tensor) -> None:
 def _works_without_mask(model: PreTrainedModel, input_ids: Tensor, longest: int) -> bool:
     try:
         return keeps_apart(model, input_ids, longest)
-    except (IndexError, RuntimeError, TypeError):  # it reads the mask as one of four dimensions
+    except (IndexError, RuntimeError, TypeError):  # the model expects a mask with four dimensions
         return False

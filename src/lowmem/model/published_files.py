@@ -1,8 +1,9 @@
-"""Compares the files of published weights with the model class that reads them, before a weight is loaded.
+"""Compares published weight files with the model class that reads them, before any weight is loaded.
 
-transformers drops tensors that its class has no place for, and a configuration may tie a head of which the files hold
-another one. Headers say what the files hold: names, shapes and dtypes, some kilobytes. They are loaded into a model
-without memory, as transformers would load the files, so that renamed tensors and experts that it joins are understood.
+transformers silently drops tensors that its model class does not use, and a config may tie a head although the files
+contain a separate one. The headers of the files have the names, shapes and dtypes of all tensors in a few kilobytes.
+Tensors of these shapes are loaded on the meta device by transformers itself, so renamed tensors and merged experts are
+handled as in a real load.
 """
 
 import json
@@ -21,34 +22,35 @@ from transformers.core_model_loading import WeightConverter
 
 from lowmem.system.torch_private import all_unexpected
 
-ROWS = 4096  # of two embeddings, compared at once
-# buffers that earlier versions wrote beside the weights: models compute them
+ROWS = 4096  # rows of two matrices to compare at once
+# buffers in files of earlier versions, which models compute themselves
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
 _TRAINABLE = {"F64", "F32", "F16", "BF16"}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, by its header."""
+    """The header of a tensor in a file."""
 
     file: Path
     shape: list[int]
-    dtype: str  # by the names of safetensors, such as BF16
+    dtype: str  # safetensors' name, such as BF16
 
 
 class Compared(NamedTuple):
-    """Describes in what the files and the model class differ."""
+    """The differences between files and model class."""
 
-    unused: list[str]  # tensors that the class has no place for
-    beyond: str | None  # one of them that belongs to a layer which the configuration does not have
-    layers: int  # lower bound of the layers in the files; 0: no tensor is beyond
-    own_head: bool  # the configuration ties the head, and the files hold another one
+    unused: list[str]  # tensors that the class does not use
+    beyond: str | None  # the first unused tensor of a layer that the config does not have
+    layers: int  # number of layers in the files, if `beyond` is set; otherwise 0
+    own_head: bool  # the config ties the head, but the files contain a separate one
 
 
 _compared: dict[tuple, Compared] = {}
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Returns name -> tensor that transformers would read from a folder: the tensors of one file, or of an index."""
+    """Returns name -> header of the tensors that transformers would read from a folder, which has a single file, or
+    several files with an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():
@@ -65,9 +67,10 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-@cache  # a search for a recipe asks many times
+@cache  # called many times in a search for a recipe
 def _header(file: Path, size: int, changed: int) -> dict[str, Stored]:
-    """Returns the tensors of a file by name. Args: size, changed: of this file, which another one may replace."""
+    """Returns name -> header of the tensors of a file. Args: size, changed: size and modification time, as part of the
+    cache key."""
     with safe_open(file, "pt") as tensors:
         names = tensors.keys()
         parts = {name: tensors.get_slice(name) for name in names}
@@ -75,13 +78,13 @@ def _header(file: Path, size: int, changed: int) -> dict[str, Stored]:
 
 
 def quantised_as(stored: dict[str, Stored]) -> str | None:
-    """Returns the dtype of weights that cannot be trained; None: all can."""
+    """Returns the first dtype of weights that cannot be trained; None: all weights can be trained."""
     kinds = (tensor.dtype for name, tensor in stored.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
 
 
 def named(said: dict) -> str:
-    """Returns in words how a configuration's `quantization_config` says that files are quantised."""
+    """Describes a config's `quantization_config`, such as "gptq, 4 bits"."""
     bits = next((said[key] for key in ("bits", "w_bit", "wbits", "weight_bits") if said.get(key)), None)
     bits = bits or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
     method = said.get("quant_method") or ("bitsandbytes" if bits else "quantization_config")
@@ -89,8 +92,8 @@ def named(said: dict) -> str:
 
 
 def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
-    """Returns in what a folder's files differ from the model class; None: there are none, the class is in the folder
-    itself, or it cannot load them, and `loading.load` will say why."""
+    """Returns the differences between a folder's files and the model class. None: the folder has no weight files, the
+    class is remote code, or the class cannot be built (`loading.load` reports the reason)."""
     stored = headers(folder)
     if not stored or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
@@ -99,7 +102,7 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
     if key not in _compared:
         try:
             _compared[key] = _compare(config, stored)
-        except Exception:  # whatever a class raises that cannot be built of this configuration
+        except Exception:  # any error of a model class that cannot be built from this config
             return None
     return _compared[key]
 
@@ -127,8 +130,9 @@ def _compare(config: PretrainedConfig, stored: dict[str, Stored]) -> Compared:
 
 
 def _layer_beyond(model: PreTrainedModel, name: str) -> int | None:
-    """Returns the number of a layer that a list of the model does not have; None: the tensor is none of such a layer.
-    Layers that predict several tokens are counted behind the others, and no causal model class reads them."""
+    """Returns the layer index of a tensor if the model's list of layers is shorter; otherwise None. Layers for
+    multi-token prediction follow the other layers in files; causal model classes do not use them, and they do not
+    count as missing."""
     predict = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
     for found in re.finditer(r"(?<=\.)\d+(?=\.)", name):
         place, number = name[: found.start() - 1], int(found.group())
@@ -146,7 +150,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _own_head(model: PreTrainedModel, stored: dict[str, Stored]) -> bool:
-    """Returns whether the files hold different tensors where the configuration ties them."""
+    """Returns True if the config ties two tensors that are different in the files."""
 
     def in_files(name: str) -> str | None:
         names = (name, name.removeprefix(f"{model.base_model_prefix}."))
@@ -157,7 +161,7 @@ def _own_head(model: PreTrainedModel, stored: dict[str, Stored]) -> bool:
 
 
 def _differ(stored: dict[str, Stored], name: str, other: str) -> bool:
-    """Returns whether two tensors of the files are different, read in pieces."""
+    """Returns True if two tensors of the files differ. Both are read in pieces."""
     one, two = stored[name], stored[other]
     if name == other or one.shape != two.shape:
         return name != other

@@ -1,9 +1,8 @@
-"""Adds tokens that a tokenizer lacks, such as the tokens of a chat template, with their rows in the embedding and the
-head.
+"""Adds tokens to a tokenizer, such as the special tokens of a chat template, with rows in the embedding and the head.
 
-A new row is the mean of the old ones: its logits do not stand out, and nothing random is needed. transformers' default
-draws around the mean with the covariance of the embedding, which at 128k x 4096 takes minutes and fp32 copies. Rows
-that a published model has beyond its tokenizer are used before new ones are made. Tied heads stay tied.
+A new row is the mean of the old rows, so its logits are not unusually large, and no random numbers are needed.
+transformers' default samples around the mean with the covariance of the embedding, which for 128k x 4096 takes minutes
+and fp32 copies. Unused rows of a published model are used before new rows are added. Tied heads stay tied.
 """
 
 import copy
@@ -19,19 +18,18 @@ from lowmem.data.sources.chat_template import CHATML_TOKENS
 from lowmem.data.token_store import rows_of
 from lowmem.system.errors import Refused
 
-SUMMED_AT_ONCE = 4096  # rows: 64 MB in fp32 at a width of 4096
+SUMMED_AT_ONCE = 4096  # rows to sum at once: 64 MB in fp32 at a width of 4096
 
 
 class Added(NamedTuple):
-    """New tokens. Args: rows: the number that the embedding must have; fresh: ids of tokens that no text has used
-    yet."""
+    """Added tokens. Args: rows: number of rows that the embedding needs; fresh: ids of the added tokens."""
 
     rows: int
     fresh: list[int]
 
 
 def wanted(run: Run) -> list[str]:
-    """Returns the typed tokens, and those that a chat template needs and the tokenizer lacks."""
+    """Returns model.added_tokens, and the special tokens of data.template=chatml."""
     sources = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
     chatml = CHATML_TOKENS if any(source.get("template") == "chatml" for source in sources) else ()
     return list(dict.fromkeys([*run.model.added_tokens, *chatml]))
@@ -50,7 +48,7 @@ def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: i
 
 
 def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
-    """Returns a copy of the configuration with so many rows."""
+    """Returns a copy of the config with a vocabulary of `rows` tokens."""
     config = copy.deepcopy(config)
     config.get_text_config(decoder=True).vocab_size = rows
     return config
@@ -58,7 +56,7 @@ def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
 
 @torch.no_grad()
 def grow(model: PreTrainedModel, added: Added) -> None:
-    """Grows embedding and head to `added.rows` rows, and sets the fresh ones to the mean of the others."""
+    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of all others."""
     before = model.get_input_embeddings().num_embeddings
     old = sorted({*range(before)} - {*added.fresh})
     if added.rows > before:
@@ -68,20 +66,20 @@ def grow(model: PreTrainedModel, added: Added) -> None:
 
 
 def _by_token(model: PreTrainedModel) -> list[Tensor]:
-    """Returns the tensors with a row for each token, once if embedding and head share them."""
+    """Returns weights and biases of embedding and head, which have a row per token. Tied tensors are listed once."""
     ends: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     rows = [getattr(end, name, None) for end in ends for name in ("weight", "bias")]
     return list({id(tensor): tensor for tensor in rows if tensor is not None}.values())
 
 
 def _mean(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Returns the mean of some rows, in fp32, computed in pieces."""
+    """Returns the mean of the given rows in fp32, computed in pieces."""
     blocks = torch.tensor(rows, device=tensor.device).split(SUMMED_AT_ONCE)
     return sum(tensor[block].float().sum(0) for block in blocks) / len(rows)
 
 
 def check_trained(model: PreTrainedModel, added: Added) -> None:
-    """Raises Refused if training would leave the fresh rows as they are."""
+    """Checks that the rows of added tokens are trained. Raises: Refused: they are frozen."""
     if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
         raise Refused(
             "model.added_tokens: the embedding and output rows of added tokens start as the mean of the other rows and "

@@ -1,9 +1,8 @@
-"""Learning-rate schedules, per optimizer step: each multiplies `lr` by a function of the number of steps done.
+"""Learning-rate schedules: each multiplies `lr` by a function of the number of completed optimizer steps.
 
-A step that the loss scaler skips does not count. The optimizer is the only argument that a yaml leaves open. `warmup`
-is a share of `total_steps`, and replaces `warmup_steps` if it is set.
-
-A resumed run takes its place from the checkpoint, and `lr` and all else from its own settings.
+Steps that the loss scaler skips do not count. A yaml sets all arguments except the optimizer. `warmup` is a share of
+`total_steps`, and replaces `warmup_steps` if it is set. A resumed run takes the step from the checkpoint, and `lr` and
+all other arguments from its own settings.
 """
 
 import math
@@ -16,25 +15,30 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 class Schedule(LambdaLR):
-    """Multiplies `lr` by a factor. Args: factor: a function of the number of steps done; warm_up: steps in which it
-    rises."""
+    """Multiplies `lr` by a factor.
+
+    Args:
+        optimizer: the optimizer whose learning rates are set.
+        factor: function of the number of completed steps.
+        warm_up: number of warm-up steps.
+    """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], warm_up: int) -> None:
         self.warm_up = warm_up
         super().__init__(optimizer, factor)
 
     def at(self, step: int) -> float:
-        """Returns the learning rate of a step. Args: step: counted from 0."""
+        """Returns the learning rate of a step. Args: step: index of the step, from 0."""
         return float(self.base_lrs[0]) * self.lr_lambdas[0](step)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continues at the saved step. torch would also restore the saved `lr`, and keep it for one more step."""
+        """Continues at the saved step, with this run's `lr`. torch would restore the saved `lr` for one more step."""
         step = state_dict["last_epoch"]
         rates = [lr * factor(step) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         own = {"base_lrs": self.base_lrs, "warm_up": self.warm_up}
         super().load_state_dict(state_dict | own | {"_last_lr": rates})
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # of torchao
+            if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -64,7 +68,7 @@ def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
 
 
 def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> Schedule:
-    # The first step already moves (1 / warmup_steps): a step at lr 0 would be computed for nothing.
+    # The first step has the factor 1 / warmup_steps, because a step with lr = 0 would have no effect.
     def factor(step: int) -> float:
         return (step + 1) / warmup_steps if step < warmup_steps else after(step)
 
@@ -77,6 +81,6 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
-    """Returns the schedule of a run before there is an optimizer; None if its class is not ours."""
+    """Returns the schedule of a run before its optimizer exists; None: the class is not one of this module."""
     made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
     return made if isinstance(made, Schedule) else None

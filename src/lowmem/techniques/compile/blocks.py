@@ -1,14 +1,15 @@
-"""Compiles a model's blocks: torch.compile fuses the operators of a block, which saves passes over memory and time.
+"""Compiles a model's blocks: torch.compile fuses the operators of a block, which saves memory traffic and time.
 
-Only the `forward` of each block is compiled. Its hooks and its checkpoint stay outside of the compiled code, so weights
-may stream, shard and be computed again as they are without it. Blocks that do the same share one graph, so the time
-for compilation does not grow with depth. It is one graph per block, and not one for the model: a graph in which the
-same blocks are computed twice would hold what several of them store at once (pytorch issue 193193).
+Only the `forward` of each block is compiled. Hooks and checkpoints stay outside of the compiled code, so streaming,
+sharding and recomputation work as without compilation. Equal blocks share a graph, so compilation time does not grow
+with depth. The model is not compiled as one graph, because a graph that computes checkpointed blocks twice would store
+the activations of several blocks at once (pytorch issue 193193).
 
-With a budget, torch.compile also decides what each block keeps for backward: the fastest choice within a share of the
-bytes. It is gradient checkpointing by the compiler, so gradient_checkpointing=none goes with it.
+With an activation memory budget, torch.compile also decides which activations each block saves for backward: the
+fastest choice within the budget. This is activation checkpointing by the compiler, so it needs
+gradient_checkpointing=none.
 
-Evaluations and samples are not compiled: their shapes differ from call to call, and each would be compiled anew.
+Evaluations and samples are not compiled, because their shapes vary and each shape would be compiled again.
 
 Source: pytorch.org/docs/stable/generated/torch.compile.html, "regional compilation".
 """
@@ -24,29 +25,30 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
-# Graphs of one kind of block: micro-batches have one shape, and a few others at the end of an epoch. From the second
-# shape on torch lets sizes vary. Models with several kinds of blocks have as many graphs for each kind.
+# Maximum graphs per kind of block: micro-batches have one shape, with a few others at the end of an epoch. From the
+# second shape on torch compiles with dynamic sizes.
 MOST_GRAPHS = 64
 
 
 def none(model: nn.Module) -> None:
-    """Leaves blocks as they are."""
+    """Does not compile anything."""
 
 
 def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: float | None = None) -> None:
-    """Compiles the forward pass of each block, and with it its backward pass, when training first calls it.
+    """Compiles the forward and backward pass of each block, when training first calls it.
 
     Args:
-        backend: inductor generates code; aot_eager only makes the graphs, without a compiler, and
-            aot_eager_decomp_partition also decides what to keep.
-        activation_memory_budget: the share of the activations' bytes that compiled code keeps for backward: torch
-            recomputes the cheapest of the others. 0 keeps only a block's input; None: torch's default, which is 1.
+        model: the model.
+        backend: inductor generates code; aot_eager only traces graphs, without a compiler;
+            aot_eager_decomp_partition also decides which activations to save.
+        activation_memory_budget: share of the activations' bytes that is saved for backward, from 0 (only a block's
+            input) to 1; torch recomputes the cheapest of all others. None: torch's default, which is 1.
 
     Raises:
-        Refused: the budget is not a share, or this torch does not have it.
+        Refused: the budget is not between 0 and 1, or this version of torch does not support it.
     """
     _check(activation_memory_budget)
-    torch.compiler.reset()  # code that earlier jobs of a sweep compiled would count against the limit of graphs
+    torch.compiler.reset()  # graphs of earlier jobs of a sweep would count against the limit
     for block in blocks(model):
         block.forward = _compiled(block, backend, activation_memory_budget)
 
@@ -81,7 +83,7 @@ def _compiled(block: nn.Module, backend: str, budget: float | None) -> Callable:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first line of torch's message, and the one that explains it, if there is one."""
+    """Returns the first line of torch's error message, and the line with the explanation, if any."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     explained = [line.partition("Explanation: ")[2] for line in others if "Explanation: " in line]
     return ": ".join([first, *explained[:1]]).rstrip(".")

@@ -1,10 +1,10 @@
-"""transformers' Adafactor, with a second way to step a weight that exists in 16 bits alone: a few rows at a time.
+"""transformers' Adafactor, with an additional step for 16-bit weights that processes a few rows at a time.
 
-transformers' `step` takes 16 bytes per element of the largest parameter: weight and gradient in fp32, and two more fp32
-tensors. For Llama-3.1-8B's embedding that is 8 GiB. `step_narrow` continues the same state by the same formulas, in
-pieces: what a formula needs of the full parameter (the mean squares of rows and columns, the RMS of the update) is
-summed in a pass of its own. So the gradient is read three times, and those sums are in another order; everything else
-has the same bits. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: weight and gradient in
+fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` updates the same state
+with the same formulas, piece by piece. Reductions over the full parameter (the mean squares of rows and columns, the
+RMS of the update) are computed in separate passes. So the gradient is read three times, and these sums have a different
+order; everything else is equal bit for bit. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ from transformers import optimization
 
 from lowmem.step.one_weight import InPieces, Step
 
-CHUNK = 1 << 22  # elements of a piece, or one row: 16 MiB in fp32
+CHUNK = 1 << 22  # elements of a piece (at least one row): 16 MiB in fp32
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
-Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one
-Read = Callable[[Piece], Tensor]  # returns a piece as a tensor, which may be changed before the next one is read
+Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one matrix
+Read = Callable[[Piece], Tensor]  # returns a piece in a buffer, which the caller may change until the next call
 Scale = Callable[[Piece, Tensor], Tensor]  # (piece, tensor to write to) -> that tensor
 
 
 class Adafactor(optimization.Adafactor, InPieces):
-    """Takes transformers' arguments. `step_narrow` steps with `lr`, so `relative_step` must be off."""
+    """transformers' Adafactor. Args: see transformers. `step_narrow` uses `lr`, so `relative_step` must be False."""
 
     @torch.no_grad()
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
@@ -33,8 +33,7 @@ class Adafactor(optimization.Adafactor, InPieces):
         if not state:
             state |= _zeros(p.shape, group, gradient.device)
         gradient, narrow, pieces = gradient.reshape(shape), narrow.view(shape), list(_pieces(shape))
-        # The buffers are allocated once: if each piece freed and allocated its own, they would leave holes in the heap
-        # that add up to their full size.
+        # Allocate the buffers once: allocating and freeing them per piece would fragment the heap.
         scratch = torch.empty(2, max(narrow[piece].numel() for piece in pieces), device=gradient.device)
 
         def buffer(number: int, piece: Piece) -> Tensor:
@@ -68,7 +67,7 @@ class Adafactor(optimization.Adafactor, InPieces):
 
 
 def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
-    """Returns the state that transformers' first step makes."""
+    """Returns the initial state, as transformers' first step creates it."""
     sizes = {} if group["beta1"] is None else {"exp_avg": shape}
     if len(shape) > 1:
         sizes |= {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
@@ -78,17 +77,17 @@ def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
 
 
 def _as_matrices(shape: torch.Size) -> Shape:
-    """Returns a shape as (matrices, rows, columns); a vector is one column."""
+    """Returns a shape as (matrices, rows, columns); a vector is a matrix with one column."""
     return (shape[:-2].numel(), *shape[-2:]) if len(shape) > 1 else (1, shape.numel(), 1)
 
 
 def _pieces(shape: Shape) -> Iterator[Piece]:
     """Yields pieces in the order of the elements."""
     matrices, rows, columns = shape
-    if count := CHUNK // (rows * columns):  # full matrices of a piece
+    if count := CHUNK // (rows * columns):  # number of full matrices per piece
         yield from ((slice(i, i + count), slice(None)) for i in range(0, matrices, count))
     else:
-        height = max(1, CHUNK // columns)  # rows of a piece
+        height = max(1, CHUNK // columns)  # rows per piece
         yield from ((slice(i, i + 1), slice(j, j + height)) for i in range(matrices) for j in range(0, rows, height))
 
 
@@ -100,7 +99,8 @@ def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
 
 
 def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of rows and columns. Returns: a function that writes a piece's scales, 1 / root of v."""
+    """Updates the mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a
+    piece."""
     rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
     beta, sums = _beta(state, group), torch.zeros_like(columns)
     for piece in pieces:
@@ -113,7 +113,7 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Does the same for a vector, which has a mean square for each element."""
+    """Updates the mean squares of a vector, one per element. Returns: see `_factored`."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

@@ -1,13 +1,16 @@
-"""AdamW with block-wise 8-bit state, made for the host: 2.03 bytes of state per parameter, one pass over memory.
+"""AdamW with block-wise 8-bit state for the CPU: 2.03 bytes of state per parameter, one pass over memory.
 
-Each block of 256 elements keeps its largest magnitude in fp32 and every element in 8 bits, on a square-root scale: the
-first moment as a signed root of m / max|m|, the second as a root of u / max u with u = sqrt(v). This is arithmetic
-alone (no table of 256 values to search), so a processor's vector units do it. A code of u is never 0: a second moment
-that is rounded to zero would turn the next small gradient into a huge step.
+Each block of 256 elements stores its largest magnitude in fp32 and each element in 8 bits, on a square-root scale:
 
-On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it, and
-also writes the new weights in 16 bits; or it reads and writes weights as two 16-bit halves and never in 32 bits.
-Without a compiler, and on CUDA, torch operators do the same arithmetic.
+    first moment     sign(m) sqrt(|m| / max |m|)       int8
+    second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
+
+Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU's vector instructions can be
+used. A code of u is never 0, because a second moment of zero would turn the next small gradient into a huge step.
+
+On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it,
+updates state and fp32 weights, and also writes the weights in 16 bits; or it reads and writes the weights as two 16-bit
+halves. Without a compiler, and on CUDA, torch operators do the same arithmetic.
 
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
@@ -28,19 +31,24 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-# The smallest code of u: (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, the smallest m that is not
-# zero. So an element that is tiny in its block steps at most as far as the others.
+# The smallest code of u. (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, which is the smallest
+# nonzero m. So the update of an element that is tiny in its block is at most as large as that of other elements.
 LEAST = 2
-NOTHING = 1e-30  # a block whose largest element is below this counts as 0: a division by less is infinite
-SMALL = 4096  # elements; a smaller parameter keeps fp32 state, as in bitsandbytes
-# Elements that torch operators process at once: their intermediate results stay in a CPU's cache, or take 0.2 GiB of a
+NOTHING = 1e-30  # a block whose largest element is smaller counts as 0, because its inverse would be infinite
+SMALL = 4096  # smaller parameters (in elements) keep fp32 state, as in bitsandbytes
+# Elements that torch operators process at once, so that intermediate results fit in a CPU's cache, or take 0.2 GiB on a
 # card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
 class HostAdamW8bit(Optimizer, OnePass):
-    """AdamW with 8-bit state. Args: params: fp32; weight_decay: decoupled. A group with `state_bits` of 32 keeps its
-    state in fp32."""
+    """AdamW with 8-bit state.
+
+    Args:
+        params: fp32 parameters, or groups. A group with `state_bits=32` keeps its state in fp32.
+        lr, betas, eps: see torch.optim.AdamW.
+        weight_decay: decoupled weight decay.
+    """
 
     def __init__(
         self,
@@ -50,7 +58,7 @@ class HostAdamW8bit(Optimizer, OnePass):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        torch.optim.AdamW([torch.empty(0)], lr, tuple(betas), eps, weight_decay)  # raises ValueError: out of range
+        torch.optim.AdamW([torch.empty(0)], lr, tuple(betas), eps, weight_decay)  # checks the ranges, raises ValueError
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -64,7 +72,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Steps a parameter. If its state has 32 bits or there is no compiler, its halves are joined first."""
+        """Steps a parameter. With 32-bit state, or without a compiler, split halves are joined to fp32 first."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -85,22 +93,22 @@ class HostAdamW8bit(Optimizer, OnePass):
             narrow(wide, rounded)
 
     def runs_as(self) -> str:
-        """Returns for the summary which of the two ways it steps in."""
+        """Returns the implementation in use, for the run's summary."""
         on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
         return "one C++ pass" if on_cpu and library(SOURCE) else "torch operators"
 
 
 class Rule(NamedTuple):
-    """The numbers of a step, in the order of the C++ struct `Rule`."""
+    """The scalars of a step, in the order of the C++ struct `Rule`."""
 
-    rate: float  # lr / the first moment's bias correction
-    keep: float  # 1 - lr x decay
+    rate: float  # lr / bias correction of the first moment
+    keep: float  # 1 - lr * weight_decay
     beta1: float
     rest1: float
     beta2: float
     rest2: float
     eps: float
-    widened: float  # the second moment's bias correction, as a factor of its root
+    widened: float  # bias correction of the second moment, as a factor of its square root
 
 
 def _rule(group: dict, step: int) -> Rule:
@@ -110,7 +118,7 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
-    """Returns the state of fp32 weights of p's shape, on its device."""
+    """Returns the initial state of a parameter, on its device. Args: p: fp32; bits: 8 or 32."""
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -163,7 +171,7 @@ class Chunk(NamedTuple):
 
 def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
     flat = (p.view(-1), g.reshape(-1), state["m"], state["u"])
-    complete = p.numel() // BLOCK * BLOCK  # elements in complete blocks
+    complete = p.numel() // BLOCK * BLOCK  # number of elements in complete blocks
     chunk = CHUNK if p.device.type == "cpu" else CHUNK_ON_CARD
     for start in range(0, complete, chunk):
         stop = min(start + chunk, complete)
@@ -174,7 +182,7 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Steps a chunk in place, since allocating takes longer. Args: scratch: (3, at least blocks x n), fp32."""
+    """Steps a chunk; intermediate results are in a preallocated buffer. Args: scratch: (3, >= blocks * n), fp32."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -185,6 +193,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # a block of near zeros is divided by one, not by a number whose inverse is infinite
+    # blocks of (nearly) zeros are divided by 1, because the inverse of their maximum would be infinite
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

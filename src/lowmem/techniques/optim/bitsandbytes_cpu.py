@@ -1,13 +1,13 @@
 """Steps bitsandbytes' block-wise 8-bit Adam and Lion on a CPU in one pass over memory.
 
-There bitsandbytes itself steps with torch operators, which takes 30 times as long as a fused step, and many elements
-that are small in their block get a neighbour of the nearest code (version 0.50: 12 % on the signed scale and 18 % on
-the other one, for log-normal magnitudes). Even a zero does, so a weight that never had a gradient moves. This is the
-same step as one C++ function, with bitsandbytes' own state and dynamic scales. So nothing else changes: the class
-stays, and so does the checkpoint, with which a card can continue. Without a compiler torch operators do it.
+bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
+small elements of a block to a code next to the nearest one (version 0.50: 12 % of elements on the signed scale and 18 %
+on the unsigned one, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
 
-Codes are the nearest ones, as in bitsandbytes' kernels for cards. The error of 20 steps against AdamW is half of
-bitsandbytes' own here. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
+This module has the same step as one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class
+and its checkpoints do not change, so a card can continue from a checkpoint. Without a compiler, torch operators do the
+same step. Codes are the nearest ones, as in bitsandbytes' CUDA kernels; the error of 20 steps against AdamW is half of
+that of bitsandbytes on a CPU. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-EXACTLY = "-ffp-contract=off"  # no fused multiply-add where torch's operators have none
-RULES = ("adam", "lion")  # bitsandbytes' names; its other optimizers step like one of them
+EXACTLY = "-ffp-contract=off"  # no fused multiply-add, as in torch's operators
+RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Makes an optimizer of bitsandbytes step like this if its parameters are in host memory."""
+    """Makes a bitsandbytes optimizer use this step for parameters in host memory."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step
@@ -56,15 +56,15 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
-    """Returns the numbers of a step in the order of the C++ struct `Rule`, computed in fp64 and rounded once, as torch
-    does."""
+    """Returns the scalars of a step in the order of the C++ struct `Rule`, computed in fp64 and rounded once, like
+    torch."""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]
 
 
 def _step(p: nn.Parameter, state: dict, rule: tuple[float, ...]) -> None:
-    """Steps with torch operators, Lion where there is no second moment."""
+    """Steps with torch operators; Lion if there is no second moment."""
     beta1, rest1, beta2, rest2, eps, rate, widened, keep = rule
     wide, g, m = p.data.float().flatten().mul_(keep), p.grad.float().flatten(), _read(state, 1)
     if "state2" in state:

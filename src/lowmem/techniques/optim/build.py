@@ -1,8 +1,8 @@
-"""Makes the optimizer of a model from a library's class: which parameters decay, and how its state is restored.
+"""Creates the optimizer of a model from a library's class.
 
-An optimizer's yaml names the library's class and its arguments. This file adds what all optimizers here share: groups
-of parameters by role, state that is restored in the dtype in which it was saved, and, for bitsandbytes' optimizers,
-AdamW's order of decay and update, and embeddings whose state keeps 32 bits.
+An optimizer's yaml names the class and its arguments. This module adds parameter groups by role (weight decay), state
+that is restored in the dtype in which it was saved, and for bitsandbytes' optimizers AdamW's order of weight decay and
+update, and 32-bit state for embeddings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,12 +17,12 @@ from lowmem.system.process import page_out
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
-BUFFERS = ("state1", "state2")  # tensors of bitsandbytes' state that a paged optimizer pages
-DECOUPLED = ("adam", "lion", "ademamix")  # names of bitsandbytes' rules whose decay is not a part of the gradient
-PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller parameter (its `get_state_buffer`)
+BUFFERS = ("state1", "state2")  # state tensors that bitsandbytes' paged optimizers page
+DECOUPLED = ("adam", "lion", "ademamix")  # bitsandbytes' update rules with decoupled weight decay
+PAGED_FROM = 100_000  # minimum elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
 
 
-Restored = Callable[[Optimizer, nn.Parameter], None]  # called once the state of a parameter is restored
+Restored = Callable[[Optimizer, nn.Parameter], None]  # called after the state of a parameter was restored
 
 
 def itself(p: nn.Parameter) -> nn.Parameter:
@@ -34,12 +34,12 @@ def nothing(*_: object) -> None:
 
 
 class MakeOptimizer:
-    """A function (model, master, restored) -> optimizer, where `master` returns the parameter that is stepped for one
-    of the model's.
+    """A function (model, master, restored) -> optimizer. `master` maps a parameter of the model to the parameter that
+    the optimizer steps; `restored` is called after the state of a parameter was restored.
 
     Args:
-        make: parameter groups -> optimizer, a partial of the class that the yaml names.
-        embedding_bits: bits of an 8-bit optimizer's state of embeddings; None: not an 8-bit optimizer.
+        make: parameter groups -> optimizer: a partial of the class that the yaml names.
+        embedding_bits: bits of the state of embeddings in an 8-bit optimizer; None: not an 8-bit optimizer.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
@@ -68,14 +68,17 @@ class MakeOptimizer:
 
     @property
     def name(self) -> str:
-        """Returns the class's name, by which a checkpoint says whose state it holds."""
+        """Returns the name of the optimizer's class, which checkpoints store."""
         return getattr(self.make, "func", self.make).__qualname__  # theirs: a partial's
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Returns trainable parameters by role: matrices and embeddings, which decay, and vectors (norms, biases), which
-    never do. A head counts as an embedding, tied or not: its rows belong to tokens. Fused experts hold their biases as
-    (experts, columns), which the name alone tells from a matrix."""
+    """Returns parameter groups of the trainable parameters, by role.
+
+    Matrices and embeddings have weight decay; vectors (norms, biases) do not. A head counts as an embedding, tied or
+    not, because its rows belong to tokens. The biases of fused experts are (experts, columns) tensors, recognized by
+    their names.
+    """
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     by_token |= {id(head.weight)} if head is not None else set()
@@ -91,8 +94,8 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes use each group's `state_bits`. Its own overrides stand in a global table by id(parameter), and
-    a parameter of the next job may have the same id."""
+    """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are in a global table by
+    id(parameter), which may be reused by a parameter of the next job."""
     theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
@@ -102,8 +105,9 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 
 def _decay_before_the_update(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes decay a weight before its update, as AdamW does, on every device. Its CUDA kernels multiply by
-    1 - lr x decay after the update (issue 2010), and 32-bit Lion's add the decay to the gradient (issue 1992)."""
+    """Makes bitsandbytes apply weight decay before the update on every device, like AdamW. bitsandbytes' CUDA kernels
+    multiply by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add the decay to the
+    gradient (issue 1992)."""
     if optimizer.optimizer_name not in DECOUPLED:
         return
     theirs = optimizer.update_step
@@ -117,9 +121,9 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
-    """Gives the code of zero on bitsandbytes' scale of second moments a small number, on every device. Rounded to zero
-    beside a first moment that is not, a second moment makes a step of m / eps: thousands of times lr. (A second moment
-    of zero beside a larger one shortens steps a little; one in a block of zeros stays zero.)"""
+    """Replaces zero on bitsandbytes' scale of second moments by a small value, on every device. A second moment that is
+    rounded to zero, with a nonzero first moment, would give an update of m / eps: thousands of times lr. (True zeros
+    become slightly larger, which shortens later steps a little; in a block of zeros they stay zero.)"""
     optimizer.fill_qmap()
     _replace_zero(optimizer.name2qmap["udynamic"])
 
@@ -130,10 +134,13 @@ def _replace_zero(scale: Tensor | None) -> None:
 
 
 def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
-    """Makes a restored optimizer keep its settings, such as the weight decay that was typed for a resume: torch
-    restores the saved ones. `lr` is the schedule's. And restores paged state and scales as bitsandbytes does not.
+    """Makes a restored optimizer keep this run's settings, such as a weight decay that was typed for the resume,
+    whereas torch restores the saved settings. The schedule sets `lr`. Also restores bitsandbytes' paged state and
+    scales correctly.
 
-    Args: named: the settings that the yaml names; others may be a part of the optimizer's state.
+    Args:
+        optimizer: changed in place.
+        named: the settings in the yaml. All other settings are restored, since they may be part of the state.
     """
     theirs = optimizer.load_state_dict
     kept = {*named} - {"lr", "params"}
@@ -144,7 +151,7 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
             _restore_paged(optimizer, theirs, state_dict)
         else:
             theirs(state_dict)
-        for state in optimizer.state.values():  # each has a scale of its own; a checkpoint may be of an older run
+        for state in optimizer.state.values():  # a checkpoint of an earlier version may have different scales
             _replace_zero(state.get("qmap2"))
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
@@ -156,8 +163,8 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
     """Restores each tensor of the state in the dtype in which it was saved.
 
     torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
-    and 8-bit codes would for a moment take four times their size. So torch restores the groups alone, and each tensor
-    is copied here. (bitsandbytes restores its own state as it was saved; torchao's issue 3314 is of this kind.)
+    and 8-bit codes would temporarily take four times their size. So torch restores only the groups, and this function
+    copies the tensors. (bitsandbytes restores its state as it was saved; torchao's issue 3314 describes the problem.)
     """
     saved: dict = {}
 
@@ -178,28 +185,28 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields items and drops each before the next is read: a mapping may load a value only when it is read."""
+    """Yields items one by one without keeping references, because the mapping may load each value on access."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the state that CUDA would page if its parameter were large and on a card."""
+    """Returns the state tensors that CUDA would page for a large parameter on a card."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
 
 
 def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> None:
-    """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may lack
-    the room (its issues 782 and 1381); and on a CPU it would make a card's state paged, which a CPU does not support.
+    """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may run
+    out of memory (issues 782 and 1381), and on a CPU it would restore a card's state as paged, which fails.
 
-    Each buffer is allocated as in the first step, and is paged if that one was. Args: theirs: its `load_state_dict`.
+    Each buffer is allocated as in the first step, paged or not. Args: theirs: bitsandbytes' `load_state_dict`.
     """
     theirs(state_dict, move_to_device=False)
     for p, state in optimizer.state.items():
-        for key, saved in state.items():  # one after the other, so that each is freed after its copy
+        for key, saved in state.items():  # one by one: each saved tensor is freed after its copy
             if key in BUFFERS:
                 state[key] = optimizer.get_state_buffer(p, dtype=saved.dtype).copy_(saved)
             elif isinstance(saved, Tensor):
@@ -207,7 +214,7 @@ def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> 
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """Returns a copy on the parameter's device. A count of steps stays on the host unless a fused step reads it."""
+    """Returns a copy on the parameter's device. Step counts stay on the host, unless a fused kernel reads them."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -215,10 +222,10 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. torchao's 4-bit state ignores `copy=True` of `Tensor.to` if it is there already."""
+    """Returns a copy on the device. torchao's 4-bit state ignores `copy=True` of `Tensor.to` on the same device."""
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)
     names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}  # a DTensor also names its mesh
+    parts = {name: getattr(value, name) for name in names}  # a DTensor also lists its mesh
     copies = {name: _copied(part, device) if isinstance(part, Tensor) else part for name, part in parts.items()}
     return type(value).__tensor_unflatten__(copies, context, value.shape, value.stride())

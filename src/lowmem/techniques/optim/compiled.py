@@ -1,7 +1,7 @@
-"""Compiles a C++ file of this package into a library of functions, once, with whatever compiler there is.
+"""Compiles a C++ file of this package into a shared library, once, with any available C++ compiler.
 
-It needs only a compiler: no headers of Python or torch, no build system. ctypes calls the functions, and lets other
-Python threads run meanwhile.
+Only a compiler is needed, without headers of Python or torch and without a build system. ctypes calls the functions and
+releases the GIL during a call.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers of half.hpp
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in half.hpp
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -32,10 +32,12 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library; None if there is no compiler, or it cannot compile this file. It says so once, and
-    the caller has a slower way.
+    """Returns the compiled library. None: there is no compiler, or compilation failed (logged once), so the caller has
+    to use a slower implementation.
 
-    Args: flags: in addition to those of every file here.
+    Args:
+        source: the C++ file.
+        flags: additional compiler flags.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -64,7 +66,7 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     built = cache / f"{source.stem}-{key}.so"
     if not _intact(built):
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at once
+        with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at the same time
             draft = Path(folder) / built.name
             _compile([compiler, *flags, str(source), "-o", str(draft)])
             _checksum_of(built).write_text(_checksum(draft), encoding="utf-8")
@@ -73,7 +75,7 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
 
 
 def _intact(built: Path) -> bool:
-    """Returns whether the library is what was compiled: a file that was cut ends the process when it is loaded."""
+    """Returns True if the cached library is complete, because loading a truncated file would kill the process."""
     try:
         return _checksum(built) == _checksum_of(built).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -91,11 +93,11 @@ def _checksum(file: Path) -> str:
 def _compile(command: list[str]) -> None:
     try:
         _run([*command, "-fopenmp"])
-    except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: then use one thread
+    except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: use one thread
         _run(command)
 
 
 def _run(command: list[str]) -> str:
-    """Returns the output of a compiler. Ctrl-C in a terminal does not end it: the run completes its step, which needs
-    the library."""
+    """Runs a compiler and returns its output. Ctrl-C does not interrupt the compiler, because an interrupted run
+    completes its current step, which needs the library."""
     return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout

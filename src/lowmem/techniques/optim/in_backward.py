@@ -1,9 +1,9 @@
-"""Steps the optimizer inside backward: each gradient steps its parameter as soon as it exists, and is freed.
+"""Steps the optimizer inside backward: each parameter is updated as soon as its gradient exists, which is then freed.
 
-All gradients are never in memory at once: of 4 bytes per parameter (2 with 16-bit weights) only the largest single
-gradient remains. It excludes everything that needs all gradients at once: clipping by the global norm, loss scaling
-(only at the end is it known whether a step is skipped), and accumulation over micro-batches. Source: Lv et al. 2023,
-arXiv 2306.09782.
+Gradients are never all in memory at once: instead of 4 bytes per parameter (2 with 16-bit weights), the peak is the
+largest single gradient. Excludes everything that needs all gradients at once: clipping by the global norm, loss scaling
+(an overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023, arXiv
+2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,8 @@ from torch import nn
 
 
 class StepInBackward(Callback):
-    """Args: enabled: False: does nothing; clip_value: the largest absolute element of a gradient, or None."""
+    """Steps each parameter in a hook on its gradient. Args: enabled: if False, does nothing; clip_value: clamps
+    gradient elements to this absolute value; None: off."""
 
     def __init__(self, enabled: bool, clip_value: float | None) -> None:
         self.enabled, self.clip_value = enabled, clip_value
@@ -27,7 +28,7 @@ class StepInBackward(Callback):
             optimizer.use_up(names[p], p.grad)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_([p], self.clip_value)
-            # looked up at each step: the schedule changes the group, and a resume replaces it
+            # look up the group at each step: the schedule changes it, and a resume replaces it
             optimizer.step_one(optimizer.param_groups[group_index], p)
             p.grad = None
 

@@ -1,12 +1,12 @@
-"""Muon and AdamW as one optimizer, which steps each parameter by its role.
+"""Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that every direction moves equally. It keeps
-one moment, 4 bytes per parameter, where AdamW keeps two. Fused experts, (experts, rows, columns), are one matrix per
-expert and are stepped one expert after the other, so that the scratch is that of one matrix. Embeddings, head, norms,
-biases and convolutions are not maps between hidden spaces and step with AdamW. Source: Jordan et al. 2024,
+Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that all directions change equally. Muon
+stores one moment (4 bytes per parameter) instead of AdamW's two. Fused experts (experts, rows, columns) are one matrix
+per expert and are stepped one by one, so that temporary memory is needed for one matrix only. Embeddings, head, norms,
+biases and convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al. 2024,
 kellerjordan.github.io/posts/muon.
 
-Both optimizers are torch's own. They get this optimizer's groups and state at every step, and keep nothing.
+Both are torch's implementations, which get this optimizer's groups and state at each step and store nothing themselves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +15,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# torch's rule `match_rms_adamw` makes the RMS of a Muon step 0.2 lr. AdamW's first step has RMS lr, and so has a step
-# by an orthogonal matrix here. Five iterations make the step nearly orthogonal: its RMS is 0.86 to 0.96 lr for a random
-# gradient. Directions that the gradient lacks do not move: with r of n directions, a matrix moves by sqrt(r / n) of
-# that.
+# torch's rule `match_rms_adamw` gives a Muon step an RMS of 0.2 lr. AdamW's first step has an RMS of lr, and so has a
+# step by an exactly orthogonal matrix here. Five iterations give a nearly orthogonal step: the RMS is 0.86 to 0.96 lr
+# for a random gradient. If the gradient has only r of n directions, the RMS is smaller by a factor of sqrt(r / n).
 TORCHS_RMS = 0.2
 
 
 class Muon(Optimizer):
-    """Args: params: groups with a `role` (matrix, embedding, vector); momentum: for matrices; betas, eps: AdamW's."""
+    """Muon for matrices and AdamW for all other parameters.
+
+    Args:
+        params: parameter groups with a `role` (matrix, embedding, vector).
+        momentum: Muon's momentum, for matrices.
+        betas, eps: AdamW's, for all other parameters.
+    """
 
     def __init__(
         self,
@@ -35,13 +40,13 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        unused = [nn.Parameter(torch.zeros(1, 1))]  # torch makes no optimizer without a parameter
+        unused = [nn.Parameter(torch.zeros(1, 1))]  # torch requires at least one parameter
         self.muon = torch.optim.Muon(unused, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        # lr and weight_decay are checked here; a step replaces them by the values of the group
+        # lr and weight_decay are checked here; each step uses the group's values
         self.adamw = torch.optim.AdamW(unused, lr, tuple(betas), eps, weight_decay, fused=True)
 
     def __getstate__(self) -> dict:
-        """Returns what a copy holds; torch's own leaves out all further attributes."""
+        """Returns the state for pickling and copying; torch's version drops all additional attributes."""
         return super().__getstate__() | {"muon": self.muon, "adamw": self.adamw}
 
     @torch.no_grad()
@@ -56,7 +61,7 @@ class Muon(Optimizer):
         return loss
 
     def _matrices(self, p: nn.Parameter) -> Iterator[tuple[nn.Parameter, dict]]:
-        """Yields each matrix of p with its state: views of p, its gradient and its momentum."""
+        """Yields (matrix, state) for each matrix of p, as views of p, its gradient and its momentum."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -67,8 +72,8 @@ class Muon(Optimizer):
             yield matrix, {"momentum_buffer": momentum}
 
     def _step(self, optimizer: Optimizer, state: dict[nn.Parameter, dict], group: dict, factor: float) -> None:
-        """Steps the parameters of `state` with `lr` times `factor`; the decay of a step, lr x weight_decay, stays the
-        same."""
+        """Steps the parameters of `state` with a learning rate of lr * factor; the weight decay of a step stays
+        lr * weight_decay."""
         scaled = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "params": list(state)}
         optimizer.state, optimizer.param_groups = state, [optimizer.defaults | group | scaled]
         if state:
@@ -77,6 +82,6 @@ class Muon(Optimizer):
 
 
 def holds_matrices(group: dict, p: nn.Parameter) -> bool:
-    """Returns whether p is a matrix, or a stack of matrices (fused experts). A convolution of a language model has one
-    input channel per output, (channels, 1, width), and is not a matrix."""
+    """Returns True if p is a matrix, or a stack of matrices (fused experts). Depthwise convolutions
+    (channels, 1, width) are not matrices."""
     return group["role"] == "matrix" and (p.dim() == 2 or (p.dim() == 3 and p.shape[1] > 1))

@@ -1,16 +1,16 @@
-"""Defines the contract of a precision: the dtypes of weights and products, and the loss scale.
+"""The interface of a precision: the dtypes of weights and matrix products, and the loss scale.
 
-A precision is a Lightning plugin. Code that trains, measures or plans uses the attributes and methods below, which
-stand in the order of a run, and no others; each does here what suits plain fp32 weights. So a new precision is a class
-that sets `dtype` and overrides what it does differently. It derives from the kind that it belongs to:
+A precision is a Lightning plugin. Other code uses only the attributes and methods below, which are in the order of a
+run. The defaults are right for plain fp32 weights, so a new precision sets `dtype` and overrides what differs. It
+derives from one of these classes:
 
     BasePrecision         here
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
       SixteenBitWeights                         `weights_16bit.py`: 16-bit weights; `widen`, `round`, `new_extra_state`
-      Float16Master, BFloat16Master             `masters.py`: 16-bit weights, whose fp32 masters `MasterWeights` holds
-      ScaledLoss                                `loss_scale.py`: a mixin, placed first, for any of them in fp16
+      Float16Master, BFloat16Master             `masters.py`: 16-bit weights, with fp32 masters in `MasterWeights`
+      ScaledLoss                                `loss_scale.py`: a mixin for fp16 precisions, the first base class
 
-On a CPU Lightning's own plugins turn fp16 into bf16; these do not.
+On a CPU, Lightning's own plugins replace fp16 by bf16; these precisions do not.
 """
 
 import logging
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 
 class BasePrecision(Precision):
-    """The base class of all precisions. Args: device: the type of the device that computes, cpu or cuda."""
+    """Base class of all precisions. Args: device: the type of the device that computes, cpu or cuda."""
 
     device = "cpu"  # the type of the device that computes
-    dtype: torch.dtype  # of the matrix products
-    # of the trained weights, or of their masters: that in which a model's files are read; None: `dtype`
+    dtype: torch.dtype  # dtype of matrix products
+    # dtype of the trained weights, or of their masters, in which a model's files are read; None: `dtype`
     weights_dtype: torch.dtype | None = torch.float32
-    tf32 = False  # True: on a card, fp32 products read 10 bits of each factor's mantissa
-    scales_loss = False  # True: gradients have no meaning before the whole window's are unscaled
-    lowered_scale = False  # True: this window's gradients overflowed, and the next one has a smaller loss scale
-    gradient_scale = 1.0  # backward's gradients are the true ones times this
-    draws = False  # True: a step draws random numbers, and another process with the same weight draws others
+    tf32 = False  # True: on a card, inputs of fp32 matrix products keep 10 mantissa bits
+    scales_loss = False  # True: the loss is scaled, so gradients are only usable after the whole window
+    lowered_scale = False  # True: this window's gradients overflowed, and the loss scale was reduced
+    gradient_scale = 1.0  # the loss scale of this window's gradients
+    draws = False  # True: a step draws random numbers, which differ between processes with copies of a weight
     # whether the optimizer runs on the host (`offload/master_weights.py`)
     steps_on_host: Literal["never", "if streamed", "always"] = "never"
 
@@ -54,16 +54,16 @@ class BasePrecision(Precision):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def when_converted(self, call: Callable[[nn.Module], None]) -> None:
-        """Registers a function that each `convert_module` calls with the module in the end. Lightning has no hook for
-        callbacks between loaded weights and their move to the device. A second registration of a function is a no-op:
-        a trainer may run more than once."""
+        """Registers a function that `convert_module` calls with the module at its end, because Lightning has no
+        callback hook between loading weights and moving them to the device. Registering a function twice is a no-op,
+        since a trainer may run more than once."""
         if call not in self._on_converted:
             self._on_converted.append(call)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the module in place and returns it. Lightning calls this once the weights are loaded or restored,
-        before they move to the device and before anything is computed or tracked; it calls `teardown` in the end,
-        come what may. A parameter keeps its identity for the whole run."""
+        before they move to the device, and before any computation or memory tracking. `teardown` is always called at
+        the end. Parameter objects stay the same for the whole run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -78,8 +78,8 @@ class BasePrecision(Precision):
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
-        """Refuses an optimizer that is not from `optimizer`: it would step scaled gradients. Lightning calls this
-        before the first step, with no optimizers for an evaluation."""
+        """Refuses an optimizer that was not created by `optimizer`, because it would step scaled gradients. Lightning
+        calls this before the first step, and with an empty list before an evaluation."""
         if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
             raise Refused(
                 f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
@@ -92,25 +92,25 @@ class BasePrecision(Precision):
         """Restores what `state_dict` returned. Lightning calls this on a resume, with the weights on the device."""
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors on the device besides weights, gradients and the optimizer's state; the memory meter counts
-        them as optimizer state. It may ask at any time."""
+        """Returns tensors on the device besides weights, gradients and optimizer state. The memory meter counts these
+        as optimizer state, and may call this at any time."""
         return ()
 
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns a context that Lightning enters for the full training step. It does nothing: autocast here would also
+        """Returns the context that Lightning enters for the full training step: empty, because autocast here would also
         cover backward and the optimizer."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
-        """Returns a context that the module enters for each forward pass alone, and Lightning for each step of an
-        evaluation."""
+        """Returns the context of a forward pass, such as autocast. The module enters it for each forward pass in
+        training, and Lightning for each step of an evaluation."""
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Returns the tensor where backward starts. Lightning calls this with each micro-batch's loss; it calls
-        callbacks, too."""
+        """Returns the tensor where backward starts, after calling callbacks. Lightning calls this with the loss of each
+        micro-batch."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------
@@ -119,16 +119,17 @@ class BasePrecision(Precision):
         """Sets the loss scale of the next window. Args: finite: all gradients of this window were finite."""
 
     def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: object, **kwargs: object) -> None:
-        """Steps. Lightning's own calls callbacks and clips in here; `CausalLM.training_step` has done so before."""
+        """Steps the optimizer. Lightning's version also calls callbacks and clips; `CausalLM.training_step` has already
+        done both."""
         optimizer.step()
 
     # --- after steps ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Returns tensors and plain numbers without which a resumed run would have other bits. Lightning calls this for
-        each checkpoint and saves them under the class's name."""
+        """Returns tensors and numbers that a bit-exact resume needs. Lightning calls this for each checkpoint, and
+        saves the result under the class's name."""
         return {}
 
     def teardown(self) -> None:
-        """Undoes all changes to the process. Lightning calls this in the end."""
+        """Undoes all changes to the process. Lightning calls this at the end of a run."""
         self._run.close()

@@ -1,12 +1,12 @@
-"""Computes 16-bit products on a CPU that has no units for them: widened to fp32, multiplied and added there, and
-rounded once at the end. Such units do the same.
+"""Computes 16-bit matrix products on a CPU without instructions for them: inputs are converted to fp32, multiplied and
+summed in fp32, and the result is rounded once, as these instructions do.
 
-Without them torch multiplies in a plain loop, which takes 10 to 100 times as long as fp32 (pytorch issue 146508). So
-while a run lasts, torch's CPU kernels are replaced at the lowest level: autocast, autograd and trackers of memory work
-above them. Forward, backward and recomputation all use these kernels, and tensors saved in between have 16 bits. The
-wide copies live for one operator; a CPU with units does not need this scratch memory.
+Without the instructions torch uses a plain loop that is 10 to 100 times slower than fp32 (pytorch issue 146508). So
+during a run torch's CPU kernels are replaced at the CPU dispatch key, below autocast, autograd and memory trackers.
+Forward, backward and recomputation use these kernels, and saved tensors still have 16 bits. The fp32 copies exist
+during one operator; a CPU with the instructions does not need this temporary memory.
 
-A dispatch mode could do the same, and would cost a Python call for every operator, product or not.
+A dispatch mode could do the same, but would add a Python call to every operator.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Maps each product to the number of its results to round: attention's second result, the log-sum-exp, is always fp32.
+# Product -> number of results to round: the second result of attention, the log-sum-exp, is always fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
@@ -38,13 +38,14 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Returns True if this CPU multiplies in `dtype`."""
+    """Returns True if this CPU has matrix instructions for `dtype`."""
     return dtype not in NAMES or cpu_multiplies_in(NAMES[dtype])
 
 
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
-    """Widens the products of a run in `dtype`, in every thread, if this CPU needs it. Yields: True if it does."""
+    """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads, if this CPU
+    needs it. Yields: True if they were replaced."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
@@ -57,12 +58,12 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """Returns torch's own kernel; it is looked up once, before any is replaced."""
+    """Returns torch's own kernel (cached). The first call must be before the kernel is replaced."""
     return get_kernel(product, "CPU").call_boxed
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """Returns the kernel that replaces torch's own, and calls it."""
+    """Returns the replacement kernel, which calls torch's kernel in fp32."""
     native = _native(product)
 
     def wide(value: object) -> object:

@@ -22,7 +22,7 @@ class FullPrecision(BasePrecision):
 
 
 class TensorFloat32(FullPrecision):
-    """Stores fp32; a CUDA device's matrix products read 10 bits of each factor's mantissa and add in fp32."""
+    """fp32 weights; on a CUDA device, inputs of matrix products keep 10 mantissa bits, and sums are in fp32."""
 
     tf32 = True
 
@@ -44,7 +44,7 @@ class Autocast(BasePrecision):
     """Computes matrix products in `dtype`, with weights in fp32."""
 
     def forward_context(self) -> AbstractContextManager:
-        # Autocast's cache is off: it would hold a 16-bit copy of every weight until the forward pass ends.
+        # Autocast's cache would keep a 16-bit copy of every weight until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 

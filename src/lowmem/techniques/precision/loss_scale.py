@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not vanish below 6e-8.
+"""Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not underflow (below 6e-8).
 
-The scale halves whenever a gradient overflows, and that step is skipped; it doubles after many steps without overflow.
-Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and would unscale their
-gradients in fp16, where the small ones vanish after all.
+If a gradient overflows, the step is skipped and the scale is halved; after many steps without overflow it is doubled.
+Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and unscales their
+gradients in fp16, where small ones underflow.
 """
 
 from lightning.pytorch import LightningModule
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from lowmem.techniques.precision.contract import BasePrecision
 
-# From 2**16 it takes 26 overflows in a row to get here: what overflows then is not the scale's fault.
+# Reached from 2**16 after 26 consecutive overflows. A smaller scale would not help then.
 SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """The scale and its rule. Args: value: the scale at the start; growth_interval: steps without overflow after which
-    it doubles."""
+    """The loss scale and its update rule. Args: value: initial scale; growth_interval: steps without overflow after
+    which the scale is doubled."""
 
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
-        self.steps = 0  # without overflow, since the last change
-        self.halved = False  # True if the last window overflowed, and a smaller scale may help
+        self.steps = 0  # steps without overflow since the last change
+        self.halved = False  # True: the last window overflowed, and the scale was halved
 
     def update(self, finite: bool) -> None:
         """Sets the scale for the next window. Args: finite: all gradients of this window were finite."""
@@ -40,8 +40,8 @@ class LossScale:
 
 
 class ScaledLoss(BasePrecision):
-    """A mixin for every fp16 precision: scales the loss so that small gradients do not vanish. The optimizer unscales
-    (`step/optimizer.py`), since it knows where the gradients are.
+    """A mixin for fp16 precisions: scales the loss so that small gradients do not underflow. The optimizer unscales the
+    gradients (`step/optimizer.py`).
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
@@ -59,7 +59,7 @@ class ScaledLoss(BasePrecision):
         return self.loss_scale.halved
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        self.gradient_scale = self.loss_scale.value  # stays this window's after `update` sets the next one's
+        self.gradient_scale = self.loss_scale.value  # not changed by `update`, which sets the next window's
         return super().pre_backward(tensor * self.gradient_scale, module)
 
     def update_scale(self, finite: bool) -> None:

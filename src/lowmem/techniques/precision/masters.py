@@ -1,9 +1,9 @@
-"""Precisions with 16-bit weights on the device and fp32 masters on the host: small updates are exact.
+"""Precisions with 16-bit weights on the device and fp32 masters on the host: small updates are not lost.
 
-The device holds 2 bytes per parameter. The host holds the masters, the optimizer's state and the gradients of an
-optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning callback, makes the masters and
-steps them; these classes say the dtypes and scale the loss. Source: Micikevicius et al. 2018, arXiv 1710.03740, for
-masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
+The device stores 2 bytes per parameter. The host stores the masters, the optimizer state and the gradients of an
+optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning callback, creates and steps the
+masters; the classes in this module define the dtypes and the loss scale. Source: Micikevicius et al. 2018, arXiv
+1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
 """
 
 import torch

@@ -1,13 +1,13 @@
-"""Holds weights, gradients and activations in 16 bits, half of their bytes, and computes the update in fp32.
+"""Weights, gradients and activations in 16 bits, which halves their bytes, with updates computed in fp32.
 
-One parameter at a time: it and its gradient are widened to fp32, any optimizer steps it, and the result is rounded
-back; a class may do both in another way, and store more than the weight. The optimizer's state is that of fp32 weights,
-so an eps of 1e-8 does not underflow; besides it the step needs one parameter in fp32. RoPE frequencies and other fp32
-buffers stay as the model made them.
+Parameters are updated one at a time: weight and gradient are converted to fp32, any optimizer steps the fp32 weight,
+and the result is rounded to 16 bits. Subclasses may convert and round differently, and store additional tensors with
+the weight. The optimizer state is that of fp32 weights, so an eps of 1e-8 does not underflow. The step needs
+temporary memory for one parameter in fp32. RoPE frequencies and other fp32 buffers keep their dtype.
 
-It costs small updates: a 16-bit weight cannot move by less than its spacing. With bf16 that is 0.4 % of the weight, and
-most updates of a fine-tuning round to nothing. Stochastic rounding moves the weight by a full spacing with the
-probability that makes the mean right. Source: Zamirai et al. 2020, arXiv 2010.06192.
+The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. With bf16 the spacing is
+0.4 % of the weight, and most updates of a fine-tuning are rounded away. Stochastic rounding changes the weight by a
+full spacing with a probability that keeps the expected value. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from collections.abc import Iterator
@@ -27,17 +27,17 @@ ExtraState = dict[str, Tensor]
 
 
 class SixteenBitWeights(BasePrecision):
-    """Weights in `dtype`. Such precisions differ in `widen`, `round` and `new_extra_state`."""
+    """Weights in `dtype`. Subclasses override `widen`, `round` and `new_extra_state`."""
 
     weights_dtype = None
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._extra_state: dict[nn.Parameter, ExtraState] = {}
-        self._named: dict[str, nn.Parameter] = {}  # the parameters that are stepped, by name
+        self._named: dict[str, nn.Parameter] = {}  # name -> trained parameter
         self._divided = False
 
-    # --- seams ----------------------------------------------------------------------------------------------------
+    # --- for subclasses -------------------------------------------------------------------------------------------
 
     def widen(self, p: nn.Parameter) -> Tensor:
         """Returns a copy of the weight in fp32, which the optimizer steps in place."""
@@ -48,8 +48,9 @@ class SixteenBitWeights(BasePrecision):
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns tensors by name that are kept with a weight on the device; called before its first update. `widen`
-        and `round` find them in `extra_state(p)` and change them in place. Meter and checkpoints include them."""
+        """Returns additional tensors to store with a weight on the device, by name. Called before the weight's first
+        update. `widen` and `round` get these tensors from `extra_state(p)` and change them in place. The memory meter
+        and checkpoints include them."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -62,7 +63,7 @@ class SixteenBitWeights(BasePrecision):
             self._extra_state[p] = self.new_extra_state(p)
         return self._extra_state[p]
 
-    # --- the contract ---------------------------------------------------------------------------------------------
+    # --- the interface --------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         named = module.named_parameters()  # a tied parameter is listed once
@@ -83,14 +84,14 @@ class SixteenBitWeights(BasePrecision):
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        for name, extra_state in state_dict.get("held", {}).items():  # most have none
+        for name, extra_state in state_dict.get("held", {}).items():  # empty for most precisions
             p = self._named[name]
             self._extra_state[p] = {key: tensor.to(p.device, copy=True) for key, tensor in extra_state.items()}
 
 
 class NarrowOptimizer(DeviceOptimizer):
-    """Steps 16-bit weights one at a time: each is widened to fp32 for its update alone. Gradients stay scaled until
-    then: unscaled in fp16, those below 6e-8 would vanish."""
+    """Steps 16-bit weights one at a time, each in fp32 during its update. Gradients are unscaled in fp32 during the
+    update too, since unscaled fp16 gradients below 6e-8 would underflow."""
 
     def __init__(
         self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
@@ -99,7 +100,7 @@ class NarrowOptimizer(DeviceOptimizer):
         self.precision = precision
 
     def _unscale(self) -> None:
-        """Does nothing: `step_one` unscales."""
+        """Overridden to do nothing, because `step_one` unscales."""
 
     def step(self) -> None:
         for group, p in self.with_gradient():
@@ -107,20 +108,20 @@ class NarrowOptimizer(DeviceOptimizer):
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
         """Steps a parameter and frees its gradient."""
-        if p.dtype == torch.float32:  # a module that an adapter keeps in fp32: nothing is rounded
+        if p.dtype == torch.float32:  # a module that an adapter keeps in fp32 is not rounded
             p.grad.div_(self.scale)
             super().step_one(group, p)
             p.grad = None
             return
         narrow, wide, gradient = p.data, self.precision.widen(p), p.grad
-        # A parameter cannot have a gradient of another dtype, so both are exchanged.
+        # A parameter's gradient must have the parameter's dtype, so both are replaced by fp32 tensors.
         p.grad = None
         p.data = wide
         p.grad = gradient.float().div_(self.scale)
         del gradient
         try:
             super().step_one(group, p)
-            wide = p.data  # an optimizer may have set another tensor
+            wide = p.data  # an optimizer may have replaced p.data
         finally:
             p.grad = None
             p.data = narrow
@@ -134,10 +135,12 @@ class BFloat16Weights(SixteenBitWeights):
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """bf16 weights that are rounded up or down at random, so that the mean is right. Where weights stream, the host
-    steps and rounds them (`offload/host_weight.py`).
+    """bf16 weights with stochastic rounding. Streamed weights are stepped and rounded on the host
+    (`offload/host_weight.py`).
 
-    Args: early_step: if they stream and clip=null, update a weight once all its gradients of the step are on the host.
+    Args:
+        early_step: with weights=streamed and clip=null, update a weight once all its gradients of the step are in host
+            memory.
     """
 
     dtype = torch.bfloat16

@@ -1,13 +1,13 @@
-"""Computes the cross entropy of the next token, summed over the tokens that count.
+"""Cross entropy of the next token, summed over the tokens with a label.
 
-A loss takes the model and a micro-batch, whose `labels` (B, T) [b, t] is the token that follows `input_ids[b, t]`, or
--100 if it is not to be learnt. It returns the *sum* in fp32, so that the caller can divide it by the tokens of the full
-window.
+A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
+that are not learned (prompts, padding). A loss returns the *sum* in fp32, because the caller divides by the number of
+labels in the full window.
 
-`full` holds the logits (B, T, V) in the computation's dtype, again in fp32, and their gradient: with a vocabulary of
-150 000 they are the peak of the run. `Chunked` holds the logits of a few rows and computes the gradient in the forward
-pass, while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv 2410.10989.
-What the model computes before and after the product with the head stays the model's own (`head.py`).
+`full` stores the logits (B, T, V) in the compute dtype, again in fp32, and their gradient: with a vocabulary of 150,000
+they are the peak of a run. `Chunked` stores the logits of a few tokens at a time, and computes the gradient in the
+forward pass while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv
+2410.10989. All other code of the model before and after its head still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,31 +26,34 @@ from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
-VERIFIED = 16  # tokens per sequence
-SLICE = 1 << 13  # tokens of the vocabulary whose 16-bit products wait to be added in fp32
+VERIFIED = 16  # tokens per sequence in the check before the first step
+SLICE = 1 << 13  # tokens of the vocabulary per 16-bit product that is added to an fp32 sum
 
 
 class Loss:
-    """The base class of a loss that `CausalLM` trains with, and of losses that wrap another one."""
+    """Base class of losses that `CausalLM` trains with, and of losses that wrap another loss."""
 
-    needs: type[MicroBatch] = MicroBatch  # its `weight` says over what the loss is a mean
-    own_logits = False  # True if it computes the logits itself, which a class says by overriding `verify`
-    shows: tuple[str, ...] = ()  # the names of its `figures`
-    head_in_tiles = False  # True if it reads the head's weight in tiles of the vocabulary, which may come from the host
-    of_pairs = False  # True for a function of answers that people compared or rated; no other loss computes it
-    compares = False  # True: with the log-probabilities that a reference model gives the answers
+    needs: type[MicroBatch] = MicroBatch  # the kind of micro-batch; the loss is a mean over its `weight`
+    own_logits = False  # True: computes the logits itself; set for classes that override `verify`
+    shows: tuple[str, ...] = ()  # names of `figures`
+    head_in_tiles = False  # True: reads the head's weight in tiles of the vocabulary, which may come from the host
+    of_pairs = False  # True: a preference loss
+    compares = False  # True: needs log-probabilities of a reference model
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls.own_logits = cls.verify is not Loss.verify
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """Returns the sum over the tokens that count, fp32, shape ()."""
+        """Returns the loss summed over tokens with a label (or over pairs or answers), fp32, shape ()."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns what people look at besides the loss: sums over what `weight` counts, by name, for the last batch
-        that was computed without gradients. One that is a mean over something else is (2,): its sum, and its count."""
+        """Returns further metrics of the last micro-batch that was computed without gradients, by name.
+
+        A metric of shape () is a sum whose mean is over the micro-batch's `weight`. A metric of shape (2,) has its own
+        count: (sum, count).
+        """
         return {}
 
     def callbacks(self) -> list[Callback]:
@@ -58,19 +61,20 @@ class Loss:
         return []
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Checks that the loss is that of the model's own logits; `Verified` and a pipeline call it before the first
-        step.
+        """Checks that the loss equals the loss of the model's own logits. `Verified` and a pipeline call this before
+        the first step.
 
         Args:
+            model: the model.
             batch: a few real tokens of two sequences.
 
         Raises:
-            Refused: a model whose logits are another function of its head's input.
+            Refused: the logits that the loss computes differ from the model's logits.
         """
 
 
 class Function(Loss):
-    """A plain function as a loss, such as `full` or one that a user's yaml names: it takes the model's logits."""
+    """A loss from a plain function of (model, micro-batch), such as `full` or a function in a user's yaml."""
 
     def __init__(self, function: Callable[[PreTrainedModel, MicroBatch], Tensor]) -> None:
         self.function = function
@@ -80,10 +84,10 @@ class Function(Loss):
 
 
 def as_loss(loss: object) -> Loss:
-    """Returns a loss as it is, and a function as a `Function`.
+    """Returns a `Loss` unchanged, and wraps a function in `Function`.
 
     Raises:
-        Refused: an object of another class: its `verify`, and weights of its own, would be missed without a word.
+        Refused: an object of any other class, whose `verify` and weights would be silently ignored.
     """
     if isinstance(loss, Loss):
         return loss
@@ -102,7 +106,7 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 class Chunked(Loss):
-    """Computes the same number as `full` with the logits of at most `rows` tokens in memory at once."""
+    """Equal to `full`, with the logits of at most `rows` tokens in memory at a time."""
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -126,11 +130,14 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """Checks, before the first step and in the run's precision: that a loss which computes the logits itself computes
-    the model's own; that a model whose rows hold several documents keeps them apart; that rows of different lengths do
-    not depend on each other; and that modules computed in slices are the same function.
+    """Checks the model before the first step, in the run's precision:
 
-    Args: packed: rows hold several documents.
+    - a loss that computes logits itself gets the model's logits (`Loss.verify`)
+    - documents in packed rows do not attend to each other, and rows of different lengths do not depend on each other
+    - modules that are computed in slices give equal results (`Tiles.verify`)
+
+    Args:
+        packed: rows contain several documents.
     """
 
     def __init__(self, packed: bool = False) -> None:
@@ -141,7 +148,7 @@ class Verified(Callback):
         self._verify(trainer, module, loaders, lambda: next(iter(trainer.train_dataloader)).micro_batches[0])
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.validating and not self.done:  # not before training either
+        if trainer.validating and not self.done:  # an evaluation without training
             self._verify(trainer, module, _validation(trainer), lambda: next(iter(trainer.val_dataloaders[0]))[0])
 
     def _verify(
@@ -151,7 +158,7 @@ class Verified(Callback):
         loaders: Iterable[WindowLoader | ValidationLoader],
         first: Callable[[], MicroBatch],
     ) -> None:
-        """Args: loaders: whose rows are read; first: returns a micro-batch of them."""
+        """Runs the checks. Args: loaders: their rows are checked; first: returns one of their micro-batches."""
         self.done = True
         for loader in loaders:
             _check_rows(module, loader)
@@ -160,7 +167,7 @@ class Verified(Callback):
             return
         two_rows = first().each(lambda tensor: tensor[:2].to(module.device))
         few = two_rows.each(lambda tensor: tensor[:, :VERIFIED])
-        module.model.eval()  # without dropout; the module's own `on_train_start` comes later
+        module.model.eval()  # no dropout; `CausalLM.on_train_start` sets training mode later
         with trainer.precision_plugin.forward_context():
             if self.packed:
                 packed_attention.verify(module.model, two_rows.input_ids)
@@ -183,10 +190,10 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 
 
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
-    """Returns the indices of the labels (N,) to be learnt. Args: count: of them; None: it is not known.
+    """Returns the indices of positions with a label. Args: labels: (N,); count: the number of labels; None: unknown.
 
-    An unknown count is read from the labels, for which the host has to wait for a card. Only here does a loss read
-    values: a trace by shape has none, and assumes that all are learnt."""
+    If the count is unknown, the host has to wait for the card. This is the only place where a loss reads values; a
+    trace with fake tensors assumes that all positions have a label."""
     if count == len(labels):
         return torch.arange(count, device=labels.device)
     learnt = labels != IGNORED
@@ -196,22 +203,29 @@ def counted(labels: Tensor, count: int | None = None) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes sum_i -log softmax(head(hidden_i))[label_i], one chunk of rows after the other."""
+    """Computes sum_i -log softmax(head(hidden_i))[label_i], one chunk of positions at a time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, chunks, finish):  # noqa: PLR0913
-        """Takes hidden (N, H); weight (V, H); bias (V) or None; labels (N); chunks: the indices of the labels to be
-        learnt, in parts; finish: that of `Head`. Returns the sum in fp32."""
+        """Returns the sum in fp32.
+
+        Args:
+            hidden: (N, H), input of the head.
+            weight, bias: (V, H), and (V,) or None.
+            labels: (N,).
+            chunks: indices of positions with a label, in chunks.
+            finish: see `Head`.
+        """
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # In fp32, 4 bytes per element of the head: a sum over thousands of rows in 16 bits would lose the small ones.
+        # Sum in fp32, 4 bytes per element of the head: a 16-bit sum over thousands of tokens would lose small terms.
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Positions that do not count never reach the head. They are left out chunk by chunk, so that the bytes do not
-        # depend on their number, which a prediction does not know.
+        # Positions without a label are skipped. They are removed chunk by chunk, so that the memory does not depend on
+        # their number, which the planner does not know.
         for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
@@ -220,26 +234,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logp = torch.log_softmax(logits, dim=-1)
             total += F.nll_loss(logp, rows_labels, reduction="sum")
             if any(ctx.needs_input_grad):
-                d_product = logp.exp_()  # softmax minus one-hot is the gradient of the sum
+                d_product = logp.exp_()  # the gradient is softmax minus one-hot
                 d_product[torch.arange(len(rows_labels), device=logits.device), rows_labels] -= 1.0
                 d_product = back(d_product)
                 d_rows = d_product.to(hidden.dtype)
                 if needs_weight:
                     _add_product(d_weight, d_rows, rows_hidden)
                 if needs_hidden:
-                    # the product may overwrite rows_hidden, which is not read again
+                    # rows_hidden is not read again, so its memory is reused
                     d_hidden.index_copy_(0, chunk, torch.mm(d_rows, matrix, out=rows_hidden))
                 if needs_bias:
                     d_bias += d_product.sum(0)
                 del d_product, d_rows
-            del logits, logp, rows_hidden, back  # before the next chunk's are made
+            del logits, logp, rows_hidden, back  # before the next chunk allocates its tensors
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient, dtype):  # scales before it rounds to 16 bits, so that a loss scale has its effect
+        def scaled(gradient, dtype):  # scale before rounding to 16 bits, so that the loss scale has an effect
             return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors
@@ -248,7 +262,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
-    """Adds d_rows (rows, V) transposed x rows_hidden (rows, H) to total (V, H)."""
+    """Adds d_rows.T @ rows_hidden to total. Args: total: (V, H); d_rows: (rows, V); rows_hidden: (rows, H)."""
     if total.dtype == d_rows.dtype:
         total.addmm_(d_rows.T, rows_hidden)
         return

@@ -1,10 +1,17 @@
-"""Enters a model's head without its logits: finds the head's input, and what the model does to the logits afterwards.
+"""Runs a model without computing its logits: captures the input of its head, and the function from the head's output to
+the logits.
 
-A head multiplies hidden states (B, T, H) by a matrix (V, H). To compute that product in chunks and still compute the
-same function, everything around it must be the model's own: layers between the body and the head (ModernBERT, BERT),
-factors (Cohere, Granite) and caps (Gemma, xLSTM) after it, whatever their names are. So the model itself runs, but its
-head gets a single token, and the input that it would have had is caught there. If the model changes what the head
-returns, its forward pass is entered once more per chunk, in which body and head return what is already known.
+A head multiplies hidden states (B, T, H) by a matrix (V, H). A loss that computes this product in chunks must still
+apply all other code of the model: layers between body and head (ModernBERT, BERT), and scale factors (Cohere, Granite)
+or soft caps (Gemma, xLSTM) after the head. No names of attributes are assumed. Instead the model's own forward pass
+runs, with the body and the head replaced where needed:
+
+    enter     body runs; the head gets the first token only, returns zeros; its input is captured in a pre-hook
+    finish    (only if the model changes the head's output) per chunk: the model's forward pass runs again, in which the
+              body returns its previous output and the head returns the chunk's product
+
+Replacements are per thread (`_Answers`), because with weights.order=by_layer several micro-batches are in progress at
+the same time, each in its own thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,25 +28,26 @@ from lowmem.model.magnitude import largest_magnitude, same
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
-UNEVEN = 5  # tokens of the first of two chunks; also tokens of the vocabulary in the first of two tiles
+UNEVEN = 5  # size of the first of two chunks, and of the first of two tiles, in the check
 
 
 class Head(NamedTuple):
     """The head's part of one forward pass."""
 
     linear: nn.Linear
-    hidden: Tensor  # (B, T, H): the head's input
-    finish: Callable[[Tensor], Tensor] | None  # products (N, V) -> logits (N, V); None: they are the logits
+    hidden: Tensor  # (B, T, H), input of the head
+    finish: Callable[[Tensor], Tensor] | None  # head's output (N, V) -> logits (N, V); None: the identity
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """Runs a forward pass in which the head sees only the first token and returns zeros, without reading its weight.
+    """Runs a forward pass in which the head gets only the first token and returns zeros, without reading its weight.
 
     Args:
-        inputs: fields of `MicroBatch`, each (B, T).
+        model: the model.
+        inputs: `MicroBatch.inputs`, each (B, T).
 
     Raises:
-        Refused: the head is not one matrix that is applied once to every token.
+        Refused: the head is not an `nn.Linear` that is applied once to every token.
     """
     head, body, here = model.get_output_embeddings(), model.base_model, get_ident()
     if type(head) is not nn.Linear:  # a subclass may compute more than a product
@@ -47,7 +55,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     entered, products, outputs = [], [], []
 
     def before(_, args: tuple) -> tuple | None:
-        if get_ident() != here:  # another micro-batch is under way in its own thread
+        if get_ident() != here:  # called by another micro-batch's thread
             return None
         if not args:
             raise _refused(model, "calls its head with keyword arguments")
@@ -91,7 +99,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
 
 
 def multiplied_in(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype in which the head would multiply: autocast acts on modules alone."""
+    """Returns the dtype in which the head would compute: autocast's if enabled, otherwise the dtype of `hidden`."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -99,10 +107,12 @@ def multiplied_in(hidden: Tensor) -> torch.dtype:
 def finished(
     product: Tensor, finish: Callable[[Tensor], Tensor] | None, copy: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the fp32 logits of a product with the head, and a function from their gradient to the product's.
+    """Returns the logits in fp32, and a function that maps their gradient to the gradient of the head's output.
 
-    Args: finish: that of `Head`; copy: the logits will be overwritten, and the tensors from which they are made must
-    stay.
+    Args:
+        product: (N, V), the head's output.
+        finish: see `Head`.
+        copy: the caller will overwrite the logits, so they must not share memory with saved tensors.
     """
     if finish is None:
         return product.float(), lambda d_logits: d_logits
@@ -116,20 +126,20 @@ def finished(
 
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
-    """Returns True if a model returns its head's result unchanged. Values do not decide it: a cap does not change small
-    ones."""
+    """Returns True if a model returns its head's output unchanged. Compares memory and version counter instead of
+    values, because a soft cap does not change small values."""
     same = storage_key(logits) == storage_key(product)
     return same and logits.shape == product.shape and _version(product) == version
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Returns how often a tensor was changed in place; None for inference tensors, which do not count it."""
+    """Returns the version counter of a tensor; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 class _Answers(dict[int, Callable]):
-    """Stands in for a module's forward pass, by thread: micro-batches whose passes are under way at once, each in a
-    thread of its own, begin and end in the same order, and none may find what another one has put here."""
+    """A replacement of a module's forward pass, by thread: thread id -> function. Threads without an entry call the
+    module's own forward pass. The module is patched while there is any entry."""
 
     def __init__(self, module: nn.Module) -> None:
         self.forward, self.patch = module.forward, patch.object(module, "forward", self)
@@ -140,7 +150,7 @@ class _Answers(dict[int, Callable]):
 
 @contextmanager
 def _answering(module: nn.Module, answer: Callable) -> Iterator[None]:
-    """Lets a function answer this thread's calls of a module."""
+    """Context manager that replaces a module's forward pass by a function, in this thread only."""
     answers = module.forward if isinstance(module.forward, _Answers) else _Answers(module)
     if not answers:
         answers.patch.__enter__()
@@ -161,21 +171,25 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
-    """Returns True if the input that `enter` caught leads to the model's own logits up to rounding, also in uneven
-    chunks: a function that depends on a token's place or neighbours fails there.
+    """Returns True if the logits computed from `enter` equal the model's logits up to rounding.
 
-    Args: inputs: fields of `MicroBatch`, each (B, T); tiled: also in uneven tiles of the vocabulary.
+    They are computed in chunks of unequal size, which detects functions that depend on a token's position or neighbors.
+
+    Args:
+        model: the model.
+        inputs: `MicroBatch.inputs`, each (B, T).
+        tiled: also divide the vocabulary into tiles of unequal size.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)
-    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, which would not run for a chunk
+    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, as for a chunk
     try:
         ours = torch.cat([_finished(head, chunk, tiled) for chunk in products.tensor_split([UNEVEN])])
-    except RuntimeError:  # it expects the shape of the full product
+    except RuntimeError:  # the model expects the full shape
         return False
     if ours.shape != theirs.shape:
         return False
-    # Relative to the products: masked logits are as large as numbers can be. A cap may overflow, in both.
+    # Tolerance relative to the head's output, because masked logits may be huge. A soft cap may overflow in both.
     return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 

@@ -1,7 +1,7 @@
-"""Computes the mismatched rows of rated answers, before the window or the validation set whose loss depends on them.
+"""Computes the mismatched prompt-answer pairs of KTO, before each window or validation set.
 
-The loss of each answer in KTO depends on one mean over the mismatched rows of all micro-batches and devices. So these
-rows take a forward pass of their own, without gradients, before the first micro-batch is computed.
+KTO's loss of each answer depends on the mean log-ratio over mismatched prompt-answer pairs of all micro-batches and
+devices. So these rows are computed in a separate forward pass without gradients, before the first micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +17,11 @@ from lowmem.data.rated import RatedBatch
 
 
 class MismatchedPass(Callback):
-    """Sums numbers of a loss over the mismatched rows of a window, or of a validation set, on all devices.
+    """Computes the mismatched rows of a window or validation set, and gives the loss their sum over all devices.
 
     Args:
-        read: returns the numbers of the batch that the loss has computed last.
-        hand_over: gives the loss the sum, before the loss of the first micro-batch is computed.
+        read: returns the loss's sums for the micro-batch that was computed last.
+        hand_over: passes the total to the loss, before the first micro-batch is computed.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:
@@ -38,7 +38,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Hands over the sum of all groups. Args: groups: of micro-batches that are in memory at once."""
+        """Computes all groups and hands over the total. Args: module: the model; groups: groups of micro-batches that
+        are in memory together."""
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 
@@ -59,7 +60,7 @@ class MismatchedPass(Callback):
 
 
 def _groups_of(trainer: Trainer, module: LightningModule, number: int) -> Iterator[Sequence[RatedBatch]]:
-    """Yields the groups that this evaluation reads of a validation set. Args: number: of the set."""
+    """Yields the groups of micro-batches that this evaluation reads. Args: number: index of the validation set."""
     count = (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)[number]
     for group in islice(trainer.val_dataloaders[number], count):
         yield [micro_batch.to(module.device) for micro_batch in group]

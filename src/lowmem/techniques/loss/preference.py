@@ -1,12 +1,11 @@
-"""Trains on answers that people compared or rated, in the memory of fine-tuning on the same rows.
+"""Preference losses: DPO, IPO, ORPO and SimPO for pairs of answers, KTO for rated answers.
 
-A loss of this file is a function of the log-probabilities of answers, which are sums over their tokens. Those come out
-of a head that is read in tiles of the vocabulary (`tiled.py`), so that whole logits never exist, and their gradient
-reaches each token as one factor of its answer. The reference model of DPO, IPO and KTO is not in memory while training:
-its log-probabilities are numbers of the batch (`training/reference.py`).
+These losses need no more memory than fine-tuning on the same rows. A loss is a function of each answer's
+log-probability, the sum over the answer's tokens. The head is computed in tiles of the vocabulary (`tiled.py`), so the
+full logits never exist; the gradient of a token's log-probability is one factor per answer. The reference model of DPO,
+IPO and KTO is not in memory during training: its log-probabilities are part of the data (`training/reference.py`).
 
-The mean of a window is over pairs, or over rated answers. It does not depend on how the window is cut into
-micro-batches.
+The loss of a window is a mean over pairs or rated answers, and does not depend on the size of the micro-batches.
 """
 
 from typing import NamedTuple
@@ -26,14 +25,14 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class Answers(NamedTuple):
-    """Holds the arguments of a loss. Each is (pairs, 2), the chosen answer first, or (answers, 1) for rated answers."""
+    """The inputs of a loss. Each is (pairs, 2) with the chosen answer first, or (answers, 1) for rated answers."""
 
-    # fp64: the sum over an answer's tokens of their log-probabilities. In fp32 that of a long answer has an error as
-    # large as the differences between models.
+    # fp64, log-probability of each answer, the sum over its tokens. In fp32 the rounding error of a long answer would
+    # be as large as the differences between models.
     logp: Tensor
-    tokens: Tensor  # int64, at least 1
-    reference: Tensor  # fp64: `logp` by the reference model; zeros where the loss has none
-    desirable: Tensor | None = None  # bool, of rated answers
+    tokens: Tensor  # int64, number of tokens, at least 1
+    reference: Tensor  # fp64, `logp` of the reference model; zeros for losses without a reference
+    desirable: Tensor | None = None  # bool, the ratings of rated answers
 
     @property
     def mean(self) -> Tensor:
@@ -45,10 +44,10 @@ class Answers(NamedTuple):
 
 
 class PreferenceLoss(Tiled):
-    """The base class of losses of answers.
+    """Base class of preference losses.
 
     Args:
-        beta: how strongly a difference of log-probabilities counts.
+        beta: factor of differences of log-probabilities.
         columns: see `Tiled`.
     """
 
@@ -67,7 +66,7 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[Answers, Tensor]:
-        """Returns the answers of a batch, and which of its pairs are real, (pairs,) bool."""
+        """Returns the answers of a micro-batch, and a mask of real pairs without padding, (pairs,) bool."""
         losses, learnt = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learnt]
@@ -88,11 +87,12 @@ class PreferenceLoss(Tiled):
         raise NotImplementedError
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Returns what the loss wants to be larger for the chosen answer than for the rejected one, (pairs, 2)."""
+        """Returns the implicit rewards (pairs, 2), which the loss makes larger for the chosen answer."""
         raise NotImplementedError
 
     def take(self) -> tuple[Answers, Tensor]:
-        """Returns the answers of the last batch that was computed without gradients, and which pairs are real, once."""
+        """Returns the answers of the last micro-batch that was computed without gradients, and the mask of real pairs,
+        and drops the reference to them."""
         seen, self._seen = self._seen, None
         return seen
 
@@ -108,8 +108,9 @@ class PreferenceLoss(Tiled):
 
 
 class DPO(PreferenceLoss):
-    """-log sigmoid(beta x the difference of the answers' log-ratios to the reference): Rafailov et al. 2023, arXiv
-    2305.18290. Args: label_smoothing: the share of pairs that are assumed to be the wrong way round (Mitchell 2023)."""
+    """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), with log-ratios to the reference model:
+    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed share of pairs with swapped labels (Mitchell
+    2023)."""
 
     compares = True
 
@@ -125,8 +126,8 @@ class DPO(PreferenceLoss):
 
 
 class IPO(PreferenceLoss):
-    """(difference of the answers' mean log-ratios - 1 / (2 beta)) squared: Azar et al. 2023, arXiv 2310.12036, whose
-    authors take means over tokens."""
+    """(mean log-ratio of chosen - mean log-ratio of rejected - 1 / (2 beta))^2, with means over tokens: Azar et al.
+    2023, arXiv 2310.12036."""
 
     compares = True
 
@@ -141,8 +142,8 @@ class IPO(PreferenceLoss):
 
 
 class ORPO(PreferenceLoss):
-    """The chosen answer's mean loss - beta x log sigmoid(log of the answers' ratio of odds), of means over tokens: Hong
-    et al. 2024, arXiv 2403.07691. It needs no reference and no fine-tuning before."""
+    """Mean cross entropy of the chosen answer - beta * log sigmoid(log odds ratio of the answers), with means over
+    tokens: Hong et al. 2024, arXiv 2403.07691. Needs neither a reference model nor supervised fine-tuning before."""
 
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)
@@ -152,13 +153,13 @@ class ORPO(PreferenceLoss):
 
     def losses(self, answers: Answers) -> Tensor:
         mean = answers.mean
-        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # p / (1 - p), where p is below 1
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # log of p / (1 - p), with p < 1
         return -mean[:, 0] + self.beta * _logistic(_difference(log_odds))
 
 
 class SimPO(PreferenceLoss):
-    """-log sigmoid(beta x the difference of the answers' mean log-probabilities - gamma): Meng et al. 2024, arXiv
-    2405.14734. It needs no reference. Args: gamma: the margin that a pair should reach."""
+    """-log sigmoid(beta * (mean log-probability of chosen - of rejected) - gamma): Meng et al. 2024, arXiv 2405.14734.
+    Needs no reference model. Args: gamma: target margin."""
 
     def __init__(
         self, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, columns: int = 4096
@@ -174,11 +175,14 @@ class SimPO(PreferenceLoss):
 
 
 class KTO(PreferenceLoss):
-    """weight x (1 - sigmoid(+-beta x (log-ratio to the reference - z))), where the sign is that of the rating:
-    Ethayarajh et al. 2024, arXiv 2402.01306. z is the mean log-ratio of answers behind prompts that are not theirs, and
-    at least 0. It is that of all micro-batches of a window, of which one more pass without gradients reads those rows.
+    """weight * (1 - sigmoid(+-beta * (log-ratio to the reference - z))), with + for desirable answers: Ethayarajh et
+    al. 2024, arXiv 2402.01306.
 
-    Args: desirable_weight, undesirable_weight: for unequal numbers of both.
+    z estimates the KL divergence from mismatched prompt-answer pairs, as their mean log-ratio, clamped at 0. The mean
+    is over all micro-batches of a window, and needs one more forward pass without gradients (`mismatched.py`).
+
+    Args:
+        desirable_weight, undesirable_weight: loss weights, to balance unequal numbers of both.
     """
 
     needs, compares = RatedBatch, True
@@ -204,14 +208,14 @@ class KTO(PreferenceLoss):
         return [MismatchedPass(self.log_ratios, self.set_kl)]
 
     def log_ratios(self) -> Tensor:
-        """Returns the sum of the log-ratios of the last batch, and the number of its answers, (2,)."""
+        """Returns (sum of log-ratios, number of answers) of the last micro-batch, shape (2,)."""
         answers, real = self.take()
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
     def set_kl(self, mismatched: Tensor) -> None:
-        """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows."""
+        """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows, (2,)."""
         total, count = mismatched
-        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # rows that are all prompt have no answer
+        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # a row without room for its answer has none
 
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.log_ratio
@@ -223,7 +227,7 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns the share of answers whose rating is told by whether their log-ratio is above z, and z."""
+        """Returns z, and the accuracy of predicting ratings from whether the log-ratio is above z."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}
@@ -235,7 +239,7 @@ class KTO(PreferenceLoss):
 
 
 def _difference(values: Tensor) -> Tensor:
-    """Returns chosen - rejected of (pairs, 2)."""
+    """Returns chosen - rejected, (pairs,). Args: values: (pairs, 2)."""
     return values[:, 0] - values[:, 1]
 
 

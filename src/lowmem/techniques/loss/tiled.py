@@ -1,12 +1,14 @@
-"""Computes cross entropy with the logits of one tile of the vocabulary at a time, over all tokens that count.
+"""Cross entropy with the logits of one tile of the vocabulary at a time, for all tokens with a label.
 
-`loss=chunked` sums the gradient of the head's weight over its chunks, V x H in fp32: with 16-bit weights this is often
-the run's peak. Here a tile's gradient is one product over all tokens, which is complete at once: 2 bytes per element of
-the head with 16-bit weights, and nothing of the head is ever in fp32. A softmax needs the sum of exponentials over all
-tiles first, so the logits are computed twice: in the forward pass for these sums, with their maximum carried from tile
-to tile (Milakov and Gimelshein 2018, arXiv 1805.02867), and in the backward pass for the gradients. It costs one more
-product with the head. In memory at once are 6 bytes x tokens x `columns` of logits with 16-bit products, and 4 bytes x
-tokens x H of the gradient of the head's input.
+    forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
+    backward    for each tile: logits again -> their gradient -> gradient (C, H) of the tile, complete at once
+
+`loss=chunked` sums the gradient of the head's weight (V, H) over its chunks in fp32, which with 16-bit weights is often
+the peak of the run. Here the gradient of a tile is a single product over all tokens: 2 bytes per element of the head
+with 16-bit weights, and no part of the head is ever in fp32. The price is that the logits are computed twice, because
+the softmax needs the sum over all tiles first (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory:
+6 bytes x tokens x `columns` for logits with 16-bit products, and 4 bytes x tokens x H for the gradient of the head's
+input.
 """
 
 from collections.abc import Callable
@@ -24,8 +26,8 @@ from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
 
 class Tiled(Loss):
-    """Computes the same number as `full` of `cross_entropy.py` with the logits of at most `columns` tokens of the
-    vocabulary at once."""
+    """Equal to `full` in `cross_entropy.py`, with the logits of at most `columns` tokens of the vocabulary in memory at
+    a time."""
 
     head_in_tiles = True
 
@@ -41,11 +43,11 @@ class Tiled(Loss):
         return self.each(model, batch)[0].sum()
 
     def each(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each label that counts, (N,) in fp32, and its index among all labels, (N,)."""
+        """Returns the loss of each label, (N,) in fp32, and the label's index in the flattened labels, (N,)."""
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
-        learnt = counted(labels, batch.known_learned_tokens)  # the other positions never reach the head
+        learnt = counted(labels, batch.known_learned_tokens)  # all other positions skip the head
         source = tiles_of(head.linear)
         weight, bias = head.linear.weight, head.linear.bias
         losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learnt, source, self.columns, head.finish)
@@ -61,13 +63,22 @@ class Tiled(Loss):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Computes -log softmax(head(hidden_i))[label_i] for each learnt i, one tile of the vocabulary after the other."""
+    """Computes -log softmax(head(hidden_i))[label_i] for each label, one tile of the vocabulary at a time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, learnt, source, columns, finish):  # noqa: PLR0913
-        """Takes hidden (B x T, H); weight (V, H), which only autograd uses; bias (V) or None; labels (B x T); learnt
-        (N,): their indices; source: yields tiles, like `ResidentHead`; finish: that of `Head`. Returns (N,) in
-        fp32."""
+        """Returns the losses (N,) in fp32.
+
+        Args:
+            hidden: (B x T, H), input of the head.
+            weight: (V, H), only for autograd; its values are read through `source`.
+            bias: (V,) or None.
+            labels: (B x T,).
+            learnt: (N,), indices of positions with a label.
+            source: a `HeadSource`.
+            columns: tokens of the vocabulary per tile.
+            finish: see `Head`.
+        """
         rows, labels = hidden.index_select(0, learnt), labels[learnt]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         total, chosen = torch.zeros_like(top), torch.zeros_like(top)
@@ -79,9 +90,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
             higher = torch.maximum(top, logits.amax(1))
             total.mul_((top - higher).exp_()).add_(logits.sub_(higher[:, None]).exp_().sum(1))
             top = higher
-            del logits, tile  # before the next ones are made
+            del logits, tile  # before the next ones are allocated
         top, total, chosen = source.joined(top, total, chosen)
-        lse = total.log_().add_(top)  # of all logits of a row
+        lse = total.log_().add_(top)  # log-sum-exp over the vocabulary
         ctx.save_for_backward(rows, lse, labels, learnt, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
         return lse - chosen
@@ -97,10 +108,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
         for first, tile in ctx.source.tiles(ctx.columns):
             last, tile = first + len(tile), tile.to(rows.dtype)
             d_logits, back = _logits(rows, tile, first, bias, ctx.finish)
-            d_logits = d_logits.sub_(lse[:, None]).exp_()  # softmax minus one-hot is the gradient of the sum
+            d_logits = d_logits.sub_(lse[:, None]).exp_()  # the gradient is softmax minus one-hot
             inside, place = _place(labels, first, len(tile))
             d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
-            d_logits = back(d_logits.mul_(d_losses[:, None]))  # before it is rounded to 16 bits
+            d_logits = back(d_logits.mul_(d_losses[:, None]))  # scale before rounding to 16 bits
             if needs_bias:
                 d_bias[first:last] = d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -118,20 +129,20 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _logits(
     rows: Tensor, tile: Tensor, first: int, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the fp32 logits (N, C) of rows (N, H) and a tile (C, H), which may be overwritten, and a function from
-    their gradient to the product's."""
+    """Returns the fp32 logits (N, C), which may be overwritten, and a function that maps their gradient to the gradient
+    of the product. Args: rows: (N, H); tile: (C, H); first: index of the tile's first token."""
     tile_bias = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
     return finished(F.linear(rows, tile, tile_bias), finish, copy=True)
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns for labels (N,) whether each is in a tile, and its column there; labels outside get any column."""
+    """Returns a mask (N,) of labels that are in a tile, and each label's column in the tile (arbitrary outside)."""
     inside = (labels >= first) & (labels < first + size)
     return inside, (labels - first).clamp_(0, size - 1)
 
 
 def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
-    """Adds d_logits (N, C) x tile (C, H) to total (N, H), in fp32."""
+    """Adds d_logits @ tile to total, in fp32. Args: total: (N, H); d_logits: (N, C); tile: (C, H)."""
     if total.dtype == tile.dtype:
         total.addmm_(d_logits, tile)
     else:
@@ -139,5 +150,5 @@ def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
 
 
 def _spread(rows: Tensor, learnt: Tensor, positions: int) -> Tensor:
-    """Returns (B x T, H) with rows (N, H) at the positions `learnt`, and 0 elsewhere."""
+    """Returns (B x T, H) with the rows (N, H) at the positions `learnt`, and zeros elsewhere."""
     return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, learnt, rows)

@@ -1,8 +1,10 @@
-"""Keeps a boundary activation until the backward pass: on the device, or in host memory.
+"""Stores a boundary (the input of a checkpointed block) until backward, on the device or in host memory.
 
-The copies to the host and back overlap with a card's computation: fetching one boundary starts the copy of the one that
-backward needs next. On a CPU the same steps are plain copies, and the meter counts the copy as host
-memory, as it would be with a card.
+    forward     compute stream: block n         | block n + 1     copy stream, down: boundary n
+    backward    compute stream: block n         | block n - 1     copy stream, up:   boundary n - 1, while block n runs
+
+Copies to and from the host overlap with computation: fetching a boundary starts the copy of the boundary that backward
+needs next (`Chain`). On a CPU the copies are synchronous, and the meter counts them as host memory, as on a card.
 """
 
 import weakref
@@ -18,11 +20,11 @@ from lowmem.offload.copy_lanes import Lane, lane_of
 
 class Boundary(Protocol):
     def fetch(self) -> Tensor:
-        """Returns the tensor on its device, with the `requires_grad` that it had."""
+        """Returns the tensor on its original device, with its original `requires_grad`."""
 
 
 class OnDevice:
-    """Keeps the tensor itself."""
+    """Keeps the tensor itself on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
@@ -35,19 +37,25 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps a copy in host memory, which is pinned beside a card so that copies overlap with computation."""
+    """Keeps a copy in host memory, pinned so that copies overlap with computation.
+
+    Args:
+        tensor: the boundary.
+        chain: knows the order of boundaries in backward.
+        block: index of the block.
+    """
 
     def __init__(self, tensor: Tensor, chain: "Chain", block: int) -> None:
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
         self.chain, self.block = chain, block
         self.lane = _lane(tensor.device)
-        self.back: Tensor | None = None  # the copy that is on its way to the device
+        self.back: Tensor | None = None  # the tensor on the device, while its copy is in progress
         self.host = self.lane.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self.left = self.lane.copy(self.host, tensor.detach(), self.lane.mark())
         belongs(self.host, "activations", "host")
 
     def __del__(self) -> None:
-        if self.back is not None:  # nobody has fetched it: its memory is free only when the copy has arrived
+        if self.back is not None:  # never fetched: free its memory only after the copy
             self.lane.hold(self.arrived)
 
     def fetch(self) -> Tensor:
@@ -59,11 +67,11 @@ class OnHost:
 
     @property
     def waits(self) -> bool:
-        """Returns False if it is under way, or was used by an earlier backward pass."""
+        """Returns True if the copy to the device has not been started yet."""
         return self.back is None and self.host is not None
 
     def start(self) -> None:
-        """Starts the copy to the device."""
+        """Starts the copy to the device, if it was not started before."""
         if not self.waits:
             return
         self.lane.hold(self.left)
@@ -72,12 +80,12 @@ class OnHost:
 
 
 class Chain:
-    """Makes boundaries, and knows in which order backward needs them: boundaries of the last block first, and of one
-    block (weights.order=by_layer) in the order in which they were made."""
+    """Creates boundaries, and prefetches them in the order of backward: the last block first. Within a block (with
+    weights.order=by_layer a block has a boundary per micro-batch) in the order of their creation."""
 
     def __init__(self) -> None:
-        # Weak: the graph owns a boundary, and frees one whose backward never comes.
-        self._made: dict[int, list[weakref.ref[OnHost]]] = {}  # by the number of the block
+        # Weak references: the autograd graph owns a boundary, and frees it if backward is never run.
+        self._made: dict[int, list[weakref.ref[OnHost]]] = {}  # index of a block -> its boundaries
 
     def make(self, block: int, tensor: Tensor) -> OnHost:
         boundary = OnHost(tensor, self, block)
@@ -86,7 +94,8 @@ class Chain:
         return boundary
 
     def start_next(self, block: int) -> None:
-        """Starts the copy that backward waits for next. Args: block: the one whose boundary it has just fetched."""
+        """Starts the copy of the boundary that backward needs next. Args: block: index of the block whose boundary was
+        just fetched."""
         references = (*self._made.get(block, ()), *self._made.get(block - 1, ()))
         following = (boundary for reference in references if (boundary := reference()) is not None)
         if (boundary := next(filter(lambda boundary: boundary.waits, following), None)) is not None:
@@ -95,5 +104,5 @@ class Chain:
 
 @cache
 def _lane(device: torch.device) -> Lane:
-    """Returns a device's lane, which all boundaries share: copies in one direction keep their order."""
+    """Returns the lane of a device, which all boundaries share."""
     return lane_of(device)

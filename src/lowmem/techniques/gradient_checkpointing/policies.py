@@ -1,11 +1,12 @@
-"""Gradient checkpointing: saves the input of each segment of blocks, not its interior, and recomputes the interior.
+"""Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes other activations.
 
-One boundary of (batch, tokens, width) per segment stays, and in backward the interior of one segment at a time. It
-costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
+Stored are one boundary (batch, tokens, width) per segment, and during backward the activations of one segment at a
+time. Costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
 
-A single block is torch's own non-reentrant checkpoint around its forward. A Hugging Face model calls its blocks one by
-one, each with arguments of its own, so a hook of a segment's first block opens the segment and a hook of its last block
-closes it; in between the checkpoint drops what autograd saves.
+    one block         `Alone`: torch's non-reentrant checkpoint around the block's forward
+    several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
+                      pre-hook of the segment's first block opens torch's checkpoint, and a hook of the last block
+                      closes it; in between, the checkpoint discards the tensors that autograd saves.
 """
 
 import math
@@ -28,20 +29,21 @@ from lowmem.techniques.gradient_checkpointing.boundary import Boundary, Chain, O
 
 
 def none(model: nn.Module) -> None:
-    """Keeps every activation, which is what models do by default."""
+    """Saves all activations, the default of models."""
 
 
 def every_layer(model: nn.Module) -> None:
-    """Each block keeps only its input: n boundaries and the interior of one block."""
+    """Saves only the input of each block: n boundaries, and during backward the activations of one block."""
     segments(model, 1)
 
 
 def segments(model: nn.Module, k: int | None = None) -> None:
-    """Each segment of blocks keeps only the input of its first block, and backward recomputes a segment at a time.
+    """Saves only the input of each segment of blocks; backward recomputes one segment at a time.
 
     Args:
-        k: blocks per segment: n / k boundaries and the interior of k blocks. None: about sqrt(n) segments of about
-            sqrt(n) blocks.
+        model: the model.
+        k: blocks per segment: n / k boundaries, and during backward the activations of k blocks. None: about sqrt(n)
+            segments of about sqrt(n) blocks.
     """
     if k is not None and (not isinstance(k, int) or k < 1):
         raise Refused(
@@ -55,23 +57,22 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Each block keeps its matrix products and its attention, unless the model changes them in place, and recomputes
-    the cheap rest."""
+    """Saves the results of matrix products and attention, unless the model changes them in place, and recomputes all
+    other activations, which are cheap."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:
-    """Does what `every_layer` does with the boundaries in host memory: they come back one block ahead of the backward
-    pass."""
+    """Like `every_layer`, with boundaries in host memory, which are copied back one block ahead of backward."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         Alone(block, boundary=partial(chain.make, number))
 
 
 def offload_attention(model: nn.Module) -> None:
-    """Does what `offload` does, and attention's results wait in host memory, too: it alone is not computed again, since
-    its time grows with the square of the sequence."""
+    """Like `offload`, with the results of attention in host memory too. So attention, whose time grows with the square
+    of the sequence length, is not recomputed."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         send = partial(chain.make, number)
@@ -79,7 +80,7 @@ def offload_attention(model: nn.Module) -> None:
 
 
 class Recomputed:
-    """The base class of what backward recomputes. `_repeating`: the blocks are called by the recomputation."""
+    """Base class of recomputed blocks. `_repeating` is True while the recomputation calls the blocks."""
 
     _repeating = False
 
@@ -95,11 +96,12 @@ class Recomputed:
 
 
 class Alone(Recomputed):
-    """A block of which autograd keeps only the input.
+    """A single checkpointed block.
 
     Args:
-        boundary: keeps that input until backward.
-        contexts: () -> contexts of the forward pass and of the recomputation.
+        block: its `forward` is replaced.
+        boundary: stores the block's input until backward.
+        contexts: returns the contexts of the forward pass and of the recomputation.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Alone(Recomputed):
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
-        # The call leaves this list when it is made: it refers to the block's input, which only the boundary may keep.
+        # Popped before the call, because the arguments refer to the block's input, which only the boundary may keep.
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -126,16 +128,16 @@ class Alone(Recomputed):
 
 
 class Segment(Recomputed):
-    """Consecutive blocks of which autograd keeps only the input of the first."""
+    """Consecutive blocks that are checkpointed together: only the input of the first block is saved."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[Call] = []
-        self._output: Tensor | None = None  # of the previous block: shows whether the model passes it on unchanged
+        self._output: Tensor | None = None  # output of the previous block, to detect changes between blocks
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
-            # Also after an exception: a hook that stays would drop saved tensors of the next job of a sweep.
+            # always_call: after an exception, an open checkpoint would discard saved tensors of a sweep's next job.
             block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -156,7 +158,7 @@ class Segment(Recomputed):
         if self._pass is None or self._repeating:
             return
         self._output = output[0] if isinstance(output, tuple) else output
-        if block is self.blocks[-1] or output is None:  # None: it raised
+        if block is self.blocks[-1] or output is None:  # the output is None if the block raised an error
             self._close(completed=output is not None)
 
     def _close(self, completed: bool = True) -> None:
@@ -168,7 +170,7 @@ class Segment(Recomputed):
 
 
 class Call:
-    """The arguments of a block's call without the hidden states, which are recomputed."""
+    """The arguments of a block's call, except the hidden states, and the random state before the call."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)
@@ -194,5 +196,5 @@ def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _hidden(args: tuple, kwargs: dict) -> Tensor:
-    """Returns the hidden states: Hugging Face's blocks take them first, or by this name."""
+    """Returns the hidden states of a call: the first argument, or the argument `hidden_states`."""
     return args[0] if args else kwargs["hidden_states"]

@@ -1,12 +1,16 @@
-"""Selective checkpointing: keeps the results of a block's expensive operators, and recomputes the cheap rest.
+"""Selective activation checkpointing: saves the results of expensive operators, and recomputes all others.
 
-Matrix products and attention are nearly all of a block's time and about a third of its activations. There are two
-dispatch modes for torch's checkpoint: one keeps results in the forward pass, the other returns them in the
-recomputation. A model may change a result in place (Gemma 3n adds to a product): the kept result would be changed
-twice. So whatever was changed, in its block or after it, is recomputed. torch's own
-`create_selective_checkpoint_contexts` compares only the version of the product, which misses changes to the output of a
-linear layer: that is the same memory, with a version counter of its own. A result may also wait in host memory: it is
-copied there at once, so that nobody changes it.
+Matrix products and attention take nearly all of a block's time, but only about a third of its activations. Two dispatch
+modes are the contexts of torch's checkpoint:
+
+    forward          Keep        appends the results of expensive operators to a queue
+    recomputation    HandBack    returns the results from the queue, in order, instead of running the operators
+
+A model may change a result in place (Gemma 3n adds to a product); returning it would apply the change twice. So a
+result that was changed, in its block or later, is recomputed. To detect changes, `Keep` records the version counters of
+all tensors that share memory with a result. torch's `create_selective_checkpoint_contexts` compares only the version of
+the product, and misses changes to the output of a linear layer, which shares the memory but has a separate version
+counter. Results in host memory (`SentResult`) are copied at once, so later changes do not matter.
 """
 
 from collections import deque
@@ -42,7 +46,7 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Keeps nothing during a pass that is recomputed by itself."""
+    """Context manager in which no results are saved or returned, for code with its own recomputation (`slices.py`)."""
     token = _paused.set(True)
     try:
         yield
@@ -51,12 +55,12 @@ def paused() -> Iterator[None]:
 
 
 class KeptResult:
-    """An operator's result, and all tensors that were seen to share its memory."""
+    """A saved result of an operator, and all tensors that share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
-        self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version)
-        self.changed = False  # True: changed in its block
+        self._seen: list[tuple[Tensor, int]] = []  # (tensor, version counter when it was seen)
+        self.changed = False  # True: an operator of the block has changed it in place
         self._generator = _drew_from(func, args, kwargs)
         self._random_state = self._generator.get_state() if self._generator is not None else None
 
@@ -71,20 +75,20 @@ class KeptResult:
         return self._out
 
     def hand_back(self) -> object | None:
-        """Does the same, and advances the random numbers as if the operator had run."""
+        """Returns the result as `out`, and advances the random number generator as if the operator had run."""
         if (out := self.out()) is not None and self._generator is not None:
             self._generator.set_state(self._random_state)
         return out
 
 
 class SentResult(KeptResult):
-    """An operator's result, whose tensors wait elsewhere. Args: send: puts a tensor there."""
+    """A result that is stored elsewhere, such as in host memory. Args: send: stores a tensor, returns a `Boundary`."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(Sent, send=send), out))
 
     def see(self, tensor: Tensor) -> None:
-        """Does nothing: a copy stays as it is."""
+        """Overridden to do nothing, because the stored copy cannot be changed."""
 
     def out(self) -> object:
         return self._out
@@ -94,7 +98,7 @@ class SentResult(KeptResult):
 
 
 class Sent:
-    """A tensor that waits elsewhere, in the order of its memory: attention's results are transposed."""
+    """A tensor that is stored elsewhere, in the order of its strides, because attention's results are transposed."""
 
     def __init__(self, tensor: Tensor, send: Callable[[Tensor], Boundary]) -> None:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -106,9 +110,10 @@ class Sent:
 
 
 class Mode(TorchDispatchMode):
-    """The base class of both modes. Args: results: those kept, in order; operators: whose results are kept."""
+    """Base class of both modes. Args: results: the saved results, in order; operators: operators whose results are
+    saved."""
 
-    supports_higher_order_operators = True  # flex attention is one
+    supports_higher_order_operators = True  # such as flex attention
 
     def __init__(self, results: deque[KeptResult], operators: Collection[OpOverload]) -> None:
         super().__init__()
@@ -116,11 +121,11 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # an ordinary dispatch mode silently turns torch.compile off
+        return True  # other dispatch modes silently disable torch.compile
 
 
 class Keep(Mode):
-    """The mode of the forward pass: fills `results`. Args: keep: makes each of them."""
+    """The mode of the forward pass: fills `results`. Args: keep: creates a `KeptResult`."""
 
     def __init__(
         self, results: deque[KeptResult], operators: Collection[OpOverload], keep: Callable[..., KeptResult]
@@ -131,7 +136,7 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):  # some operators do not count it as a change: `_foreach_mul_`
+        for tensor in _written(func, args, kwargs or {}):  # some, like `_foreach_mul_`, do not bump the version
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
                 result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -145,7 +150,7 @@ class Keep(Mode):
 
     def __exit__(self, *exception):
         for result in self.results:
-            result.out()  # a result that was changed already is not kept until backward
+            result.out()  # frees results that were changed already
         return super().__exit__(*exception)
 
 
@@ -164,7 +169,7 @@ class HandBack(Mode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception):
-        self.results.clear()  # the end of a block is not recomputed, and a second pass must not get its results
+        self.results.clear()  # early stop leaves the block's last results unread; drop them
         return super().__exit__(*exception)
 
 
@@ -175,8 +180,8 @@ def contexts() -> tuple[Keep, HandBack]:
 
 
 def attention_contexts(send: Callable[[Tensor], Boundary]) -> tuple[Keep, HandBack]:
-    """Returns the modes of a block of which attention's results alone are kept, elsewhere. Args: send: puts a tensor
-    there."""
+    """Returns the modes of a block whose attention results are stored elsewhere, and all other results recomputed.
+    Args: send: stores a tensor, returns a `Boundary`."""
     results: deque[KeptResult] = deque()
     return Keep(results, ATTENTION, partial(SentResult, send=send)), HandBack(results, ATTENTION)
 
@@ -191,8 +196,8 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the generator from which attention with dropout draws on CUDA: unless it is advanced, the next dropout
-    would draw the same numbers."""
+    """Returns the random number generator of attention with dropout; None: no random numbers are drawn. If the operator
+    is skipped, the generator must be advanced, or the next dropout would draw equal numbers."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None
@@ -200,7 +205,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same memory and version counter, but without the graph, which would own what is kept
-    for it."""
-    with enable_reentrant_dispatch():  # inside a dispatch mode, detaching would start another version counter
+    """Returns a tensor with the same memory and version counter, but detached: a reference to the graph would be a
+    reference cycle."""
+    with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

@@ -1,26 +1,34 @@
-"""Computes modules that act on each token by itself a slice of the sequence at a time.
+"""Computes modules that process each token independently (MLPs, norms) one slice of the sequence at a time.
 
-A block's MLP holds some six tensors of (batch, tokens, 3 to 4 widths) while its gradients are made, far more than the
-rest of a block. A token's result does not depend on its neighbours there, so slices give the same numbers, and in
-backward each slice is recomputed just before its own gradients: only the interior of one slice exists at a time.
-Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
+The MLP of a block saves about six tensors of (batch, tokens, 3 to 4 widths) for backward, far more than the rest of the
+block. The result for a token does not depend on other tokens, so slices give equal results. In backward each slice is
+recomputed just before its gradients are computed: only the activations of one slice exist at a time. Source: ALST,
+Bekman et al. 2025, arXiv 2506.13996.
 
-It costs, without checkpointing, one more forward pass of these modules. A checkpointed block is recomputed anyway, and
-now only as far as its last such module, whose slices then replace that pass: one more of a Llama's three products, 5 %
-of a step. (All three if a norm follows, as in Gemma 2, or another block of the same segment.) Measured on a CPU (3
-blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37 MiB of activations instead of 55, and 1.17
-times the time; norms, which are computed once more, account for 4 MiB and 0.1 of it.
+    forward     _EndRecomputation    saves x (B, T, H)
+                _InSlices            computes the slices without gradients, saves nothing
+    backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
-And it costs bytes: gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
-while that module is in backward. Sums in bf16 are off by 1.9 times as much as one product over all tokens with 4
-slices, by 3.2 with 16, by 4.3 with 32 (a matrix of 1376 x 512, 2048 tokens); in fp32 by 1.4 times with any number,
-which is the rounding of each slice's product. So slices pay where there are many tokens for the weights of an MLP (in
-16 bits: B x T more than its width H), or where few of the weights are trained.
+This also saves time in a checkpointed block. torch stops a recomputation as soon as all saved tensors of the block are
+restored ("early stop"). Since x is the last tensor that the block saves, the recomputation ends before the module, and
+the module's forward pass is only repeated in slices.
 
-The modules are children of a block that are called with one tensor (B, T, H) alone and return one (B, T, ...). Torch's
-own layers and activations are not among them, since they keep little besides their input, nor are mixtures of experts:
-the gradients of all experts at once would take more than their tokens. Before the first step each module shows that it
-computes the same in slices.
+Time: without checkpointing one more forward pass of these modules. With checkpointing one more of a Llama MLP's three
+products, 5 % of a step (all three if the block saves another tensor after the MLP, such as a norm in Gemma 2 or the
+next block of a segment). Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37
+MiB of activations instead of 55, and 1.17 times the time; norms, which are computed once more, account for 4 MiB and
+0.1 of the time.
+
+Memory: gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight, while that
+module is in backward. With sums in bf16 the error would be 1.9 times that of a single product over all tokens with 4
+slices, 3.2 times with 16, and 4.3 times with 32 (a matrix of 1376 x 512, 2048 tokens); with sums in fp32 it is 1.4
+times with any number of slices, from rounding each slice's product. So slices are worth their memory with many tokens
+compared to the MLP's weights (in 16 bits: B x T larger than the width H), or if few weights are trained.
+
+Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a single tensor
+(B, T, ...). Not sliced: torch's own layers and activations, which save little besides their input, and mixtures of
+experts, because the gradients of all experts would take more memory than their activations. Before the first step each
+module is checked to give equal results in slices.
 """
 
 import logging
@@ -44,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 class Tiles:
-    """The modules of a model's blocks that are computed in slices. Args: tokens: of a slice.
+    """The modules of a model's blocks that are computed in slices. Args: model: the model; tokens: tokens per slice.
 
     Raises:
-        Refused: a model without blocks, or one whose auxiliary loss reads inside of such a module.
+        Refused: the model has no list of blocks, or an auxiliary loss, whose gradient would not reach sliced modules.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
@@ -65,10 +73,11 @@ class Tiles:
         ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Compares the modules with their slices. Args: batch: a few real tokens of two sequences.
+        """Compares each module with its computation in slices. Args: model: the model; batch: a few real tokens of two
+        sequences.
 
         Raises:
-            Refused: a module that computes something else in slices, or a model without any that can be cut.
+            Refused: a module gives different results in slices, or no module can be computed in slices.
         """
         for module in self.sliced:
             module.comparing = True
@@ -89,8 +98,8 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Returns True if a child may be cut. Convolutions, which see neighbours, have weights of three dimensions, and so
-    have experts in one tensor."""
+    """Returns True if a child of a block may be computed in slices. Convolutions, which mix tokens, and fused experts
+    are excluded: they have weights with three dimensions."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
@@ -102,14 +111,18 @@ def name(sliced: "SlicedModule") -> str:
 
 
 class SlicedModule(nn.Module):
-    """Wraps a module so that its forward pass is computed in slices if it gets more tokens than a slice has. The module
-    itself does not change."""
+    """Replaces the forward pass of a module by one in slices, for inputs with more tokens than a slice.
+
+    Args:
+        module: the module; its parameters and submodules do not change.
+        tokens: tokens per slice.
+    """
 
     def __init__(self, module: nn.Module, tokens: int) -> None:
         super().__init__()
         self.module, self.tokens, self.unsliced = module, tokens, module.forward
-        self.fits: bool | None = None  # True if it returns one tensor, with a row for each token
-        self.comparing, self.agrees = False, None  # True while slices are compared; True if they agreed
+        self.fits: bool | None = None  # True: the module returns one tensor (B, T, ...); None: not known yet
+        self.comparing, self.agrees = False, None  # True while slices are being compared; the comparison's result
         module.forward = self._called
 
     def forward(self, *args, **kwargs) -> object:
@@ -137,20 +150,20 @@ class SlicedModule(nn.Module):
         return self.fits
 
     def _is_same(self, x: Tensor) -> bool:
-        """Returns True if slices give the same rows, and all weights are the module's own."""
+        """Returns True if slices give equal results, and the module uses no weights of other modules."""
         # an evaluation runs in inference mode, or without gradients
         with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
             expected = self.unsliced(entering)
         if any(leaf is not entering for leaf in _leaves(expected) - {*self.parameters()}):
             return False  # the gradient of a weight that belongs to another module would be lost
-        # of uneven length
+        # slices of unequal length
         slices = [self.unsliced(piece.contiguous()) for piece in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
         dtypes = {tensor.dtype for tensor in (x, expected, *slices)}
         return same(torch.cat(slices, 1), expected, largest_magnitude(expected), dtypes)
 
     def in_slices(self, x: Tensor) -> Tensor:
-        """Computes (B, T, H) -> (B, T, ...) without a gradient."""
+        """Computes (B, T, H) -> (B, T, ...) in slices, without autograd."""
         weights, result, start = self.stand_ins(), None, 0
         for piece in x.split(self.tokens, dim=1):
             out = self._compute(piece, weights)  # (B, t, ...)
@@ -161,7 +174,15 @@ class SlicedModule(nn.Module):
         return result
 
     def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Returns the gradients of x (B, T, H) and of the trained weights, from that of the result (B, T, ...)."""
+        """Recomputes each slice and its gradients.
+
+        Args:
+            x: (B, T, H), the module's input.
+            d_out: (B, T, ...), gradient of the module's output.
+
+        Returns:
+            The gradients of x and of the trained weights.
+        """
         d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(lambda weight, name=name: _add(sums, name, weight))
@@ -172,12 +193,13 @@ class SlicedModule(nn.Module):
             torch.autograd.backward(out, d_piece)
             d_x[:, start : start + piece.shape[1]] = entering.grad
             start += piece.shape[1]
-        # one after the other: a weight has both its sum and its gradient only for a moment
+        # convert one by one, so that only one weight has both its fp32 sum and its gradient in memory
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """Returns the trained weights as leaves of their own. Autocast caches a 16-bit copy of each leaf that it meets:
-        a copy of the weight itself, made without a gradient, would cut off other code that computes with it."""
+        """Returns detached copies (sharing memory) of the trained weights, as separate leaf tensors. Autocast caches a
+        16-bit copy of each leaf; a cached copy of the weight itself, created without gradients, would break the
+        gradients of other code that uses the weight."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:
@@ -185,7 +207,7 @@ class SlicedModule(nn.Module):
 
 
 class _EndRecomputation(torch.autograd.Function):
-    """Keeps a module's input before it is computed: recomputation of the block ends here."""
+    """Saves x as the block's last saved tensor, so that torch's early stop ends the recomputation before the module."""
 
     @staticmethod
     def forward(ctx, x):
@@ -200,8 +222,14 @@ class _EndRecomputation(torch.autograd.Function):
 class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sliced, input_node, x, *weights):
-        """Computes in slices. Args: input_node: the `_EndRecomputation` of x (B, T, H); weights: the trained
-        ones, so that autograd asks for their gradients."""
+        """Computes a module in slices.
+
+        Args:
+            sliced: the `SlicedModule`.
+            input_node: the autograd node of `_EndRecomputation`, which has saved x.
+            x: (B, T, H).
+            weights: the trained weights, so that autograd expects their gradients.
+        """
         ctx.sliced, ctx.input_node, ctx.random_states = sliced, input_node, captured(x.device)
         ctx.autocast = _autocast(x.device.type)
         with selective.paused():
@@ -217,7 +245,7 @@ class _InSlices(torch.autograd.Function):
 
 
 def _autocast(device: str) -> dict:
-    """Returns autocast's present settings as its own arguments. Inside a backward pass it is off."""
+    """Returns the current autocast settings as arguments of torch.autocast, because autocast is off in backward."""
     enabled = torch.is_autocast_enabled(device)
     return {"device_type": device, "enabled": enabled, "dtype": torch.get_autocast_dtype(device)}
 
@@ -231,7 +259,7 @@ def _add(sums: dict[str, Tensor], name: str, weight: Tensor) -> None:
 
 
 def _leaves(out: Tensor) -> set[Tensor]:
-    """Returns the leaf tensors that the gradient of `out` would reach."""
+    """Returns the leaf tensors that a backward pass from `out` would reach."""
     nodes: Sequence = [out.grad_fn]
     seen, leaves = set(nodes), set()
     while nodes:

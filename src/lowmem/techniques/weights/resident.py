@@ -1,4 +1,4 @@
-"""The default place of weights: all of them on the device."""
+"""The default: all weights stay on the device."""
 
 from torch import nn
 

@@ -1,7 +1,7 @@
-"""Chooses which weights stream: they are in host memory, and on the device only while their block computes.
+"""Selects the weights that are streamed: stored in host memory, and on the device only while their block computes.
 
-`offload/streamed.py` moves them. Weights that blocks share, and the few that are trained in a block that is mostly
-frozen, as an adapter's, stay on the device.
+`offload/streamed.py` moves the weights. Two kinds of weights in blocks stay on the device: weights that are shared with
+other modules, and trained weights in a mostly frozen block, such as an adapter's.
 """
 
 from collections import Counter
@@ -17,17 +17,20 @@ from lowmem.system.errors import Refused
 from lowmem.system.scratch_file import Drive
 from lowmem.system.units import quantity
 
-HOLDS = ("state", "all")  # of weights.drive_holds
+HOLDS = ("state", "all")  # values of weights.drive_holds
 
 
 class Streamed(StreamedWeights):
     """Streams the weights of a model's blocks, its embedding, and with loss=tiled its head.
 
-    Args: network: the model; head_in_tiles: the loss reads the head in tiles; the others: see conf/weights.
+    Args:
+        network: the model.
+        head_in_tiles: the loss reads the head in tiles.
+        resident_blocks, slots, order, drive, drive_holds: see conf/weights/streamed.yaml.
 
     Raises:
-        Refused: fewer than two blocks with weights of their own are left to stream; resident_blocks is negative; there
-            are fewer than two slots; there would be nothing to store on the drive.
+        Refused: fewer than two blocks can be streamed; `resident_blocks` is out of range; fewer than two slots;
+            `drive_holds` is unknown; nothing to store on the drive.
     """
 
     def __init__(  # noqa: PLR0913
@@ -79,14 +82,14 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` items of a list, spread evenly and ending with the last: about equally many resident blocks
-    compute before each block that streams."""
+    """Returns `count` evenly spaced items of a list, including the last: about equally many resident blocks compute
+    before each streamed block."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Returns block -> its weights that no other block and no module outside has: shared ones stay on the device, and
-    so do the few that are trained in a block that is mostly frozen, as an adapter's: its host block is only read."""
+    """Returns block -> the weights to stream: those that no other module shares. In a mostly frozen block only the
+    frozen weights, so that its host memory is never updated."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}

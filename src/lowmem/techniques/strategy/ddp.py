@@ -1,6 +1,6 @@
-"""`ddp`: every device has the full model and reads other rows; gradients are added over the devices once per window.
+"""`ddp`: every device has the full model and reads different rows; gradients are all-reduced once per window.
 
-It saves time and no memory. It costs an all-reduce of all gradients per optimizer step, which overlaps with the last
+Saves time, but no memory. Costs an all-reduce of all gradients per optimizer step, which overlaps with the last
 backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
@@ -21,14 +21,14 @@ from lowmem.techniques.strategy.several import Several
 
 
 class DataParallel(Several):
-    """Data parallelism with torch's DDP. Gradients live in DDP's buckets from before the first window on, so there is
-    never a second copy of them."""
+    """Data parallelism with torch's DDP. Gradients are views of DDP's buckets from before the first window on, so there
+    is never a second copy of the gradients."""
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.forward = None
         self._step = ExitStack()
-        self._idle: set[str] = set()  # parameters without a gradient in this backward pass so far
+        self._idle: set[str] = set()  # names of parameters without a gradient in this backward pass so far
         self._watching: list[RemovableHandle] = []
 
     def before_training(self, module: LightningModule) -> None:
@@ -39,7 +39,7 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        # DDP would rebuild its buckets before the second window, when there would be two copies of all gradients
+        # otherwise DDP rebuilds its buckets before the second window, with two copies of all gradients
         rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}
@@ -48,7 +48,7 @@ class DataParallel(Several):
 
     def release(self) -> ref | None:
         super().release()
-        if self.forward is None:  # the run ended before the wrapper was made
+        if self.forward is None:  # the run ended before DDP was created
             return None
         reducer = ref(self.forward.reducer)
         self.forward = None
@@ -57,10 +57,10 @@ class DataParallel(Several):
         return reducer
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Creates zero gradients, reduces them once, and lays them into DDP's buckets. Without that, the first
+        """Creates zero gradients and reduces them once, so that they become views of DDP's buckets. Otherwise the first
         micro-batches of a window, which are not reduced, would create gradients outside of the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # roughly the order in which a backward pass reaches them, and in which DDP fills its buckets
+        # reversed: about the order of a backward pass, in which DDP fills its buckets
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
@@ -68,8 +68,8 @@ class DataParallel(Several):
         return nullcontext() if last else self.forward.no_sync()
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns a parameter other than `p`: a step that widens `p` for a moment would remove DDP's hooks, and
-        gradients would no longer be added."""
+        """Returns a new parameter that shares the memory of `p`. A step that temporarily converts `p` itself to fp32
+        would remove DDP's hooks, and gradients would no longer be reduced."""
         return nn.Parameter(p.detach(), p.requires_grad)
 
     def gather_gradients(self) -> None:
@@ -85,15 +85,15 @@ class DataParallel(Several):
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
-        # all ranks must draw the same random roundings, or their weights would differ
+        # all ranks must draw equal random roundings, or their weights would diverge
         if self._module.trainer.precision_plugin.draws:
             cards = [torch.cuda.current_device()] if self.device == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(cards))
             torch.manual_seed(self._seed + self._module.position.window + 1)
 
     def _check_used(self) -> None:
-        """Raises if a parameter got no gradient: DDP would wait for it, and would not send the gradients that share its
-        bucket."""
+        """Checks that every parameter got a gradient, because DDP does not reduce a bucket with a missing gradient.
+        Raises: Refused."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

@@ -1,9 +1,10 @@
-"""`fsdp`: weights, gradients and optimizer state are sharded over all devices; a block's weights are gathered while it
-computes.
+"""`fsdp`: weights, gradients and optimizer state are sharded over all devices; a block's weights are gathered while the
+block computes.
 
-Each device holds 1/N of them, and for a moment the full weights of two blocks: the one that computes and the next. It
-costs two all-gathers of all weights and one reduce-scatter of all gradients per micro-batch. `fsdp_offload` keeps the
-shards in host memory and steps them there. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
+Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
+the one that computes and the next one. Costs two all-gathers of all weights and one reduce-scatter of all gradients per
+micro-batch. `fsdp_offload` keeps the shards in host memory and runs the optimizer there. Source: Zhao et al. 2023,
+arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable
@@ -41,8 +42,8 @@ class FullyShard(Divided):
 
 
 def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMesh, offload: bool, pinned: bool) -> None:
-    """Shards each block by itself, and the rest of the model with its root. Gradients are added in fp32 or wider: a sum
-    of many in 16 bits would lose the small ones."""
+    """Applies fully_shard to each block, and to the model for all other parameters. Gradients are reduced in fp32 or
+    wider, because sums in 16 bits would lose small gradients."""
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
     mixed_precision = MixedPrecisionPolicy(reduce_dtype=widest)
@@ -53,9 +54,9 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 
 class Resharding(Loss):
-    """A loss that reshards the model's root. fully_shard leaves the root's weights gathered after a forward pass, for
-    the backward pass. If no backward pass follows they would stay gathered, and a parameter would be the full
-    tensor; a loss that reads the head itself must therefore reshard when it is done."""
+    """A loss that reshards the model's root after a forward pass without gradients. fully_shard leaves the root's
+    weights gathered for a backward pass. Without a backward pass they would stay gathered, and parameters would be full
+    tensors. A loss that reads the head's weight itself needs the gathered weights, so the loss reshards at its end."""
 
     def __init__(self, module: LightningModule) -> None:
         self.loss, self._reads = module.loss, False

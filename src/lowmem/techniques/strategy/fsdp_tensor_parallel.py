@@ -1,8 +1,8 @@
-"""Combines tensor parallelism within groups of devices with `fully_shard` over the groups: a mesh of two dimensions.
+"""Tensor parallelism within groups of devices, combined with `fully_shard` over the groups: a two-dimensional mesh.
 
-The ranks of a group share a fast link and compute one micro-batch together; the groups read other rows. A rank's shard
-within its group is sharded once more over the groups. So each device has 1/N of a parameter that tensor parallelism
-shards, and of any other parameter one shard per group.
+The ranks of a group share a fast link and compute a micro-batch together; different groups read different rows. A
+rank's shard within its group is sharded again over the groups. So each of N devices has 1/N of the parameters that
+tensor parallelism shards, and 1/(number of groups) of all other parameters.
 """
 
 from lightning.pytorch import LightningModule
@@ -12,7 +12,8 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 
 class FullyShardTensorParallel(TensorParallel):
-    """Args: tensor_parallel_size: the ranks of a group, which are neighbours; N devices form N / size groups."""
+    """FSDP over groups of tensor parallelism. Args: tensor_parallel_size: number of (consecutive) ranks in a group; N
+    devices form N / tensor_parallel_size groups."""
 
     def __init__(
         self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int = 2

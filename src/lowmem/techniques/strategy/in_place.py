@@ -1,7 +1,7 @@
-"""Lightning's strategy for a process that computes on one device, and leaves the model there when a run ends.
+"""A Lightning strategy for a single device that leaves the model on the device when a run ends.
 
-Lightning's own copies all weights and the whole optimizer state to the host then: 12 bytes per parameter with AdamW in
-fp32, before the results are written. An export needs one file's worth of host memory.
+Lightning's SingleDeviceStrategy then copies all weights and optimizer state to the host (12 bytes per parameter with
+AdamW in fp32), although an export needs host memory only for one weight file at a time.
 """
 
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 class InPlace(SingleDeviceStrategy):
-    """A single-device strategy that never moves the optimizer's state."""
+    """A single-device strategy that never moves optimizer state."""
 
     strategy_name = "in_place"
 
     @property
     def root_device(self) -> torch.device:
-        """Returns the device of the accelerator, which Lightning sets later than it makes a strategy."""
+        """Returns the accelerator's device. Lightning sets the accelerator after it has created the strategy."""
         on_card = isinstance(self.accelerator, CUDAAccelerator)
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
-        """Restores the state where the optimizer keeps it: that of masters and paged state belong on the host."""
+        """Restores optimizer state where the optimizer keeps it: state of masters and paged state are on the host."""
         self.lightning_module.load_optimizer(self.optimizers[0], checkpoint)
 
     def teardown(self) -> None:
-        """Ends threads and hooks, and leaves weights and optimizer state where they are."""
+        """Ends threads and removes hooks, without moving weights or optimizer state."""
         self.lightning_module.weights.stop()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -1,15 +1,18 @@
-"""Sends a model that only rank 0 has loaded to ranks that each keep a shard of it.
+"""Loads a model on rank 0 only, and sends it tensor by tensor to ranks that each keep a shard.
 
-All ranks build the same modules: rank 0 with weights, the others on the meta device, where tensors have shapes and no
-memory. Then rank 0 detaches its weights, so that an engine shards a model without memory; each rank allocates its
-shards; and rank 0 sends one full tensor after the other and frees it. Published weights of fewer bits than the run's
-stay pages of their files on rank 0, which the system may drop, are sent in those bits, and are widened as each rank
-copies its shard. So each rank has its shards and one tensor, and rank 0 has the full model only if it was drawn or is
-read in the run's dtype. It costs the time to send the model once.
+    1. all ranks build the modules: rank 0 with weights, other ranks on the meta device (shapes without memory)
+    2. rank 0 detaches its weights (`detach_weights`); now the model is on the meta device on all ranks
+    3. the strategy shards the meta model (`lay_out`), and each rank allocates its shards (`allocate_on`)
+    4. rank 0 broadcasts one full tensor at a time and frees it; each rank copies its shard (`receive_weights`)
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor, too, but rank 0 holds the full model
-until the last one is sent, beside its shards. It leaves out buffers that no checkpoint holds, and knows neither the
-blocks of a pipeline's other stages nor fused matrices.
+So each rank needs memory for its shards and one full tensor. Published weights in fewer bits than the run's stay pages
+of memory-mapped files on rank 0, which the system may drop; they are sent in these bits and converted when a rank
+copies its shard. Rank 0 needs memory for the full model only if the weights are randomly initialized, or have the run's
+dtype. Costs the time to broadcast the model once.
+
+torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor too, but rank 0 keeps the full model in
+memory, in addition to its shards, until the last tensor is sent. It also omits non-persistent buffers, and supports
+neither modules of other pipeline stages nor fused matrices.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -26,7 +29,8 @@ Numbers = dict[str, Tensor]
 
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
-    """Returns on all ranks the result of work on rank 0's loaded model, or raises its refusal on all."""
+    """Runs a function on rank 0's loaded model, and returns its result on all ranks. Raises: Refused: on all ranks, if
+    the function raised it."""
     result = None
     if ranks.builds:
         try:
@@ -39,12 +43,12 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
-    """Detaches parameters (a tied one once) and buffers, and returns them by name. The model keeps tensors without
-    memory in their place, in the run's dtype."""
+    """Replaces all parameters and buffers by meta tensors in the run's dtype. Returns: name -> original tensor; a tied
+    parameter is listed once."""
     numbers = {}
     for name, p in model.named_parameters():
         detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
-        torch.utils.swap_tensors(p, detached)  # references to the parameter, and its ties, stay valid
+        torch.utils.swap_tensors(p, detached)  # keeps the parameter object, and ties, valid
         numbers[name] = detached.detach()
     for name, holder, key, buffer in buffers(model):
         setattr(holder, key, torch.empty_like(buffer, device="meta", dtype=ranks.sent_as(buffer)))
@@ -53,12 +57,17 @@ def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
 
 
 def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
-    """Allocates memory for what this rank has of the model; parameters keep their identity. Args: elsewhere: modules
-    whose own tensors only other ranks have."""
+    """Allocates memory for this rank's shards; parameter objects stay the same.
+
+    Args:
+        model: on the meta device.
+        device: device of the shards.
+        elsewhere: modules whose own tensors only other ranks have.
+    """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # reversed: an engine allocates all of a block when it reaches the block's own module
+        # reversed, because fully_shard allocates all parameters of a block at the block's own module
         for module in reversed([*model.modules()]):
             if module not in elsewhere:
                 module.to_empty(device=device, recurse=False)
@@ -68,8 +77,8 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Receives the weights that rank 0 sends. Args: numbers: what `detach_weights` returned on rank 0, and is used up
-    here; other ranks ignore theirs."""
+    """Broadcasts the weights from rank 0 into all ranks' shards. Args: numbers: the result of `detach_weights` on rank
+    0, emptied by this call; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
@@ -80,10 +89,10 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that all ranks have the same modules: published weights may differ from their architecture, for example
-    untie one."""
+    """Checks that all ranks have equal parameters, because loading weights may change the model, for example untie a
+    weight. Raises: Refused."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
-    theirs = ranks.broadcast(ours)  # each rank looks by itself; rank 0 has nothing to compare
+    theirs = ranks.broadcast(ours)  # compared on each rank; trivially equal on rank 0
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
             f"strategy: {differing[0]} of {type(model).__name__} differs between the stored weights and the model's "
@@ -92,7 +101,7 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
-    """Yields one full tensor after the other, in host memory and in rank 0's dtype, on every rank."""
+    """Yields (name, full tensor) one by one on every rank, in host memory and in rank 0's dtype."""
     sent = [(name, full.shape, full.dtype) for name, full in numbers.items()]
     for name, shape, dtype in ranks.broadcast(sent):
         full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
@@ -102,8 +111,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (name, module, its name in the module, buffer), also of buffers that no checkpoint holds. A buffer that
-    several modules share is listed for each of them, and each gets its own."""
+    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent ones. A shared
+    buffer is listed for each module."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
@@ -112,13 +121,19 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def shard_and_send(
     model: nn.Module, ranks: OneDevice, lay_out: Callable[[], Container[nn.Module] | None], device: torch.device
 ) -> None:
-    """Shards the model and sends rank 0's weights into every rank's shards. Args: lay_out: shards a model on the meta
-    device, and returns the modules whose own tensors only other ranks have, if there are any; device: of the shards."""
+    """Shards the model, and sends rank 0's weights into all ranks' shards.
+
+    Args:
+        model: with weights on rank 0, on the meta device on other ranks.
+        ranks: the strategy.
+        lay_out: shards a meta model; returns the modules whose own tensors only other ranks have, or None.
+        device: device of the shards.
+    """
     _check(model, ranks)
     numbers = {} if ranks.rank else detach_weights(model, ranks)
     elsewhere = lay_out()
     allocate_on(model, device, elsewhere or ())
     receive_weights(model, numbers, ranks)
-    # other state that only rank 0 has read or drawn
+    # further state that only rank 0 has loaded or drawn
     model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
     torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

@@ -1,8 +1,8 @@
-"""Turns torch.distributed's errors about a lost or silent rank into a sentence that names what was waited for.
+"""Converts torch.distributed's errors about a lost or silent rank into a message that names the collective.
 
-gloo and NCCL only say which socket closed, or that so many milliseconds have passed. The traceback shows what the
-process was doing. NCCL ends a process from its own thread, so there only the words that it prints show it. This file
-imports nothing heavy, since the launcher reads such words, too.
+gloo and NCCL only report a closed socket or a timeout in milliseconds. The traceback shows the collective and the code
+that called it. NCCL's watchdog thread aborts the process without a traceback, so only its log output can be parsed.
+This module imports nothing heavy, because the launcher parses this output too.
 """
 
 import re
@@ -12,23 +12,23 @@ from pathlib import Path, PurePath
 import lowmem
 from lowmem.system.errors import RankLost
 
-# not any path with `lowmem` in it: a clone may be called that, with its .venv inside
+# the package's folder; a clone may also be named lowmem, with its .venv inside
 OURS = Path(lowmem.__file__).parent
 OF_TORCH = "torch/distributed/"
 GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|caused pair closure|Connection refused"
 GONE += r"|remote process exited|Socket closed|recvBytes failed|sendBytes failed"
 SILENT = r"[Tt]imed out|[Tt]ime ?out|failed to pass monitoredBarrier"
 TAKEN = r"EADDRINUSE|address already in use"
-JOINING = ("rendezvous", "init_process_group", "_join")  # before there is a group
+JOINING = ("rendezvous", "init_process_group", "_join")  # functions that create the process group
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNum=\d+, OpType=(\w+)")
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """Returns the error to raise in place of one of torch.distributed's; None: it is not about a lost rank.
+    """Returns the error to raise instead of an error of torch.distributed; None: the error is not about a lost rank.
 
     Args:
-        error: the error, or one that cleaning up has raised from it.
-        timeout: strategy.timeout, the seconds after which a rank counts as lost.
+        error: the error, or an error that was raised from it during cleanup.
+        timeout: strategy.timeout, in seconds.
     """
     chain, seen = [error], {id(error)}
     while (before := chain[-1].__cause__ or chain[-1].__context__) and id(before) not in seen:
@@ -62,7 +62,7 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
 
 
 def watchdog_message(words: str) -> str | None:
-    """Returns the sentence for what NCCL's watchdog prints before it aborts the process; None: it is something else."""
+    """Returns the message for output of NCCL's watchdog; None: the text is not from the watchdog."""
     if match := WATCHDOG.search(words):
         return (
             f"{match[1].lower()}: another rank did not answer in time: it hangs, or runs different code. If it is only "
@@ -72,8 +72,8 @@ def watchdog_message(words: str) -> str | None:
 
 
 def collective(frames: traceback.StackSummary) -> str:
-    """Returns the innermost public function of torch.distributed on the stack, and the caller in lowmem. DDP averages
-    gradients inside autograd's engine, whose only Python frame is DDP's own."""
+    """Describes the innermost public function of torch.distributed on the stack, and its caller in lowmem. DDP reduces
+    gradients inside the autograd engine, where the only Python frame is DDP's."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         call = names[-1]

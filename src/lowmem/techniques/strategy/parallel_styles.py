@@ -1,14 +1,17 @@
 """The styles in which tensor parallelism shards a layer: each rank of a group computes with its shard.
 
-A matrix that is sharded by columns needs the same input on every rank; the input's gradient is a sum over the ranks. If
-it is sharded by rows, its output is such a sum, and the gradient needs none. An embedding's output is a sum, too, since
-one rank has a token's row. A head gathers its logits, or leaves them sharded for a loss that reads them in tiles.
+    style        input                   output                           all-reduce
+    Columns      replicated              sharded by features              of the input's gradient, in backward
+    Rows         sharded by features     replicated                       of the output, in forward
+    Embedding    token ids               replicated                       of the output: one rank has the token's row
+    head         replicated              gathered logits; sharded for a loss in tiles (`Share`)
 
-torch's `parallelize_module` applies the styles; DTensor holds the shards and computes the sums. Matrix products take
-plain tensors, so code that watches operators (memory, selective checkpointing) sees the operators of any other run.
-torch's own ColwiseParallel and RowwiseParallel multiply DTensors. Measured with them: twice the host time per block,
-and five all-reduces in a block's backward pass instead of two, since query, key and value each sum the gradient of the
-same input; an embedding's gradient is complete on every rank. They know neither GPT-2's Conv1D nor its fused matrices.
+torch's `parallelize_module` applies the styles; parameters are DTensors, and DTensor does the collectives. Matrix
+products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
+of any other run. torch's ColwiseParallel and RowwiseParallel multiply DTensors instead. Measured with them: twice the
+host time per block; five all-reduces in the backward pass of a block instead of two, because query, key and value each
+reduce the gradient of their common input; and full-size embedding gradients on every rank. They support neither GPT-2's
+Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator
@@ -27,22 +30,23 @@ from lowmem.model.head_tiles import ResidentHead
 
 
 class Group:
-    """The ranks along one dimension of a mesh, which compute a layer together."""
+    """The ranks along one dimension of a device mesh, which compute a layer together."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def entering(self, x: Tensor) -> Tensor:
-        """Returns x, which is the same on every rank, and adds its gradient over the ranks in backward. Layers that
-        read one tensor, such as query, key and value, add their gradients first: the sum is reduced once."""
+        """Returns x with an all-reduce of its gradient in backward. Layers with a common input, such as query, key and
+        value, get the same result object, so that their gradients are summed locally and reduced once. Args: x: equal
+        on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """Is called when these layers have computed, and forgets their input."""
+        """Called after these layers: drops the reference to their input."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
@@ -53,27 +57,38 @@ class Group:
         return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
     def shard(self, layer: nn.Module, name: str, dim: int, fused: int = 1) -> None:
-        """Replaces a layer's parameter by this rank's shard of it. Args: fused: the number of matrices that are
-        concatenated along the sharded dimension, each of which is sharded by itself."""
+        """Replaces a parameter by a DTensor with this rank's shard.
+
+        Args:
+            layer: has the parameter.
+            name: the parameter's name.
+            dim: the dimension to shard.
+            fused: number of matrices that are concatenated along this dimension; each is sharded separately.
+        """
         p = getattr(layer, name)
         shard = swapped(p.detach(), dim, fused, self.size).chunk(self.size, dim)[self.rank].clone()
         setattr(layer, name, nn.Parameter(self.placed(shard, p, dim), p.requires_grad))
 
     def all_reduced(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Returns the reduced tensor; it is reduced in place if it needs no gradient."""
+        """Reduces a tensor over the group, in place, and returns it."""
         dist.all_reduce(tensor, op, self.mesh.get_group())
         return tensor
 
 
 def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Returns the same numbers in another order: one dimension counts `outer` x `inner` pieces, and afterwards
-    `inner` x `outer`. So fused matrices, of which each has a piece per rank, are put in order of rank, and back."""
+    """Reorders a dimension of `outer` x `inner` pieces to `inner` x `outer` pieces. Sorts fused matrices, each with a
+    piece per rank, by rank, and with swapped arguments back."""
     return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 class Columns(ParallelStyle):
-    """Shards a layer along its output: x (..., in), the same on every rank -> (..., out / N), or (..., out) if it is
-    gathered. Args: fused: as of `Group.shard`."""
+    """Shards a linear layer along its output features: x (..., in), equal on all ranks -> (..., out / N).
+
+    Args:
+        group: the ranks.
+        fused: see `Group.shard`.
+        gathered: gather the output to (..., out).
+    """
 
     def __init__(self, group: Group, fused: int = 1, gathered: bool = False) -> None:
         self.group, self.fused, self.gathered = group, fused, gathered
@@ -96,8 +111,12 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Shards a layer along its input: x (..., in / N), or (..., in) if it is to be split here -> (..., out). Every rank
-    has the full bias."""
+    """Shards a linear layer along its input features: x (..., in / N) -> (..., out). Every rank has the full bias.
+
+    Args:
+        group: the ranks.
+        split: the input is (..., in), and each rank takes its part.
+    """
 
     def __init__(self, group: Group, split: bool = False) -> None:
         self.group, self.split = group, split
@@ -109,15 +128,15 @@ class Rows(ParallelStyle):
             self.group.leaving()
             x = self.group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if self.split else x
             product = self.group.redistributed(F.linear(x, _local(layer)), Partial(), Replicate())
-            return product if layer.bias is None else product + layer.bias.to(product.dtype)  # autocast casts it, too
+            return product if layer.bias is None else product + layer.bias.to(product.dtype)  # as with autocast
 
         layer.forward = forward
         return layer
 
 
 class Embedding(ParallelStyle):
-    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, and takes zeros for
-    others."""
+    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, with zeros for all
+    other tokens, and the results are summed."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -140,7 +159,7 @@ class Embedding(ParallelStyle):
 
 
 class Share(ResidentHead):
-    """This rank's shard of a head's matrix, as a source of tiles."""
+    """This rank's shard of a head's matrix, as a source of tiles (`HeadSource`)."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
         self.linear, self.group = linear, group

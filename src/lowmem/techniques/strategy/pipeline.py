@@ -1,13 +1,19 @@
-"""`pipeline`: each device holds some of the blocks; the micro-batches of a window pass through the devices in turn.
+"""`pipeline`: each device has some of the blocks; the micro-batches of a window pass through the devices one by one.
 
-Weights, gradients and optimizer state are divided by blocks, and only hidden states (B, T, H) travel, once forward and
-once back: the least of all strategies that divide a model. It costs waiting while the pipeline fills and drains: with S
-stages and n micro-batches the share (S - 1) / (n + S - 1) of a step. GPipe holds the activations of all n; 1F1B starts
-backward as soon as it can and holds the activations of S. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al.
-2021, arXiv 2104.04473; torch.distributed.pipelining.
+    stage 0    F0 F1 F2 F3             B0 B1 B2 B3    F: forward, B: backward of micro-batches 0 to 3 (GPipe)
+    stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
+    stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-All stages read the same rows. A weight that is tied between the first and the last stage is on both; its gradients are
-added before the step, which is then the same on both. An evaluation passes one micro-batch at a time.
+Weights, gradients and optimizer state are divided by blocks. Only hidden states and their gradients are sent, the least
+communication of all strategies that divide a model. Costs idle time while the pipeline fills and drains: with S stages
+and n micro-batches (S - 1) / (n + S - 1) of a step. GPipe stores the activations of all n micro-batches; 1F1B starts
+backward as early as possible and stores the activations of at most S. Source: Huang et al. 2019, arXiv 1811.06965;
+Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
+
+One process per stage. `stages.py` makes the Hugging Face model compute one stage, `WindowOfStage` runs a window's
+micro-batches through it, and torch's schedule decides the order and does the sends. All stages read the same rows. A
+weight that is tied between the first and the last stage is on both stages; its gradients are summed before the step, so
+both copies stay equal. In an evaluation, one micro-batch at a time passes through all stages.
 """
 
 import logging
@@ -40,8 +46,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a model's forward pass that its body does not take
-SHOWN = 16  # tokens of each of the two rows that compare the stages with the full model
+HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a causal LM that its body does not accept
+SHOWN = 16  # tokens per row of the micro-batch that compares the stages with the full model
 
 
 class Pipeline(Divided):
@@ -61,8 +67,8 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Keeps this rank's stage. Raises: Refused: the stages in a row do not compute what the model does, or a stage
-        has nothing to train."""
+        """Reduces the model to this rank's stage. Raises: Refused: the stages compute different results than the model,
+        or a stage has no trained weights."""
         model, self.module = module.model, module
         division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
@@ -78,8 +84,8 @@ class Pipeline(Divided):
         return elsewhere
 
     def _shown(self, module: LightningModule) -> Division:
-        """Finds the division of a full model into stages by passes over it. Raises: Refused."""
-        with torch.compiler.set_stance("force_eager"):  # compiled code would refer to tensors that are divided next
+        """Divides a full model into stages, and checks the division with forward passes. Raises: Refused."""
+        with torch.compiler.set_stance("force_eager"):  # compiled code would keep references to the full weights
             division = divided(module.model, self.size)
             self._check(module, division)
         return division
@@ -94,7 +100,7 @@ class Pipeline(Divided):
                 raise refused(model, f"has no trainable weights on stage {stage} with this freeze= and adapter=")
         training = model.training
         try:
-            model.eval()  # without dropout
+            model.eval()  # disables dropout
             shown = _shown(model)
             if not same(model, division, shown):
                 raise refused(model, "computes different results when its blocks are divided into stages")
@@ -112,45 +118,44 @@ class Pipeline(Divided):
 
     @property
     def neediest(self) -> tuple[int, ...]:
-        """Returns the stages that may need most memory: the first, which has the embedding; the last, which has the
-        logits; the one with most weights; and the one with most activations. A stage stores activations of each block,
-        under 1F1B of as many micro-batches as there are stages from it to the last."""
+        """Returns the stages that may need the most memory: the first (embedding), the last (logits), the stage with
+        the most bytes of weights, and the stage with the most activations. With 1F1B stage s of S stores the
+        activations of S - s micro-batches."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
         return tuple(sorted({0, *most, self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Returns pairs of a weight that this stage trains with others, and their process group."""
+        """Returns (weight, process group) for each trained weight that this stage shares with other stages."""
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
-        # every rank takes part in making each group
+        # all ranks must take part in creating each group
         groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}
         own = ((p, tuple(stages)) for p, stages in self.stage.holders.items() if self.rank in stages)
         return [(p, groups[stages]) for p, stages in own if stages in groups and p.requires_grad]
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        torch.manual_seed(torch.initial_seed() + self.rank * APART)  # each stage draws other dropout
+        torch.manual_seed(torch.initial_seed() + self.rank * APART)  # different dropout masks per stage
 
     # --- each window ----------------------------------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
-        """Runs forward and backward of all micro-batches. Returns: the sum of their losses; there are no auxiliary
-        ones."""
+        """Runs forward and backward of all micro-batches. Returns: (sum of the losses, None: no auxiliary losses)."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.weights.last = True  # its backward pass ends now
+        self.module.weights.last = True  # the last backward pass ends now
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Makes torch's schedule. Each window gets a new one, since its buffers fit one number of micro-batches of
-        one length. torch then lets all stages agree on shapes again: a number goes from the first to the last and back.
-        With fewer micro-batches than stages 1F1B is not defined; GPipe is, and holds as many activations."""
+        """Creates torch's schedule. Each window needs a new one, because its buffers are for a fixed number and length
+        of micro-batches. torch then exchanges shapes between the stages: a small message from the first to the last and
+        back. With fewer micro-batches than stages, 1F1B is not defined, and GPipe stores no more activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -159,7 +164,7 @@ class Pipeline(Divided):
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def clear_gradients(self) -> None:
-        """Broadcasts tied weights after a step with random rounding, which has rounded each copy differently."""
+        """After a step with random rounding, broadcasts tied weights, because each copy was rounded differently."""
         super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
@@ -168,14 +173,14 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """Computes the module's loss: returns the last stage's sum on every stage."""
+        """Computes a micro-batch's loss without gradients. Returns: the last stage's loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
-        """Wraps the model's forward pass: code that calls the model without gradients on all stages alike, such as
-        samples or a user's metric, gets all logits on each."""
+        """Wraps the model's forward pass so that code which calls the model without gradients on all stages (such as
+        samples or a user's metric) gets the logits on every stage."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:
@@ -189,15 +194,23 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """Returns a tensor as large as the last stage's on every stage; on the last one it is that tensor."""
+        """Returns a buffer of the last stage's shape and dtype on every stage. Args: tensor: on the last stage the
+        tensor itself, which is returned; None on other stages."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
         return torch.empty(shape, dtype=dtype, device=self.place) if tensor is None else tensor.contiguous()
 
     def _through(self, inputs: dict, last: Callable[[], T]) -> T | None:
-        """Passes inputs through all stages. Returns: the result of `last` on the last stage; None on others. Args:
-        inputs: of the model's body."""
+        """Computes a forward pass through all stages.
+
+        Args:
+            inputs: arguments of the model's body.
+            last: called on the last stage, in place of the body.
+
+        Returns:
+            The result of `last` on the last stage; None on other stages.
+        """
         stage, ids = self.stage, inputs["input_ids"]
         arrived = torch.empty(ids.numel(), stage.width, dtype=stage.dtype, device=ids.device)
         if not stage.first:
@@ -222,7 +235,7 @@ class Pipeline(Divided):
         return len(self.stage.holders[p])
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
-        """The first stage that holds the weight sends it to rank 0."""
+        """Sends the weight from the first stage that has it to rank 0."""
         owner = self.stage.holders[p][0]
         if self.rank == owner:
             shard = shard.cpu()
@@ -240,36 +253,43 @@ class Pipeline(Divided):
 
 
 class WindowOfStage(nn.Module):
-    """A stage's work on a window, as torch's schedule calls it: once per micro-batch, with the hidden states that
-    arrived."""
+    """The module that torch's schedule calls on a stage: its `forward` computes the next micro-batch of a window, from
+    the hidden states that were received."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:
         super().__init__()
         self.ranks, self.window = ranks, window
         self._coming = iter(window.micro_batches)
-        # the size of the hidden states that travel
+        # all hidden states are padded to this number of rows
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
-        self._backward = False  # True if a backward pass was the last thing done
+        self._backward = False  # True: a backward pass has started, and `post_backward` was not called yet
         ranks.module.weights.last = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
-        """Runs one micro-batch. Args: arrived: (rows, H), except on the first stage; number: (1), the micro-batch's
-        index, which is meaningless while tracing without memory. Returns: the loss, or the hidden states to send."""
+        """Computes the next micro-batch.
+
+        Args:
+            arrived: hidden states (rows, H) of the previous stage; empty on the first stage.
+            number: (1,), index of the micro-batch; not used, since fake tensors have no values.
+
+        Returns:
+            The loss on the last stage, otherwise the hidden states (rows, H) to send.
+        """
         self.after_backward()
         ranks, stage, micro_batch = self.ranks, self.ranks.stage, next(self._coming)
         with self._precision.forward_context(), stage.entered(*(arrived or [None]), micro_batch.input_ids):
             if stage.last:
                 loss = ranks.loss(stage.model, micro_batch)
                 self.loss_sum += loss.detach()
-                return loss.to(self.loss_sum.dtype)  # the dtype that was announced to the schedule
+                return loss.to(self.loss_sum.dtype)  # the dtype in the schedule's output_args
             hidden = stage.hidden(**micro_batch.inputs, use_cache=False)
         leaves = F.pad(hidden, (0, 0, 0, self.rows - len(hidden)))
-        leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # the loss is zero on this stage
+        leaves.register_hook(lambda _: self.before_backward(self.loss_sum))  # loss_sum is 0 on this stage
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. Returns: the tensor where backward starts."""
+        """Calls Lightning's hooks before a backward pass. Returns: on the last stage the scaled loss."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
@@ -285,7 +305,7 @@ class WindowOfStage(nn.Module):
 
 
 def _shown(model: PreTrainedModel) -> MicroBatch:
-    """Returns two rows of tokens."""
+    """Returns a micro-batch of two rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.get_input_embeddings().num_embeddings, (2, SHOWN + 1), generator=generator)
     return MicroBatch(ids[:, :-1], ids[:, 1:])

@@ -1,7 +1,6 @@
-"""Joins the group of processes that train together before anything is built, and leaves it in the end, come what may.
+"""Joins the process group before anything is built, and always leaves it at the end.
 
-The program that started the processes has set torchrun's environment variables, which say how many there are and where
-they meet. Without them there is one process.
+The launcher has set torchrun's environment variables (world size, master address). Without them there is one process.
 """
 
 import logging
@@ -28,20 +27,20 @@ from lowmem.techniques.strategy.rank_0_turns import Turns
 
 log = logging.getLogger(__name__)
 
-PLACES = ("output_dir", "cache_dir")  # keys whose folders may differ between machines
+PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between machines
 
-# Reducers of groups that were left while a failure's traceback still referred to DDP. A group costs three threads; the
-# next one that is left frees those whose traceback is gone.
+# (DDP's Reducer, group) of groups that could not be freed, because an error's traceback still referred to DDP. A group
+# has three threads. The next call of `leave` frees groups whose Reducer is gone.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Yields the strategy of a process that has joined the group. Args: run: checked, with a device.
+    """Context manager that joins the process group and yields the strategy. Args: run: checked settings with a device.
 
     Raises:
-        Refused: some rank has other code or another run.
-        RankLost: another rank has ended, or does not answer.
+        Refused: another rank has different code or settings.
+        RankLost: another rank has ended, or does not respond.
     """
     if not run.several:
         yield instantiate(run.strategy)(device=run.device, devices=1)
@@ -54,7 +53,7 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # and the other things that rank 0 does alone
+            with ranks.rank_0_first("write the model"):  # and all other work of rank 0
                 pass
             ranks.barrier()  # keeps the store open until all ranks know that rank 0 is done
         leave(ranks)
@@ -70,16 +69,16 @@ def process_group(run: Run) -> Iterator[OneDevice]:
 def leave(ranks: OneDevice | None = None) -> None:
     """Leaves the process group so that Python drops the last reference to it.
 
-    DDP's Reducer refers to the group from C++, and is freed with the GIL held. If that reference is the last one,
-    freeing the group joins gloo's threads, while one of them may wait for the GIL to free a Python object: a deadlock.
-    Python's own reference to a group is dropped without the GIL.
+    DDP's Reducer refers to the group from C++, and is freed while the GIL is held. If the Reducer had the last
+    reference, freeing the group would join gloo's threads with the GIL held, while one of these threads may wait for
+    the GIL to free a Python object: a deadlock. Python drops its own reference to a group without the GIL.
 
-    A group that stays keeps its threads to the end of the process. One that waits for the GIL by then, on a machine so
-    busy that it has not run since the last collective, is ended by Python inside C++, which aborts the process.
+    A group that is not freed keeps its threads until the process ends. If one of these threads waits for the GIL at
+    interpreter shutdown (on a very busy machine), Python ends the thread inside C++ code, which aborts the process.
 
-    Args: ranks: of this process; None: there is no strategy, or it could not be made.
+    Args: ranks: the strategy; None: it was not created.
     """
-    group = dist.group.WORLD  # keeps the group until the Reducer is gone
+    group = dist.group.WORLD  # keeps the group alive until the Reducer is freed
     reducer = ranks.release() if ranks else None
     _still_referenced[:] = [(other, its_group) for other, its_group in _still_referenced if other() is not None]
     if reducer and reducer() is not None:
@@ -88,15 +87,16 @@ def leave(ranks: OneDevice | None = None) -> None:
 
 
 def _waits_for_others(run: Run) -> bool:
-    """Returns True if leaving the group waits for other ranks: NCCL's waits for collectives under way, and so for ranks
-    that wait for this process, which then could not report its error. At the end of the process it is aborted."""
+    """Returns True if leaving the group would wait for other ranks. NCCL waits for collectives in progress, and so for
+    ranks that wait for this process, which could then not report its error. NCCL's group is aborted when the process
+    ends."""
     return run.device == "cuda" and dist.get_world_size() > 1
 
 
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # exchanges over the host do not make a card wait
+    # gloo for collectives of host tensors, which do not make a card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
@@ -107,8 +107,8 @@ def _join(run: Run) -> dist.Store:
 
 
 def _compare(ranks: OneDevice, run: Run) -> None:
-    """Checks that all ranks run the same code with the same config: else they would wait for each other, or train
-    another model."""
+    """Checks that all ranks have equal code and settings. Otherwise they might wait for each other forever, or train
+    different models. Raises: Refused."""
     values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
     require_same(
@@ -117,11 +117,15 @@ def _compare(ranks: OneDevice, run: Run) -> None:
 
 
 def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
-    """Checks that all ranks have the same values. Args: values: this rank's values, by their names; why: the sentence
-    that says why they must not differ, and what to do.
+    """Checks that all ranks have equal values.
+
+    Args:
+        ranks: the strategy.
+        values: name -> this rank's value.
+        why: end of the error message: the problem, and what to do.
 
     Raises:
-        Refused: on all ranks.
+        Refused: values differ; raised on all ranks.
     """
     all_values = ranks.all_gather(values)
     for number, other in enumerate(all_values):

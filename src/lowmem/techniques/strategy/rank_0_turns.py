@@ -1,8 +1,11 @@
-"""Lets the other ranks wait for work that rank 0 does alone, however long it takes.
+"""Lets other ranks wait for work of rank 0 without a time limit.
 
-A collective would wait with a time limit, and a wait of torch's store blocks signals. So rank 0 writes a heartbeat into
-the store from a thread, which stops when the process is stopped or killed, and reports there if it failed; the others
-look at it.
+A collective has a timeout, and waiting in torch's store blocks signals. So ranks poll the store:
+
+    rank 0         main thread: works, then sets the key of this turn to DONE or FAILED
+                   heartbeat thread: increments the key "rank 0" every second; stops if the process is stopped or killed
+    other ranks    polling thread (`_Look`): reads both keys
+                   main thread: waits for the polling thread, handles signals; RankLost if the heartbeat stops
 """
 
 import threading
@@ -14,28 +17,33 @@ import torch.distributed as dist
 
 from lowmem.system.errors import RankLost
 
-BEAT = "rank 0"  # key of the store: a count, or FAILED
+BEAT = "rank 0"  # key in the store; its value is a count, or FAILED
 DONE, FAILED = "done", "failed"
-EVERY = 1.0  # seconds between two heartbeats
-LOOK = 0.1  # seconds at most between two looks; fewer while the wait has been short
+EVERY = 1.0  # seconds between heartbeats
+LOOK = 0.1  # maximum seconds between two polls; shorter at first
 
 
 class Turns:
-    """Args: store: the store of the rendezvous; first: this is rank 0; timeout: seconds without a heartbeat after which
-    rank 0 is lost."""
+    """Work that rank 0 does before other ranks continue.
+
+    Args:
+        store: the store of the rendezvous.
+        first: this is rank 0.
+        timeout: seconds without a heartbeat after which rank 0 counts as lost.
+    """
 
     def __init__(self, store: dist.Store, first: bool, timeout: float) -> None:
         self.store, self.first, self.timeout = store, first, timeout
         self._count = 0
 
     def next(self) -> str:
-        """Returns the key of the next turn: all ranks take the same turns in the same order."""
+        """Returns the key of the next turn. All ranks must call this in the same order."""
         self._count += 1
         return f"turn {self._count}"
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Writes heartbeats while rank 0 works."""
+        """Context manager in which rank 0 writes heartbeats."""
         if not self.first:
             yield
             return
@@ -48,8 +56,8 @@ class Turns:
             outcome = DONE
         finally:
             ended.set()
-            # A later beat would overwrite the last word, and a thread inside the store aborts the process when Python
-            # ends.
+            # Join the thread: a later heartbeat would overwrite FAILED, and a thread that is inside the store when
+            # Python ends aborts the process.
             thread.join(EVERY)
             if outcome == FAILED:
                 self._say(BEAT, FAILED)
@@ -61,7 +69,7 @@ class Turns:
 
     @contextmanager
     def working(self, turn: str) -> Iterator[None]:
-        """Marks a turn as done or failed; rank 0 calls it."""
+        """Context manager for rank 0's work, which marks the turn as done or failed. Args: turn: its key."""
         outcome = FAILED
         try:
             yield
@@ -70,19 +78,19 @@ class Turns:
             self._say(turn, outcome)
 
     def _say(self, key: str, value: str) -> None:
-        with suppress(RuntimeError):  # the process that holds the store is gone; a collective will say so
+        with suppress(RuntimeError):  # the store's process is gone; the next collective raises an error
             self.store.set(key, value)
 
     def wait(self, turn: str, work: str) -> None:
-        """Waits until rank 0 has done a turn. Args: work: what rank 0 does, for messages.
+        """Waits until rank 0 has done a turn. Args: turn: its key; work: description of the work, for messages.
 
         Raises:
-            RankLost: rank 0 has failed, has ended or gave no sign of life.
+            RankLost: rank 0 has failed or ended, or sends no heartbeats.
         """
         look = _Look(self.store, turn)
         beat, since = None, time.monotonic()
         try:
-            while not look.ended.wait(LOOK):  # lets signals in
+            while not look.ended.wait(LOOK):  # a short wait, so that signals are handled
                 if look.beat != beat:
                     beat, since = look.beat, time.monotonic()
                 if time.monotonic() - since > self.timeout:
@@ -92,13 +100,13 @@ class Turns:
                     )
         finally:
             look.ended.set()
-            look.thread.join(EVERY)  # as above, if the store answers
+            look.thread.join(EVERY)  # as above; returns early if the store responds
         if look.how != DONE:
             raise RankLost(f"Rank 0 failed or exited before it finished its task ({work}).")
 
 
 class _Look:
-    """Reads the store in a thread: if the process that holds the store is stopped, it does not answer."""
+    """Polls the store in a thread, because reading the store blocks if the process that hosts it is stopped."""
 
     def __init__(self, store: dist.Store, turn: str) -> None:
         self.store, self.turn = store, turn
@@ -108,7 +116,7 @@ class _Look:
 
     def _look(self) -> None:
         pause = 0.001
-        with suppress(RuntimeError):  # the process that holds the store is gone
+        with suppress(RuntimeError):  # the store's process is gone
             while not self.store.check([self.turn]) and self.beat != FAILED and not self.ended.wait(pause):
                 self.beat = self.store.get(BEAT).decode()
                 pause = min(2 * pause, LOOK)

@@ -1,7 +1,8 @@
-"""Implements what all strategies for several processes share; there is one process per device.
+"""Base classes of strategies with several processes, one process per device.
 
-Lightning sees a run on one device in each of them. Its own strategies for several devices would start the processes,
-each with a folder of its own, move shards to one device, and save in formats of their own.
+In each process Lightning sees a run on a single device (`AmongSeveral`). Lightning's own multi-device strategies are
+not used: they start processes with separate folders, move shards between devices, and have their own checkpoint
+formats.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,21 +27,25 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # distance of two ranks' seeds: more than the windows of a run, and many such seeds fit into 32 bits
+APART = 1_000_003  # difference of the seeds of consecutive ranks: more than the windows of a run
 
 
 class Several(OneDevice):
-    """The base class of strategies for several processes; `process_group.py` has joined the group. Args: timeout: the
-    group's, in seconds."""
+    """Base class of strategies with several processes, used after `process_group.py` has joined the group.
+
+    Args:
+        device, devices: see `OneDevice`.
+        timeout: timeout of the group, in seconds.
+    """
 
     several = True
-    turns: Turns  # for work that rank 0 does alone
+    turns: Turns  # for work of rank 0 that other ranks wait for
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_size = self.rank, self.size
-        self.factor, self.data_group = float(self.size), dist.group.WORLD  # of ranks that read other data
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # ranks that read different data
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
 
     @staticmethod
@@ -76,12 +81,12 @@ class Several(OneDevice):
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        # Ranks with other rows draw other dropout, and ranks that compute one row together the same. A generator of the
-        # CPU takes the lower 32 bits of a seed.
+        # Ranks with different rows draw different dropout masks; ranks that compute a row together draw equal ones. A
+        # CPU generator uses the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
     def release(self) -> ref | None:
-        self.data_group = None  # this strategy may outlive the group: it is part of Lightning's reference cycles
+        self.data_group = None  # the strategy may outlive the group, in Lightning's reference cycles
         return super().release()
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
@@ -90,12 +95,12 @@ class Several(OneDevice):
         return self._locals[p]
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """Makes the local parameter of `p`; called once for each."""
+        """Creates the local parameter of `p`; called once per parameter."""
         raise NotImplementedError
 
     def moved(self) -> None:
-        """Is called when Lightning has moved the parameters: moves local parameters that are other objects, too, before
-        anything is allocated for them."""
+        """Called after Lightning has moved the parameters: updates local parameters that are separate objects, before
+        any memory is allocated for them."""
         for p, local in self._locals.items():
             if local is not p:
                 local.data = p.detach()
@@ -128,7 +133,7 @@ class Several(OneDevice):
 
 
 class LocalParameters(nn.Module):
-    """A module of the local parameters of a model, under their names."""
+    """A module with the local parameters of a model, under the model's names."""
 
     def __init__(self, ranks: Several, model: nn.Module) -> None:
         super().__init__()
@@ -140,11 +145,11 @@ class LocalParameters(nn.Module):
 
 
 class Divided(Several):
-    """The base class of strategies whose parameters are DTensors: each process holds a shard of them, and maybe some in
-    full.
+    """Base class of strategies in which a process has only a part of the parameters: shards of DTensors, or some full
+    parameters.
 
-    All code but the engine sees the shards as plain tensors: an optimizer's step is element by element, so it is the
-    same for a shard as for the full tensor, with the same rounding.
+    Other code sees shards as plain tensors (`local`). An optimizer's step is elementwise, so stepping a shard gives
+    the same bits as stepping the full tensor.
     """
 
     divides = True
@@ -152,7 +157,7 @@ class Divided(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        # local parameter -> the number of processes that hold the same elements
+        # local parameter -> number of processes with the same elements
         self._holders: dict[nn.Parameter, int] = {}
         self._widened: dict[torch.dtype, torch.dtype] = {}
 
@@ -168,7 +173,8 @@ class Divided(Several):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Builds modules on the meta device on ranks that receive their weights: that takes no time."""
+        """Builds modules on the meta device, without initialization, on ranks that receive their weights from rank
+        0."""
         if self.in_numbers:
             yield
             return
@@ -176,8 +182,8 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """Returns a mesh of all processes. Args: timeout: of its groups, to which torch would give its default; sizes:
-        of its dimensions, by name."""
+        """Returns a device mesh of all processes. Args: timeout: timeout of its groups in seconds, instead of torch's
+        default; sizes: name of a dimension -> its size."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
@@ -192,13 +198,13 @@ class Divided(Several):
         super().before_training(module)
         for p, local in self._locals.items():
             if isinstance(p, DTensor):
-                local.data = p.detach().to_local()  # an engine may have moved it since; there must be no second copy
+                local.data = p.detach().to_local()  # the shard may have moved; avoid a second copy
 
     def holders(self, p: nn.Parameter) -> int:
-        """Returns the number of processes that hold the same elements of a parameter."""
+        """Returns the number of processes that have the same elements of a parameter."""
         if not isinstance(p, DTensor):
             return self.size
-        # `is_shard` would be wrong: a tensor that is sharded twice along one dimension has a placement that denies it
+        # not `is_shard()`, which is False for the placement of a tensor that is sharded twice along one dimension
         sizes = (p.device_mesh.size(dim) for dim, placement in enumerate(p.placements) if placement.is_replicate())
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
@@ -206,7 +212,7 @@ class Divided(Several):
     def gather_gradients(self) -> None:
         for p, local in self._locals.items():
             if local is not p and p.grad is not None:
-                local.data = p.detach().to_local()  # an engine may have moved it since
+                local.data = p.detach().to_local()  # the shard may have moved
                 local.grad = p.grad.to_local()
 
     def clear_gradients(self) -> None:
@@ -224,10 +230,10 @@ class Divided(Several):
         return in_full(self.as_dtensor(p, shard)).cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a DTensor in the shard's memory, which knows the shard's place in the full tensor."""
+        """Returns a DTensor that shares the shard's memory and has the placements of `p`."""
         if not isinstance(p, DTensor):
             return shard
-        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would move host memory to the card
+        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy host memory to the card
         with torch.no_grad():
             placed.to_local().data = shard
         return placed
@@ -235,7 +241,7 @@ class Divided(Several):
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return full
-        # from the mesh's last dimension to its first: fully_shard comes last, and divides what a group's rank has
+        # from the mesh's last dimension to its first, because fully_shard shards what tensor parallelism has sharded
         where = zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements, strict=True)
         for size, place, placement in reversed([*where]):
             if not placement.is_replicate():
@@ -245,8 +251,8 @@ class Divided(Several):
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """Returns the full tensor, also of a plain one. Gathers over one dimension of the mesh after the other: torch warns
-    if it is asked for all at once."""
+    """Returns the full tensor of a DTensor; a plain tensor is returned unchanged. Gathers one mesh dimension at a time,
+    because torch warns about gathering all at once."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [*tensor.placements]
@@ -257,14 +263,14 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 class AmongSeveral(InPlace):
-    """One of several processes, as Lightning sees it: a strategy for a single device."""
+    """The Lightning strategy of one of several processes: a single device, with barrier and broadcast."""
 
     strategy_name = "among_several"
 
     def __init__(self, ranks: Several) -> None:
         super().__init__()
         self.ranks = ranks
-        # Lightning believes it is alone: with world_size > 1 it runs a collective after each step
+        # world_size stays 1, because with more Lightning runs a collective after each step
         self.global_rank = ranks.rank
 
     @property
@@ -282,11 +288,12 @@ class AmongSeveral(InPlace):
         return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """Saves on all processes: each writes its own shards."""
+        """Saves a checkpoint on all processes; each writes its own shards."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """Moves nothing: the engine has placed the shards, and torch refuses to move those that stay on the host."""
+        """Moves only buffers if the model is sharded: shards are already placed, and torch refuses to move offloaded
+        shards."""
         if not self.ranks.divides:
             super().model_to_device()
             self.ranks.moved()

@@ -1,15 +1,20 @@
-"""Cuts a model into stages: consecutive blocks, balanced by bytes, so that each device holds a part of the weights.
+"""Divides a model into pipeline stages: consecutive blocks, balanced by bytes of weights.
 
-A stage is the Hugging Face model itself, whose modules of other stages are emptied: a module keeps its place, its hooks
-and the names of its weights, which have a shape and no memory (torch's meta device). A block of another stage returns
-its input; the embedding returns zeros on all but the first stage, and the hidden states that arrived replace them in
-front of block 0; the last stage's norms return their input on the others. So the model's own code makes masks, rotary
-embeddings and positions on every stage, from the micro-batch's own tokens and positions, and the last stage is a model
-whose loss is computed as ever.
+A stage is the complete Hugging Face model, in which the modules of other stages are replaced:
 
-Modules before and after the blocks are not looked up by name: one pass over two tokens finds them. transformers'
-`pp_plan` names them for 85 of the 189 architectures of transformers 5.23 and not for GPT-2, and does not tell what a
-block returns beside hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
+    module                       on its own stage    on other stages
+    embedding (before blocks)    computes            returns zeros; hidden states of the previous stage replace them
+                                                     before block 0
+    block                        computes            returns its input
+    final norm (after blocks)    computes            returns its input
+
+Replaced modules keep their names and hooks; their weights are on the meta device (a shape without memory). So the
+model's own code creates masks, rotary embeddings and positions on every stage, from the micro-batch's tokens and
+positions, and on the last stage the loss is computed as usual.
+
+Modules before and after the blocks are found by a forward pass over two tokens instead of by name. transformers'
+`pp_plan` lists them for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not say which
+values a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,31 +32,31 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.units import quantity
 
-LOOKED_AT = 2  # tokens of the pass that finds the modules
+LOOKED_AT = 2  # tokens of the forward pass that finds the modules
 
 
 class Output(NamedTuple):
-    """Describes what a module returned."""
+    """The format of a module's output."""
 
-    shape: torch.Size  # of its hidden states: (..., width)
+    shape: torch.Size  # shape of the hidden states: (..., width)
     dtype: torch.dtype
-    others: int | None  # the number of values beside them in a tuple; None: it returned no tuple
+    others: int | None  # number of further values in the returned tuple; None: the output is a tensor
 
 
 class Anatomy(NamedTuple):
-    """The modules that a forward pass calls; together they hold all weights."""
+    """The modules of a model that contain weights, in the order of a forward pass."""
 
-    before: list[nn.Module]  # also modules that no pass over tokens calls
+    before: list[nn.Module]  # modules before the blocks, and modules that are not called for token ids
     blocks: list[nn.Module]
-    after: list[nn.Module]
-    outputs: dict[nn.Module, Output]  # of each module that was called
+    after: list[nn.Module]  # modules after the blocks
+    outputs: dict[nn.Module, Output]  # output format of each module that was called
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds the parts of a model. Args: model: complete, on the host.
+    """Finds the modules before, in and after a model's blocks. Args: model: complete, on the host.
 
     Raises:
-        Refused: a model that is more than a list of blocks with modules before and after them.
+        Refused: the model is not a list of blocks with modules before and after.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -72,7 +77,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 @torch.no_grad()
 def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.Module], dict[nn.Module, Output]]:
-    """Returns the modules in the order of their calls, and what each returned."""
+    """Returns the watched modules in the order of their calls, and the output format of each."""
     called, outputs = [], {}
 
     def after(module: nn.Module, _: tuple, output: object) -> None:
@@ -94,8 +99,15 @@ def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.M
 
 
 def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list[int]:
-    """Returns the cut whose largest stage is smallest. Args: sizes: bytes of each block; before, after: bytes that the
-    first and the last stage hold besides. Returns: the first block of each stage, and the number of blocks.
+    """Finds the division of blocks into stages that minimizes the bytes of the largest stage.
+
+    Args:
+        sizes: bytes of each block.
+        before, after: additional bytes of the first and the last stage.
+        stages: number of stages.
+
+    Returns:
+        Index of the first block of each stage, then the number of blocks.
 
     Raises:
         Refused: fewer blocks than stages.
@@ -112,8 +124,7 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
     @cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Returns (bytes of the largest stage, where each stage begins) for the blocks from `first` on in `left`
-        stages."""
+        """Returns (bytes of the largest stage, cuts) for dividing the blocks from `first` on into `left` stages."""
         if left == 1:
             return stage_bytes(first, count), [first, count]
         ends = range(first + 1, count - left + 2)
@@ -126,24 +137,25 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
 
 class Division(NamedTuple):
-    """Describes which stage holds which modules of a model."""
+    """The division of a model's modules and parameters into stages."""
 
     anatomy: Anatomy
-    cuts: list[int]  # the first block of each stage, and the number of blocks
-    holders: dict[nn.Parameter, list[int]]  # the stages of each parameter; several if it is tied
+    cuts: list[int]  # index of the first block of each stage, then the number of blocks
+    holders: dict[nn.Parameter, list[int]]  # parameter -> its stages; several if the parameter is tied
 
     @property
     def stages(self) -> int:
         return len(self.cuts) - 1
 
     def own(self, stage: int) -> list[nn.Module]:
-        """Returns a stage's modules, without those inside of blocks."""
+        """Returns the modules of a stage: its blocks, and modules before or after the blocks."""
         before = self.anatomy.before if stage == 0 else []
         after = self.anatomy.after if stage == self.stages - 1 else []
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules whose own tensors a stage does not have. (It has the tensor of a tied weight.)"""
+        """Returns the modules of other stages whose own tensors this stage does not have. Modules with a tied weight
+        that is on this stage too are not included."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -153,25 +165,25 @@ class Division(NamedTuple):
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
     def to_names(self, model: nn.Module) -> tuple:
-        """Returns the division in names, which mean the same in another process's model."""
+        """Returns the division with module names instead of modules, for another process (`from_names`)."""
         names, layers = {module: name for name, module in model.named_modules()}, self.anatomy
         each = ([names[module] for module in modules] for modules in (layers.before, layers.blocks, layers.after))
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's weights, including one that another stage holds, too."""
+        """Returns the bytes of a stage's weights, including tied ones."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 
 def divided(model: PreTrainedModel, stages: int) -> Division:
-    """Divides a model into stages. Raises: Refused."""
+    """Divides a model into stages. Raises: Refused: see `anatomy` and `balanced`."""
     layers = anatomy(model)
     cuts = balanced([_bytes([block]) for block in layers.blocks], _bytes(layers.before), _bytes(layers.after), stages)
     return _division(model, layers, cuts)
 
 
 def from_names(model: PreTrainedModel, names: tuple) -> Division:
-    """Returns another process's division, in terms of this process's model."""
+    """Returns the division of another process, for this process's model. Args: names: the result of `to_names`."""
     *lists, outputs, cuts = names
     each = ([model.get_submodule(name) for name in section] for section in lists)
     return _division(model, Anatomy(*each, {model.get_submodule(name): out for name, out in outputs.items()}), cuts)
@@ -186,14 +198,14 @@ def _division(model: PreTrainedModel, layers: Anatomy, cuts: list[int]) -> Divis
 
 
 def _bytes(modules: list[nn.Module]) -> int:
-    """Returns the bytes of the modules' weights; a shared one counts once."""
+    """Returns the bytes of the modules' parameters and buffers; shared tensors count once."""
     tensors = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.nbytes for tensor in tensors)
 
 
 class Stage:
-    """Makes a model compute one stage. Hidden states arrive flat, (N, H), where N is that of the longest micro-batch of
-    a window."""
+    """Makes a model compute one stage, by replacing the forward passes of modules of other stages. Hidden states are
+    received flat, as (N, H), padded to the longest micro-batch of a window."""
 
     def __init__(self, model: PreTrainedModel, division: Division, stage: int) -> None:
         self.model, self.division, self.number = model, division, stage
@@ -201,8 +213,8 @@ class Stage:
         layers = division.anatomy
         self.width, self.dtype = layers.outputs[layers.blocks[0]].shape[-1], layers.outputs[layers.blocks[0]].dtype
         self.holders = division.holders
-        self.works = False  # True during a forward pass, but not while blocks are recomputed
-        self._entering: Tensor | None = None  # the hidden states that enter the stage in that pass
+        self.works = False  # True during a forward pass, but not during recomputation
+        self._entering: Tensor | None = None  # hidden states from the previous stage, for this forward pass
         self._changes = ExitStack()
         numbers = {block: number for number, block in enumerate(layers.blocks)}
         for module in layers.outputs.keys() - {*division.own(stage)}:
@@ -214,11 +226,11 @@ class Stage:
             self._changes.callback(hook.remove)
 
     def undo(self) -> None:
-        """Makes the model complete again, if it was not emptied."""
+        """Restores the forward passes. The model is complete again, unless `empty` was called."""
         self._changes.close()
 
     def empty(self) -> None:
-        """Frees the memory of what other stages hold."""
+        """Moves parameters and buffers of other stages to the meta device, which frees their memory."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -233,11 +245,11 @@ class Stage:
         self.holders = {replacements[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
-        """Returns (B x T, H), the output of every stage but the last. Call it within `entered`. Args: inputs: of the
-        model's body.
+        """Returns the stage's output (B x T, H); not for the last stage. Call this within `entered`. Args: inputs:
+        arguments of the model's body.
 
         Raises:
-            Refused: hidden states have another dtype than the weights.
+            Refused: hidden states have a different dtype than expected.
         """
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
@@ -248,8 +260,12 @@ class Stage:
 
     @contextmanager
     def entered(self, arrived: Tensor | None, ids: Tensor) -> Iterator[None]:
-        """Makes the model compute on what the stage before has sent. Args: arrived: (N, H) with N at least B x T; None:
-        this is the first stage; ids: (B, T) tokens."""
+        """Context manager of a forward pass with hidden states from the previous stage.
+
+        Args:
+            arrived: (N, H) with N >= B x T; None: this is the first stage.
+            ids: (B, T), token ids.
+        """
         self.works = True
         self._entering = None if arrived is None else arrived[: ids.numel()].view(*ids.shape, self.width)
         try:
@@ -265,7 +281,8 @@ class Stage:
 
 @torch.no_grad()
 def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) -> bool:
-    """Returns True if the stages in a row compute what the complete model does. The model must be without dropout."""
+    """Returns True if running all stages one after another gives the logits of the complete model, bit for bit. Dropout
+    must be off."""
     expected, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
     for number in range(division.stages):
         stage = Stage(model, division, number)
@@ -279,8 +296,9 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """Replaces a block of another stage: returns its input. A cache gets one zero per token, since a model may ask any
-    block for the cache's length. Args: number: of the block."""
+    """The forward pass of a block of another stage: returns its input. A key-value cache gets zeros of width 1, because
+    a model may read the cache's length from any block. Args: output: the block's output format; number: index of the
+    block."""
     hidden = args[0] if args else kwargs["hidden_states"]
     for kv_cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
         nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
@@ -289,8 +307,7 @@ def _passed_on(output: Output, number: int | None, *args: object, **kwargs: obje
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
-    """Replaces a module that makes hidden states (B, T, width) from tokens, positions (B, T) or other hidden states:
-    returns zeros."""
+    """The forward pass of a module before the blocks, on stages other than the first: returns zeros (B, T, width)."""
     received = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
     leading = received.shape[: len(output.shape) - 1]
     return torch.zeros(*leading, output.shape[-1], dtype=output.dtype, device=received.device)

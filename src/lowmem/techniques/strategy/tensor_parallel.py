@@ -1,16 +1,20 @@
-"""Tensor parallelism: each rank of a group holds a shard of each matrix, and all compute one micro-batch together.
+"""Tensor parallelism: each rank of a group has a shard of each matrix, and all ranks compute a micro-batch together.
 
-The first matrix of a pair is sharded along its output (attention by heads, an MLP by its width), the second along its
-input; between the two each rank works on its own part. A block's output is a sum over the ranks, and so is the gradient
-of its input: these two sums per micro-batch and block are the cost. Embedding and head are sharded along the
-vocabulary: the first costs one more sum, the second gathers its logits, except for a loss in tiles, which reads each
-rank's own. Of all these, each of N ranks holds 1/N of weights, gradients and state, and of the activations between a
-pair. Each rank has in full: norms, the biases behind a sum, the hidden states, and embedding and head if N does not
-divide the vocabulary (GPT-2's 50257 tokens). All ranks draw the same dropout, each for its own heads. Source: Shoeybi
-et al. 2019, arXiv 1909.08053; the mesh, the sharded parameters and the sums are torch's DTensor.
+    attention    query, key, value: sharded by heads (columns)    output: sharded by rows    -> all-reduce
+    MLP          up, gate: sharded by width (columns)             down: sharded by rows      -> all-reduce
+    embedding    sharded by the vocabulary                                                   -> all-reduce
+    head         sharded by the vocabulary                                                   -> all-gather of logits
 
-The plan that comes with transformers' model says how each layer is sharded; GPT-2 comes without one, so its plan stands
-here. torch's `parallelize_module` applies it, with the styles of `parallel_styles.py`.
+Between the two matrices of a pair, each rank computes its own part. Backward has one all-reduce for each pair too, of
+the gradient of the pair's input. A loss in tiles reads each rank's logits without the all-gather.
+
+Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
+a pair. Replicated on all ranks: norms, biases after an all-reduce, hidden states, and embedding and head if the
+vocabulary is not divisible by N (GPT-2's 50257 tokens). All ranks have equal random states, each draws dropout for its
+own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
+
+The plan in transformers' model says how each layer is sharded. GPT-2 has no plan in transformers, so its plan is in
+this module. torch's `parallelize_module` applies the plan, with the styles of `parallel_styles.py`.
 """
 
 import logging
@@ -33,7 +37,7 @@ from lowmem.techniques.strategy.several import Divided, in_full
 log = logging.getLogger(__name__)
 
 QKV, FUSED = "colwise_qkv", 3  # query, key and value in one matrix
-# By model type, for models that come without a plan.
+# Model type -> plan, for models that have no plan in transformers.
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": QKV,
@@ -42,28 +46,29 @@ PLANS = {
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
 }
-SUMMED = "replicated_with_grad_allreduce"  # a norm of each head: every rank has the gradient of its own heads
+SUMMED = "replicated_with_grad_allreduce"  # norms per head: each rank has gradients of its own heads
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}  # in x A B, the matrix that is sharded like the layer
-# relative to a gradient's norm: other heads' gradients differ by far more, and another order of summation by far less
+# tolerance relative to a gradient's norm: gradients of different heads differ by far more, rounding by far less
 SAME = 1e-3
-NOISE = 1e-6  # relative to the largest norm: smaller norms consist of rounding errors
-NUMBER = r"(?<=\.)\d+(?=\.|$)"  # a block's number, for which a plan writes a star
+NOISE = 1e-6  # relative to the largest norm: smaller norms are only rounding errors
+NUMBER = r"(?<=\.)\d+(?=\.|$)"  # index of a block, written as * in a plan
 
 
 def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
     """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
 
     Args:
-        network: complete, the same on every rank, with its adapter, if there is one.
+        network: the complete model, equal on all ranks, with its adapter, if any.
+        group: the ranks.
 
     Returns:
         The result of `styles_of`.
 
     Raises:
-        Refused: a model without a plan, with layers that cannot be sharded here, or whose numbers the ranks do not
-            divide.
+        Refused: the model has no plan, or layers that cannot be sharded, or its heads or widths are not divisible by
+            the number of ranks.
     """
     styles = styles_of(network)
     _check_numbers(network, styles, group.size)
@@ -75,15 +80,16 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns module -> style of all modules that are sharded or whose gradient is summed, without embedding and head.
+    """Returns module name -> style of all modules that are sharded or whose gradients are all-reduced, except embedding
+    and head.
 
     Raises:
-        Refused: a model without a plan, or with layers that cannot be sharded here.
+        Refused: the model has no plan, or layers that cannot be sharded.
     """
     plan = PLANS.get(network.config.model_type) or network.tp_plan or {}
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
     modules = {name: module for name, module in network.named_modules() if not any(module is end for end in ends)}
-    named = (*modules, *(name for name, _ in network.named_parameters()))  # experts in one tensor are not modules
+    named = (*modules, *(name for name, _ in network.named_parameters()))  # fused experts are parameters, not modules
     styles = {name: plan[pattern] for name in named if (pattern := re.sub(NUMBER, "*", name)) in plan}
     if not {*styles.values()} & {*ROWS}:
         raise _refused(network, "the model comes without a tensor-parallel plan (tp_plan) for its layers")
@@ -106,7 +112,7 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
-    """Checks that heads and widths divide evenly over the ranks."""
+    """Checks that heads and widths are divisible by the number of ranks. Raises: Refused."""
     grouped = dist.is_initialized() and size < dist.get_world_size()  # then another number of devices would not help
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, unit) in counts.items():
@@ -141,7 +147,7 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns the plan of all layers, and of an adapter's matrices x A B those that multiply the sharded side."""
+    """Returns the styles of all layers, and of the adapter matrix (A or B in x A B) on the sharded side of each."""
     made = {
         "colwise": Columns(group),
         QKV: Columns(group, FUSED),
@@ -159,8 +165,8 @@ def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str,
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> None:
-    """Shards embedding and head along the vocabulary if the ranks divide it and both are torch's own modules; else they
-    stay complete."""
+    """Shards embedding and head along the vocabulary, if its size is divisible by the number of ranks and both are
+    plain torch modules; otherwise they stay replicated."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
@@ -172,19 +178,19 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> None:
     tied = embedding.weight is head.weight
     parallelize_module(embedding, group.mesh, Embedding(group), src_data_rank=None)
     parallelize_module(head, group.mesh, Columns(group, gathered=True), src_data_rank=None)
-    head.source = Share(head, group)  # a loss in tiles reads each rank's own logits
+    head.source = Share(head, group)  # for a loss in tiles
     if tied:
         embedding.weight = head.weight
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """Returns the model's own layer if an adapter wraps it."""
+    """Returns the base layer if an adapter wraps the module, otherwise the module itself."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 class TensorParallel(Divided):
-    """Tensor parallelism over one group of all ranks, which read the same rows. Strategies with several groups derive
-    from it."""
+    """Tensor parallelism over a single group of all ranks, which read the same rows. Strategies with several groups
+    derive from this class."""
 
     widens = shards_matrices = adds_in_blocks = True
     tensor_parallel_size: int | None = None  # ranks of a group; None: all
@@ -195,8 +201,8 @@ class TensorParallel(Divided):
         self.mesh = self.meshed(timeout, data=self.data_size, tensor=self.size // self.data_size)
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
-        self._styles: dict[nn.Parameter, str | None] = {}  # of the layer of each parameter
-        self._compared = False  # True once the gradients of parameters that every rank has were compared
+        self._styles: dict[nn.Parameter, str | None] = {}  # parameter -> style of its layer
+        self._compared = False  # True: gradients of replicated parameters were compared
 
     @staticmethod
     def data_ranks(devices: int, tensor_parallel_size: int | None = None, **_: object) -> int:
@@ -222,16 +228,16 @@ class TensorParallel(Divided):
         return divide(module.model, self.group)
 
     def _dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which a group shards a parameter; None: each of its ranks has it in full."""
+        """Returns the dimension along which a group shards a parameter; None: the parameter is replicated."""
         ours = isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == self.group.mesh.mesh_dim_names
         return p.placements[-1].dim if ours else None
 
     def _fused_dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which query, key and value are concatenated and each is sharded by itself."""
+        """Returns the dimension along which query, key and value are concatenated; None: the parameter is not fused."""
         return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
-        """Adds gradients that are summands over the group: all of them at once, and once per window."""
+        """All-reduces gradients of replicated parameters that are partial sums, in one call per window."""
         super().gather_gradients()
         replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
@@ -243,15 +249,15 @@ class TensorParallel(Divided):
             self._compare(replicated)
 
     def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Compares gradients of parameters that every rank has, before the first step: if a plan leaves out a sum, the
-        ranks' weights would silently diverge.
+        """Compares the gradients of replicated parameters between ranks, before the first step. If a plan lacks an
+        all-reduce, replicated weights would silently diverge.
 
         Raises:
             Refused: the gradients differ.
         """
         norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
-        self._compared = bool(most.isfinite().all())  # else the loss scale is still too large
+        self._compared = bool(most.isfinite().all())  # otherwise the loss scale is still too large
         wrong = most + least > SAME * most + NOISE * most.max()
         for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:
@@ -261,7 +267,7 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Gathers shards whose order differs from the model's own."""
+        """Returns a DTensor, or for fused matrices, whose shards are in a different order, the full tensor."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

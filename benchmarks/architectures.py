@@ -3,13 +3,16 @@
 python -m benchmarks.architectures          # ten minutes on two cores
 python -m benchmarks.architectures gemma2   # only these families, printed and not saved
 
-Every family is made small by the same rules, which go by the names of its config's keys. Scaling factors and caps get
-values that change the result, so that a technique that ignores them is found. Families that the rules cannot build are
-reported as not built. `right` means the same loss and gradients as without the technique; for `loss=chunked` up to the
-order of sums; for master weights the same bits as a naive loop with two models; for the planner, that it can trace.
+Every family is made small by the same rules, which go by the names of its config's keys, and by `VALUES` where a family
+needs values of its own. Scaling factors and caps get values that change the result, so that a technique that ignores
+them is found. Families that cannot be built are reported as not built. `all kinds` means that the small model has as
+many kinds of blocks (sliding and full attention, dense layers and experts, ...) as the model of transformers' default
+values. `right` means the same loss and gradients as without the technique; for `loss=chunked` up to the order of sums;
+for master weights the same bits as a naive loop with two models; for the planner, that it can trace.
 """
 
 import argparse
+import json
 import re
 import signal
 import warnings
@@ -19,30 +22,36 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import transformers
 from lightning.pytorch import Trainer
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.runner import write
+from benchmarks.runner import RESULTS, write
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run, run_of
 from lowmem.data.loader import START, MicroBatch, Window
 from lowmem.model import loading
 from lowmem.model.blocks import blocks as blocks_of
+from lowmem.model.blocks import stack_of
 from lowmem.model.trainable import trainable
 from lowmem.plan.prediction import predict
+from lowmem.plan.search.extend import kind_of
 from lowmem.plan.target import Target
+from lowmem.plan.tracing.trace import quietly
 from lowmem.saving.export import Weights
+from lowmem.saving.export_adapter import WEIGHTS, merge
 from lowmem.saving.export_adapter import _write as write_adapter
-from lowmem.saving.export_adapter import merge
 from lowmem.step.fp32_halves import rounded
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
+from lowmem.techniques.adapter.lora import not_loaded_by_peft
 from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear
 from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
@@ -51,18 +60,20 @@ from lowmem.training.training import mixes_dtypes
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
 SECONDS = 60  # time limit of one cell
 REORDERED = 1e-5  # error of fp32 sums in another order, relative to the largest element
+ROUNDINGS = 4  # error of merged weights, in units of what one fp32 rounding of every weight changes
 # Largest value of a config key; the earliest pattern that matches the key counts.
 SMALL = {
-    r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$": LAYERS,
     r"vocab_size": VOCABULARY,
     r"^num_experts$|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
-    r"experts_per_tok|top_?k$": 2,
+    r"experts_per_tok|top_?k$|^moe_k$": 2,
     r"^n_group$|topk_group|num_expert_group": 1,
     r"key_value_heads|num_kv_heads|num_key_heads": 2,
     r"mamba\w*heads|^mamba_n_heads": 2 * WIDTH // 16,
     r"heads$|^n_head$": HEADS,
-    r"head_dim|dim_head|d_kv|kv_channels|d_head": WIDTH // HEADS,
+    r"head_?dim|dim_head|d_kv|kv_channels|d_head": WIDTH // HEADS,
+    r"^attention_hidden_size$": 2 * WIDTH,
     r"^(hidden_size|n_embd|d_model|dim|embed_dim|embedding_(size|dim)|word_embed_proj_dim|hidden_dim)$": WIDTH,
+    r"^(hidden_size_global|adapter_(in_dim|out_dim|input_size))$": WIDTH,
     r"intermediate|ffn|n_inner|d_ff|dff|dim_ff|d_inner": 2 * WIDTH,
     r"lora_rank|rotary_dim": 8,
     r"sliding_window|window_size|chunk_size$": 8,
@@ -74,9 +85,77 @@ TELLING = {
     r"logit_scale|logits_scaling|lm_head_multiplier|logits?_mup|output_multiplier": 0.5,
     r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
 }
+NUMBER_OF_LAYERS = r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$"
+# Families whose first `LAYERS` blocks lack a kind of block that follows: the fewest blocks that have all kinds.
+DEPTHS = {
+    **dict.fromkeys(("deepseek_v4", "jamba", "kimi_linear", "kolibri1", "lfm3"), 5),
+    **dict.fromkeys(("bailing_hybrid", "beam", "flint", "gemma3", "gemma3_text", "inkling_text", "mimo_v2_flash"), 6),
+    "inkling2_text": 7,
+}
+_LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2  # two hybrid blocks, which share their weights
+# Values of families that the rules do not build, or build without a kind of block; also inside a model for images.
+VALUES = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note_text": {"head_dim": 2 * WIDTH // HEADS},
+    "gemma3n_text": {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "intermediate_size": 2 * WIDTH,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        "num_kv_shared_layers": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": WIDTH // HEADS,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,  # axial positions fix the length of every row
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+        "hash_seed": 0,
+        "hidden_dropout_prob": 0.0,  # it draws dropout from seeds of its own, which no seed of a run changes
+        "local_attention_probs_dropout_prob": 0.0,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": _LINEAR_AND_HYBRID, "attention_head_dim": 2 * WIDTH // HEADS, "mamba_dt_rank": 4},
+    "zamba2": {
+        "layers_block_type": _LINEAR_AND_HYBRID,
+        "hybrid_layer_ids": [1, 3],
+        "attention_head_dim": 2 * WIDTH // HEADS,
+    },
+}
+_DRAFTS = "it drafts tokens from the keys and values of another model, and cannot be trained alone"
+_SOUND = "transformers passes its causal class the config of the whole model instead of that of the decoder"
+IMPOSSIBLE = {
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+    "musicgen": _SOUND,
+    "musicgen_melody": _SOUND,
+}
 
 
 # --- a family, made small ---------------------------------------------------------------------------------------------
+
+
+class Depth(NamedTuple):
+    """A number of layers, and the smaller number that replaces it."""
+
+    full: int
+    small: int
 
 
 def shrunk(model_type: str) -> dict:
@@ -86,20 +165,24 @@ def shrunk(model_type: str) -> dict:
     layers = next(
         (getattr(text, key) for key in ("num_hidden_layers", "n_layer", "num_layers") if hasattr(text, key)), 0
     )
-    return {"model_type": model_type, **_small(full.to_dict(), layers)}
+    return {"model_type": model_type, **_small(full.to_dict(), Depth(layers, DEPTHS.get(model_type, LAYERS)))}
 
 
-def _small(keys: Mapping, layers: int) -> dict:
+def _small(keys: Mapping, depth: Depth) -> dict:
+    own = VALUES.get(keys.get("model_type"), {})
+    depth = depth._replace(full=keys.get("num_hidden_layers", depth.full))
     keys = {key: UNSAID.get(key) if value is None else value for key, value in keys.items()}
-    small = {key: _value(key, value, layers) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
+    small = {key: _value(key, value, depth) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
     heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if heads is not None and heads == groups:  # each head has a key head of its own
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
         small["num_heads"] = int(small["expand"] * small["hidden_size"]) // small["head_dim"]
+    if keys.get("mamba_d_ssm"):
+        small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
     if "qk_nope_head_dim" in keys and keys.get("qk_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-    return small
+    return small | own
 
 
 # Values for keys that are None by default in some families.
@@ -107,14 +190,14 @@ UNSAID = {"num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "num_experts
 NOT_OF_THE_MODEL = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "torch_dtype")
 
 
-def _value(key: str, value: object, layers: int) -> object:
+def _value(key: str, value: object, depth: Depth) -> object:
     if isinstance(value, Mapping):
         if value and all(str(k).isdigit() for k in value):  # keys are layer numbers
-            return {k: _small(v, layers) for k, v in value.items() if int(k) < LAYERS}
+            return {k: _small(v, depth) for k, v in value.items() if int(k) < depth.small}
         family_key = {"model_type": value["model_type"]} if "model_type" in value else {}
-        return family_key | (dict(value) if key.startswith("rope") else _small(value, layers))
+        return family_key | (dict(value) if key.startswith("rope") else _small(value, depth))
     if isinstance(value, list):
-        return value[:LAYERS] if len(value) == layers else value
+        return value[: depth.small] if len(value) == depth.full else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     for pattern, telling in TELLING.items():
@@ -122,8 +205,48 @@ def _value(key: str, value: object, layers: int) -> object:
             return telling
     if re.search(r"token_(id|index)", key):
         return value if value < VOCABULARY else 3
+    if key == "vocab_size":  # of bytes alone: fewer than the tokens that are drawn
+        return VOCABULARY
     largest = next((most for pattern, most in SMALL.items() if re.search(pattern, key)), 256 if value > 256 else value)
+    if re.search(NUMBER_OF_LAYERS, key):
+        largest = depth.small
     return min(value, largest) if isinstance(value, int) else value
+
+
+# --- the kinds of its blocks ----------------------------------------------------------------------------------------
+
+
+class Kinds(NamedTuple):
+    """Counts the kinds of a model's blocks, by their modules and attributes and by their modules alone."""
+
+    blocks: int
+    kinds: int
+    structures: int
+
+    def lacks(self, full: "Kinds") -> bool:
+        """Returns True if this small model has fewer kinds than the full one. Attributes do not count if every block of
+        the full model has values of its own, such as a factor that follows from the block's number."""
+        numbered = full.kinds == full.blocks > self.blocks
+        return self.structures < full.structures or (self.kinds < full.kinds and not numbered)
+
+
+def kinds_of(config: PretrainedConfig) -> Kinds:
+    with quietly(), torch.device("meta"):
+        blocks = stack_of(AutoModelForCausalLM.from_config(config))
+    kinds = [kind_of(block) for block in blocks]
+    structures = {tuple((name, class_name) for name, class_name, _ in modules) for modules, _ in kinds}
+    return Kinds(len(blocks), len({*kinds}), len(structures))
+
+
+def all_kinds(architecture: dict) -> str:
+    """Compares the kinds of blocks with those of the model of transformers' default values."""
+    model_type = architecture["model_type"]
+    small = kinds_of(loading.describe(configured(architecture)).grown)
+    try:
+        full = kinds_of(CONFIG_MAPPING[model_type]())
+    except Exception as error:
+        return f"not compared: the default values build no model ({_last_line(error)})"
+    return f"wrong: {small.kinds} of {full.kinds} kinds of blocks" if small.lacks(full) else "right"
 
 
 # --- the cells -----------------------------------------------------------------------------------------------------
@@ -158,7 +281,7 @@ def gradients(cfg: Run) -> tuple[float, dict[str, Tensor]]:
 def starts(architecture: dict) -> str:
     value, computed = gradients(configured(architecture))
     assert computed and all(g.isfinite().all() for g in computed.values()), "gradients that are not finite"
-    return "right" if value > 0 else f"a loss of {value}"
+    return "right" if value > 0 else f"wrong: a loss of {value}"
 
 
 def chunked(architecture: dict) -> str:
@@ -246,8 +369,11 @@ def masters(architecture: dict) -> str:
         with torch.no_grad():
             for w, p in pairs:
                 rounded(w.data, p.data)
-    same = all(torch.equal(module.full_precision(p), w) for p, (w, _) in zip(module.parameters(), pairs, strict=True))
-    return "right" if same else "wrong weights"
+    for p, (w, _) in zip(module.parameters(), pairs, strict=True):
+        exact = w if p.requires_grad else w.bfloat16().float()  # a frozen weight has no master
+        if not torch.equal(module.full_precision(p), exact):
+            return "wrong weights"
+    return "right"
 
 
 def adapted(architecture: dict) -> str:
@@ -267,20 +393,38 @@ def adapted(architecture: dict) -> str:
     with torch.no_grad(), TemporaryDirectory() as folder:
         unmerged = network(**batch.inputs, use_cache=False).logits
         write_adapter(network, Path(folder), None, "base", Weights(network))
+        lost = not_loaded_by_peft(network, load_file(Path(folder) / WEIGHTS))
         opened = PeftModel.from_pretrained(base.model, folder).eval()
         if layers_with(opened.get_base_model()) != layers_with(network):
             return "wrong: PEFT adapts other layers"
-        by_peft = opened(**batch.inputs, use_cache=False).logits
+        computed = {} if lost else {"by PEFT": opened(**batch.inputs, use_cache=False).logits}
         merge(network, torch.float32)
-        merged = network(**batch.inputs, use_cache=False).logits
+        computed["merged"] = network(**batch.inputs, use_cache=False).logits
         theirs = opened.merge_and_unload().state_dict()
-    for name, logits in (("by PEFT", by_peft), ("merged", merged)):
-        finite = unmerged.isfinite() & logits.isfinite()
-        wrong = ((logits - unmerged)[finite].abs().max() / unmerged[finite].abs().max()).item()
-        if wrong >= REORDERED:
-            return f"wrong: {name} {wrong:.1g}"
     different = [name for name, weight in network.state_dict().items() if not torch.equal(weight, theirs[name])]
+    for name, logits in computed.items():
+        wrong = apart(logits, unmerged)
+        if wrong >= REORDERED and wrong >= ROUNDINGS * rounding_of(network, batch):
+            return f"wrong: {name} {wrong:.1g}"
+    if lost:
+        return f"refused: PEFT renames {len(lost)} tensors and does not load them, such as {lost[0]}"
     return "right" if not different else f"wrong: merged {different[0]}"
+
+
+def apart(logits: Tensor, right: Tensor) -> float:
+    """Returns the largest error of logits, relative to the largest one."""
+    finite = right.isfinite() & logits.isfinite()
+    return ((logits - right)[finite].abs().max() / right[finite].abs().max()).item()
+
+
+@torch.no_grad()
+def rounding_of(network: torch.nn.Module, batch: MicroBatch) -> float:
+    """Returns how far the logits move if every weight moves to the next fp32 number, up or down at random."""
+    right = network(**batch.inputs, use_cache=False).logits
+    torch.manual_seed(2)
+    for p in network.parameters():
+        p.data = torch.nextafter(p, torch.randn_like(p) * torch.inf)
+    return apart(network(**batch.inputs, use_cache=False).logits, right)
 
 
 def layers_with(network: torch.nn.Module) -> set[str]:
@@ -315,6 +459,7 @@ def planned(architecture: dict) -> str:
 
 CELLS = {
     "starts as typed": starts,
+    "all kinds": all_kinds,
     "full = chunked": chunked,
     "every_layer": checkpointed("every_layer"),
     "selective": checkpointed("selective"),
@@ -328,6 +473,8 @@ CELLS = {
 
 def family(model_type: str) -> dict[str, str]:
     """Returns {cell: "right", or "refused", "wrong", "failed" or "not built" with the reason}."""
+    if model_type in IMPOSSIBLE:
+        return {"starts as typed": f"not built: {IMPOSSIBLE[model_type]}"}
     try:
         architecture = shrunk(model_type)
         cells = {}
@@ -363,13 +510,15 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()[:160]}"
 
 
+KINDS_OF_ANSWERS = ("right", "estimate", "refused", "wrong", "failed", "not compared", "not built")
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
     """Returns a table of counts and of a row per family, and below it the full text of each cell that is not right."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
-    for kind in ("right", "estimate", "refused", "wrong", "failed", "not built"):
+    for kind in KINDS_OF_ANSWERS:
         counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]
         lines.append(f"| **{kind}** | " + " | ".join(map(str, counts)) + " |")
     lines += [f"| {name} | " + " | ".join(_kind(row.get(cell)) for cell in CELLS) + " |" for name, row in rows.items()]
@@ -380,7 +529,7 @@ def table(rows: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _kind(text: str | None) -> str:
-    return "-" if text is None else text.split(":")[0].split(" ")[0].replace("not", "not built")
+    return "-" if text is None else next(kind for kind in KINDS_OF_ANSWERS if text.startswith(kind))
 
 
 def _prepare() -> None:
@@ -393,16 +542,20 @@ def _prepare() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*")
-    names = parser.parse_args().families
-    families = names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    with ProcessPoolExecutor(2, initializer=_prepare) as pool:
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--save", action="store_true", help="replace the rows of these families in the results")
+    typed = parser.parse_args()
+    families = typed.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with ProcessPoolExecutor(typed.workers, initializer=_prepare) as pool:
         results = {}
         for name, row in zip(families, pool.map(family, families), strict=True):
             results[name] = row
             print(f"{name:<28}{' '.join(_kind(row.get(cell)) for cell in CELLS)}", flush=True)
-    if names:
+    if typed.families and not typed.save:
         print(table(results))
         return
+    if typed.families:
+        results = json.loads((RESULTS / "architectures.json").read_text())["families"] | results
     write("architectures", {"families": results}, table(results))
 
 

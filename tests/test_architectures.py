@@ -64,6 +64,32 @@ def test_shrunk_architectures_keep_non_neutral_logit_scales_and_caps():
     assert shrunk("granite")["logits_scaling"] != 1 and shrunk("recurrent_gemma")["logits_soft_cap"] < 1
 
 
+@pytest.mark.parametrize("name", ["dbrx", "dots1", "ernie4_5_moe", "falcon_h1", "lfm2_moe", "reformer", "zamba2"])
+def test_family_that_needs_values_of_its_own_is_built(name):
+    assert architectures.starts(shrunk(name)) == "right"
+
+
+def test_family_that_cannot_be_trained_alone_says_why():
+    assert family("gemma4_assistant") == {
+        "starts as typed": f"not built: {architectures.IMPOSSIBLE['gemma4_assistant']}"
+    }
+
+
+@pytest.mark.wrong
+def test_small_model_without_a_kind_of_block_is_caught(monkeypatch):
+    assert architectures.all_kinds(shrunk("gemma3_text")) == "right"
+    monkeypatch.setattr(architectures, "DEPTHS", {})
+    assert architectures.all_kinds(shrunk("gemma3_text")) == "wrong: 1 of 2 kinds of blocks"
+
+
+def test_blocks_that_differ_by_their_number_alone_are_one_kind():
+    assert architectures.all_kinds(shrunk("diffllama")) == "right"
+
+
+def test_merged_logits_may_differ_by_the_rounding_of_the_weights():
+    assert architectures.adapted(shrunk("cpmant")) == "right"
+
+
 def test_architecture_whose_blocks_write_a_cache_is_refused_with_checkpointing():
     module, ids = build_module(configured(shrunk("xlm"), "gradient_checkpointing=every_layer"))
     with pytest.raises(Refused, match="cache"):

@@ -42,6 +42,13 @@ def test_untraceable_mixture_of_experts_is_refused_with_advice(config, monkeypat
         predict(of_family(config, "mixtral"), Target(on_card=False))
 
 
+def test_model_that_selects_tokens_by_a_mask_is_refused_with_advice(config):
+    with pytest.raises(
+        NotPredicted, match=r"traced by shape \(DynamicOutputShapeException.* Type plan=off memory\.limit="
+    ):
+        predict(of_family(config, "xmod"), Target(on_card=False))
+
+
 def test_muon_state_of_fused_experts_is_predicted_to_the_byte(config, tmp_path):
     cfg = of_family(config, "mixtral", "optim=muon", "batch_size=2", "seq_len=32", num_hidden_layers=2)
     found, measured = predict(cfg, Target(on_card=False)), fit(cfg, tmp_path / "run")

@@ -190,12 +190,12 @@ def _network(model: _Model) -> Network:
         inactive = inactive_parameters(built)
         in_blocks = sum(p.numel() for block in stack_of(built) for p in block.parameters())
         build.choose_trained(model.run, built)
-    kinds = [_kind(block) for block in stack_of(built)]
+    kinds = [kind_of(block) for block in stack_of(built)]
     trained = sum(p.numel() for _, p in trainable(built))
     return Network(kinds, parameters(built), trained, inactive, in_blocks)
 
 
-def _kind(block: nn.Module) -> Hashable:
+def kind_of(block: nn.Module) -> Hashable:
     """Returns the kind of a block: its modules with their plain attributes (such as the size of the attention window),
     and the shapes of its parameters."""
     modules = tuple(

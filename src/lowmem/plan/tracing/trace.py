@@ -64,6 +64,7 @@ from lowmem.training.module import CausalLM
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
+INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # functions that torch's own errors pass
 EVENLY = (
     "the tokens of its experts depend on numbers, and are taken to be spread evenly. Their sum is right; the estimate "
     "is too high where some experts compute nothing, and too low where one takes most of a long sequence."
@@ -89,7 +90,7 @@ def _raised_by_a_model(error: Exception) -> bool:
     """Returns True if the innermost code outside of torch and Python's standard library belongs to the model, that is,
     not to lowmem, Lightning or Hydra."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [Path(code.co_filename) for code in codes if code.co_name != "__torch_dispatch__"]  # errors pass through it
+    files = [Path(code.co_filename) for code in codes if code.co_name not in INSIDE_OPERATORS]
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
     return bool(callers) and not {PACKAGE, LIGHTNING, HYDRA} & {*callers[-1].parents}
 

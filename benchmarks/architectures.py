@@ -1,7 +1,7 @@
 """Tests the techniques that change a model's computation on every causal model family of transformers.
 
-python -m benchmarks.architectures          # ten minutes on two cores
-python -m benchmarks.architectures gemma2   # only these families, printed and not saved
+python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
+python -m benchmarks.architectures gemma2   # only these families, printed and not saved (--save replaces their rows)
 
 Every family is made small by the same rules, which go by the names of its config's keys, and by `VALUES` where a family
 needs values of its own. Scaling factors and caps get values that change the result, so that a technique that ignores

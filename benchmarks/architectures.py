@@ -243,8 +243,8 @@ def all_kinds(architecture: dict) -> str:
     model_type = architecture["model_type"]
     small = kinds_of(loading.describe(configured(architecture)).grown)
     try:
-        default = CONFIG_MAPPING[model_type]()
-        unsaid = {key: value for key, value in UNSAID.items() if getattr(default, key, value) is None}
+        keys = CONFIG_MAPPING[model_type]().to_dict()
+        unsaid = {key: value for key, value in UNSAID.items() if keys.get(key, value) is None}
         full = kinds_of(CONFIG_MAPPING[model_type](**unsaid))
     except Exception as error:
         return f"not compared: the default values build no model ({_last_line(error)})"

@@ -392,7 +392,7 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
     try:
         with torch.random.fork_rng(devices=[]):
             ids = (torch.tensor([row], device=device) % vocabulary for row in ((0, 1, 2), (0, 3, 4)))  # (1, 3)
-            logits, changed = (model(input_ids=row).logits[0, 0].float() for row in ids)  # (V,)
+            logits, changed = (model(input_ids=row, use_cache=False).logits[0, 0].float() for row in ids)  # (V,)
     except (RuntimeError, ValueError):
         return False
     finally:

@@ -23,6 +23,7 @@ from lowmem.model.magnitude import Rounding
 from lowmem.model.trainable import Packed, trainable
 from lowmem.saving import export as plain
 from lowmem.saving.export import ModelFolder, Weights
+from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.lora import (
     BASE,
     BASE_DTYPE,
@@ -91,7 +92,9 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
     Raises:
         OverflowError: the dtype cannot hold a number.
+        Refused: two adapted layers share one weight.
     """
+    _refuse_shared(network)
     rounding = Rounding(dtype)
     for name in _names(network):
         plain_layer = _merged(network.get_submodule(name))
@@ -102,6 +105,21 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
         p.data = rounding(name, p.data)
     del network.peft_config
     rounding.tell()
+
+
+def _refuse_shared(network: PreTrainedModel) -> None:
+    """Refuse to merge adapters of layers whose weights are tied, as in Zamba: each layer has an adapter of its own, and
+    the one weight cannot hold several."""
+    from peft.tuners.lora import LoraLayer
+
+    tied = getattr(network, "all_tied_weights_keys", None) or {}
+    shared = {*tied, *tied.values()}
+    for name, module in network.named_modules():
+        if isinstance(module, LoraLayer) and f"{name}.weight" in shared:
+            raise Refused(
+                f"merge=true: {name} shares its weight with another layer of {type(network).__name__}, and each layer "
+                "has an adapter of its own, so the model cannot be merged. Type merge=false with a pretrained model."
+            )
 
 
 def _names(network: nn.Module) -> list[str]:
@@ -136,6 +154,7 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
         copy = deepcopy(layer, full_weights).cpu()  # gathered weights are on the CPU
         return getattr(_merged(copy), key).data
 
+    _refuse_shared(network)
     for name in _names(network):
         layer = network.get_submodule(name)
         plain_layer = _without_numbers(layer)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from benchmarks.architectures import shrunk
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,6 +17,7 @@ from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed, trainable
 from lowmem.saving.export import Weights
 from lowmem.saving.export_adapter import _write as write
+from lowmem.saving.export_adapter import merge
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
 from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
@@ -234,6 +236,14 @@ def test_layers_that_a_mamba_kernel_reads_get_no_adapter(kind):
     LoRA()(model)
     ends = {name.rpartition(".")[2] for name in layers(model)}
     assert "in_proj" in ends and not ends & {"x_proj", "dt_proj", "out_proj"}
+
+
+def test_merge_of_layers_that_share_a_weight_is_refused():
+    keys = shrunk("zamba2")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
+    LoRA(r=4)(model)
+    with pytest.raises(Refused, match=r"shares its weight with another layer of Zamba2ForCausalLM.* merge=false"):
+        merge(model, torch.float32)
 
 
 # --- from where it starts ---------------------------------------------------------------------------------------------

@@ -117,8 +117,8 @@ def _refuse_shared(network: PreTrainedModel) -> None:
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and f"{name}.weight" in shared:
             raise Refused(
-                f"merge=true: {name} shares its weight with another layer of {type(network).__name__}, and each layer "
-                "has an adapter of its own, so the model cannot be merged. Type merge=false with a pretrained model."
+                f"merge=true: {name} shares its weight with another layer of {type(network).__name__}, and each has "
+                "a separate adapter, so the model cannot be merged. Type merge=false with a pretrained model."
             )
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 ROUTERS = ("gate", "shared_expert_gate")  # names of routers; so is every name that contains "router"
+COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes whose experts all compute each token
 # How configs of transformers name the number of experts that compute a token.
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
@@ -52,5 +53,11 @@ def inactive_parameters(model: PreTrainedModel) -> int:
     """Return how many parameters a token does not use: the weights of all fused experts except the chosen ones."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
-    stacks = [getattr(model.get_submodule(name), key) for name, keys in fused_experts(model).items() for key in keys]
+    holders = {model.get_submodule(name): keys for name, keys in fused_experts(model).items()}
+    stacks = [
+        getattr(experts, key)
+        for experts, keys in holders.items()
+        if type(experts).__name__ not in COMPUTE_ALL
+        for key in keys
+    ]
     return sum(p.numel() * max(len(p) - (chosen or len(p)), 0) // len(p) for p in stacks)

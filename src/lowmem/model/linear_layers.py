@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.model.experts import routers
+from lowmem.model.trainable import Packed
 
 TOLERANCE = 0.02  # of a product in 16 bits; a layer that computes more differs by the size of its result
 
@@ -35,7 +36,7 @@ def _holds(layer: nn.Module, weight: Tensor) -> bool:
 @torch.no_grad()
 def _is_product(layer: nn.Linear | Conv1D) -> bool:
     """Return True if a layer computes x W + b. A subclass may compute more, such as products in groups."""
-    if type(layer) is Conv1D or type(layer).forward is nn.Linear.forward or not isinstance(layer, nn.Linear):
+    if isinstance(layer, Packed | Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     weight = layer.weight
     x = torch.linspace(-1, 1, layer.in_features, dtype=weight.dtype, device=weight.device)[None]

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from benchmarks.architectures import shrunk
-from peft import LoraConfig, PeftModel
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -285,6 +285,63 @@ def test_key_that_contradicts_an_adapter_folder_is_refused(tmp_path, config):
     save_file(dict(list(held.items())[1:]), tmp_path / "a" / WEIGHTS)
     with pytest.raises(Refused, match=r"do not match the layers"):
         load(theirs, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, which is not supported"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights=olora"),
+        ({"alora_invocation_tokens": [5, 6]}, "has alora_invocation_tokens"),
+        ({"lora_bias": True}, "has lora_bias"),
+        ({"bias": "all"}, "has bias"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "has target_parameters of experts"),
+        ({"target_modules": None}, "names no layer of LlamaForCausalLM"),
+        ({"target_modules": ["zzz"]}, "names no layer of LlamaForCausalLM"),
+    ],
+)
+def test_folder_with_more_than_lora_of_linear_layers_is_refused(tmp_path, changes, says):
+    theirs = network()
+    LoRA(r=4)(theirs)
+    path = folder(tmp_path / "a", theirs, **changes)
+    with pytest.raises(Refused, match=says):
+        LoRA(path=path)(network())
+
+
+@pytest.mark.parametrize("config", [IA3Config(feedforward_modules=[]), AdaLoraConfig(total_step=10)])
+def test_folder_with_another_kind_of_adapter_is_refused(tmp_path, config):
+    theirs = network()
+    LoRA(r=4)(theirs)
+    path = folder(tmp_path / "a", theirs)
+    config.target_modules = {"q_proj"}
+    config.save_pretrained(path)
+    with pytest.raises(Refused, match=f"is of type .*{config.peft_type.value}"):
+        LoRA(path=path)(network())
+
+
+@pytest.mark.parametrize("init", [False, "gaussian", "orthogonal"])
+def test_folder_with_an_initialization_beside_the_base_is_opened(tmp_path, init):
+    theirs = network()
+    LoRA(r=4)(theirs)
+    path, ours = folder(tmp_path / "a", moved(theirs), init_lora_weights=init), network()
+    LoRA(path=path)(ours)
+    load(ours, path)
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+def test_empty_target_is_refused():
+    with pytest.raises(Refused, match=r"adapter.target=\[\]: this names no layer"):
+        LoRA(target=[])(network())
+
+
+def test_qlora_adapts_a_model_without_memory_like_one_with():
+    adapted = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = network("qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2)
+            QLoRA(r=4)(model)
+        adapted.append(layers(model))
+    assert adapted[0] == adapted[1] and len(adapted[0]) == 8
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

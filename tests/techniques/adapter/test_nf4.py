@@ -1,5 +1,8 @@
 """A layer of 4 bits beside bitsandbytes' own, and beside what theirs does wrong on a CPU."""
 
+import pickle
+from copy import deepcopy
+
 import bitsandbytes
 import pytest
 import torch
@@ -220,6 +223,34 @@ def test_no_router_is_quantised():
     nf4.quantise(model)
     assert in_4_bits(model) and not any("gate" in name.split(".")[-2:] for name in in_4_bits(model))
     assert not any(name.endswith("shared_expert_gate") for name in in_4_bits(model))
+
+
+def test_packed_experts_can_be_pickled_and_copied():
+    model = small("qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2).eval()
+    nf4.quantise(model)
+    ids = torch.arange(8)[None]
+    for other in (pickle.loads(pickle.dumps(model)), deepcopy(model)):
+        assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_packed_experts_have_the_codes_of_unfused_matrices(rows, columns, dtype):
+    experts = torch.randn(3, rows, columns, dtype=dtype)
+    expected = []
+    for expert in experts:
+        layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+        layer.weight.data = expert
+        expected.append(NF4Linear(layer).weight)
+    assert torch.equal(nf4.NF4Stack(experts).dequantised(dtype), torch.stack(expected))
+
+
+@pytest.mark.wrong
+def test_experts_quantized_as_one_matrix_have_other_codes():
+    experts = torch.randn(3, 128, 192) * torch.tensor([1.0, 4.0, 9.0])[:, None, None]
+    layer = nn.Linear(192, 3 * 128, bias=False)
+    layer.weight.data = experts.flatten(0, 1)
+    assert not torch.equal(nf4.NF4Stack(experts).dequantised(torch.float32).flatten(0, 1), NF4Linear(layer).weight)
 
 
 def test_a_model_without_a_matrix_of_its_own_is_refused():

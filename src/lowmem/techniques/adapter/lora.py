@@ -40,8 +40,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
-# Keys of a folder's config that ask for more than matrices beside linear layers, or change the layers.
-NOT_HERE = ("modules_to_save", "trainable_token_indices", "layer_replication")
+# Keys of a folder's config whose value changes no more than which layers have matrices, their ranks and their scaling.
+UNDERSTOOD = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode", "init_lora_weights", "revision"),
+    *("base_model_name_or_path", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
+    *("eva_config", "corda_config", "loftq_config", "lora_ga_config"),  # read by initializations alone
+}
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base, each time PEFT opens it
 # A Mamba layer passes the weights of these layers to its CUDA kernel and does not call them, so an adapter is ignored.
 READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
@@ -88,17 +95,24 @@ class LoRA(Adapter):
         uses."""
         own_count, linear = parameters(model), _linear(model)
         if self.path is None:
-            names = _chosen(model, linear, self.target or ALL)
+            names = _chosen(model, linear, ALL if self.target is None else self.target)
         else:
             names = self._names_of_folder(model, linear)
+        if not names and self.path:
+            raise Refused(
+                f"adapter.path={self.path}: {CONFIG} names no layer of {type(model).__name__}. Type the model= that "
+                "the adapter was trained on."
+            )
+        if not names:
+            raise Refused("adapter.target=[]: this names no layer. Type adapter.target=all-linear, or adapter=none.")
         config = deepcopy(self.config)
         config.fan_in_fan_out = any(isinstance(layer, Conv1D) for layer in linear.values())
         if config.use_dora and (renamed := _renamed(config, model, names)):
             ends = sorted({name.rpartition(".")[2] for name in names if name not in renamed})
+            others = f", or adapter.target=[{','.join(ends)}]" if ends and self.path is None else ""
             raise Refused(
                 f"adapter=dora: PEFT cannot open DoRA adapters of {renamed[0]} and {len(renamed) - 1} other layers of "
-                f"{type(model).__name__}, because it takes their names for names of experts. Type adapter=lora, or "
-                f"adapter.target=[{','.join(ends)}]."
+                f"{type(model).__name__}, because it takes their names for names of experts. Type adapter=lora{others}."
             )
         _inject(config, model, names)
         for _, p in trainable(model):
@@ -112,7 +126,7 @@ class LoRA(Adapter):
         )
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
-        from peft import LoraConfig, PeftConfig
+        from peft import LoraConfig, PeftConfig, PeftType
 
         line = f"adapter.path={self.path}"
         if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
@@ -122,17 +136,19 @@ class LoRA(Adapter):
             )
         try:
             config = PeftConfig.from_pretrained(str(folder))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
             raise Refused(f"{line}: {CONFIG} cannot be read ({error}). Type another folder.") from None
-        more = [name for name in NOT_HERE if getattr(config, name, None)]
-        more += ["experts"] if any(not _is_weight(name) for name in _parameters_of(config)) else []
-        more += ["bias"] if getattr(config, "bias", "none") != "none" else []  # theirs: peft's
-        if not isinstance(config, LoraConfig) or more:
-            problem = f"has {', '.join(more)}" if more else f"is of type {getattr(config, 'peft_type', None)}"
+        problem = None
+        if config.peft_type != PeftType.LORA:
+            problem = f"is of type {config.peft_type}"
+        elif more := _beyond(config, LoraConfig()):
+            problem = f"has {', '.join(more)}"
+        if problem:
             raise Refused(
                 f"{line}: this adapter {problem}, which is not supported. Type a folder with a LoRA or DoRA adapter of "
                 "linear layers only."
             )
+        config.target_modules = config.target_modules or set()
         if config.use_dora != self.magnitudes:
             plain = "qlora" if stands_on_4_bits(folder) else "lora"
             kind, instead = ("DoRA", "dora") if config.use_dora else ("LoRA", plain)
@@ -208,7 +224,8 @@ def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype of the weights from which an adapter's base was quantised, if its folder says so. Quantised
     from another dtype the base would differ, and the adapter was not trained with that."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
-    return getattr(torch, name) if name else None
+    dtype = getattr(torch, name, None) if name else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _head(folder: Path) -> dict[str, str]:
@@ -306,7 +323,7 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
             inject_adapter_in_model(
                 config, model, state_dict={f"{name}.lora_A.weight": torch.empty(0) for name in names}
             )
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise Refused(
             f"adapter: PEFT cannot adapt this {type(model).__name__} ({str(error).splitlines()[0].rstrip('.')}). "
             "Type adapter.target=[<names of other linear layers>], or adapter=none."
@@ -315,6 +332,17 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
         different = sorted(adapted ^ {*names})
         raise RuntimeError(f"PEFT adapted other layers than those it was given: {different[0]} of {len(different)}.")
     config.target_modules = {*_shortest(model, names)}
+
+
+def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
+    """Returns the keys by which a folder's adapter is more than matrices beside linear layers."""
+    values, usual = config.to_dict(), default.to_dict()
+    more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
+    if any(not _is_weight(name) for name in _parameters_of(config)):
+        more.append("target_parameters of experts")
+    if config.init_lora_weights not in INITIALIZATIONS:
+        more.append(f"init_lora_weights={config.init_lora_weights}")
+    return more
 
 
 def _parameters_of(config: "LoraConfig") -> list[str]:

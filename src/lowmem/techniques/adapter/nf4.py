@@ -171,6 +171,10 @@ class NF4Experts:
 
         return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
+    def __reduce__(self) -> tuple:
+        """Lets a module of a class that was made here be copied and pickled."""
+        return _packed_module, (type(self).__mro__[2], tuple(self.stacks())), self.__dict__
+
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
         """Returns a module of the class of transformers with the dequantised stacks in `dtype`; with device="meta"
         they have no memory yet."""
@@ -197,6 +201,11 @@ def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
         delattr(experts, name)
         experts.add_module(name + SUFFIX, stack)
     experts.__class__ = _class_in_4_bits(type(experts), tuple(names))
+
+
+def _packed_module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = _class_in_4_bits(kind, names)
+    return made.__new__(made)
 
 
 @cache

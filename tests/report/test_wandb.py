@@ -179,7 +179,7 @@ def test_offline_wandb_run_holds_config_curves_and_picture(command, tmp_path):
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
 
-def test_wandb_run_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
+def test_run_without_an_account_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_SILENT")
     code, said = command("logger=wandb", "max_steps=1")
     assert code == 0 and "wandb:" not in said  # how W&B begins its own lines

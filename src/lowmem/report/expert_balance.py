@@ -35,8 +35,9 @@ class ExpertBalance:
         if not shares:
             return {}
         entropies = [torch.special.entr(of_block).sum() / math.log(len(of_block)) for of_block in shares]
-        entropy, largest = torch.stack(entropies).mean(), torch.stack([of_block.max() for of_block in shares]).max()
-        return {"expert_entropy": float(entropy), "expert_largest_share": float(largest)}
+        largest = torch.stack([of_block.max() for of_block in shares])
+        both = torch.stack([torch.stack(entropies).mean(), largest.max()]).tolist()  # reads the device, once
+        return dict(zip(("expert_entropy", "expert_largest_share"), both, strict=True))
 
     @torch.no_grad()
     def _count(self, name: str, experts: nn.Module, args: tuple) -> None:

@@ -23,7 +23,6 @@ EVERY = {
     "preference": "training on pairs beside fine-tuning, and beside TRL where it is installed",
     "chat_templates": "learnt tokens of conversations beside TRL's, where it is installed",
     "host_optimizer": "the optimizer's step on the host",
-    "mixture": "a mixture of experts of 1.2 billion parameters, streamed, resident and in 4 bits",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "streamed": "weights that stream: memory, time and copied bytes, and 8B parameters trained here",
     "architectures": "every causal family of transformers under the techniques that reach into a model",

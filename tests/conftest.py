@@ -165,6 +165,7 @@ def command(small, tmp_path, monkeypatch, capsys):
         lines = beside(() if base is None else (*base, *folders), arguments)
         lines = sorted(lines, key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
+        capsys.readouterr()  # what fixtures have printed, which depends on the tests before
         code, said = 0, ""
         try:
             cli.start(train.main)

@@ -46,8 +46,7 @@ from lowmem.plan.search.extend import kind_of
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import quietly
 from lowmem.saving.export import Weights
-from lowmem.saving.export_adapter import WEIGHTS, merge
-from lowmem.saving.export_adapter import _write as write_adapter
+from lowmem.saving.export_adapter import WEIGHTS, merge, write_adapter
 from lowmem.step.fp32_halves import rounded
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet

@@ -75,7 +75,7 @@ def export(
         plain.export(network, folder._replace(dtype=None))
     else:
         with folder.draft() as draft:
-            _write(network, draft, folder.dtype, base, weights)
+            write_adapter(network, draft, folder.dtype, base, weights)
 
 
 def is_adapted(network: nn.Module) -> bool:
@@ -167,33 +167,25 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
 
 def _without_numbers(layer: nn.Module) -> nn.Module:
     """Returns the plain layer that replaces one, with its bias, and with weights that have no memory yet."""
-    if isinstance(layer, _kinds_in_4_bits()[1]):
-        return layer.unpacked(torch.float32, "meta")
     base = layer if _in_4_bits(layer) else layer.get_base_layer()
     if _in_4_bits(base):
-        with torch.device("meta"):
-            plain_layer = base.as_found(nn.Linear(base.in_features, base.out_features, bias=False))
-        plain_layer.bias = base.bias
-        return plain_layer
+        return base.unpacked(torch.float32, "meta")
     plain_layer = deepcopy(base, {id(p): p for p in layer.parameters()})
     plain_layer.weight = nn.Parameter(torch.empty(base.weight.shape, device="meta"), False)
     return plain_layer
 
 
 def _in_4_bits(module: nn.Module) -> bool:
-    return isinstance(module, _kinds_in_4_bits())
-
-
-def _kinds_in_4_bits() -> tuple[type, type]:
     from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear  # its operators take seconds too
 
-    return NF4Linear, NF4Experts
+    return isinstance(module, NF4Experts | NF4Linear)
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
 
 
-def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
+def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
+    """Writes the adapter alone, as PEFT would. Args: folder: exists; dtype: None: that of the adapter."""
     from peft import get_peft_model_state_dict
 
     state = network.state_dict() | {name: weights.full(p) for name, p in trainable(network)}
@@ -217,10 +209,12 @@ def _write(network: PreTrainedModel, folder: Path, dtype: str | None, base: str,
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:
     """Returns what the header of the weights' file says of a quantised base: empty if it is not quantised."""
+    from lowmem.techniques.adapter.nf4 import NF4Stack
+
     packed_layers = [module for module in network.modules() if isinstance(module, Packed)]
     if not packed_layers:
         return {}
-    experts = any(isinstance(module, _kinds_in_4_bits()[1]) for module in network.modules())
+    experts = any(isinstance(layer, NF4Stack) for layer in packed_layers)
     dtype = str(packed_layers[0].dtype).removeprefix("torch.")
     return BASE | {BASE_DTYPE: dtype} | (EXPERTS if experts else {})
 

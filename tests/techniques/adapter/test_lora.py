@@ -16,8 +16,7 @@ from lowmem.config.typed_lines import composed
 from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed, trainable
 from lowmem.saving.export import Weights
-from lowmem.saving.export_adapter import _write as write
-from lowmem.saving.export_adapter import merge
+from lowmem.saving.export_adapter import merge, write_adapter
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
 from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
@@ -185,7 +184,7 @@ def test_dense_layers_beside_fused_experts_are_adapted_and_opened_by_peft(tmp_pa
     assert not any(name.endswith((".experts", ".mlp.gate")) for name in layers(model))
     base_model = tmp_path / "base"
     network("deepseek_v3", **DEEPSEEK).save_pretrained(base_model)
-    write(moved(model), tmp_path, None, str(base_model), Weights(model))
+    write_adapter(moved(model), tmp_path, None, str(base_model), Weights(model))
     opened = PeftModel.from_pretrained(network("deepseek_v3", **DEEPSEEK), tmp_path, is_trainable=True).eval()
     assert layers(opened) == layers(model)
     assert (logits(opened) - logits(model)).abs().max() < FP32_REORDERED * logits(model).abs().max()

@@ -79,20 +79,19 @@ class NF4Linear(nn.Linear, Packed):
         return _dequantised(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        return _Product.apply(x, self)
+        return _Product.apply(x.to(_dtype_of_products(x)), self)
 
-    def unpacked(self, dtype: torch.dtype) -> nn.Linear | Conv1D:
-        """Returns a layer of the kind from which this one was made, with the dequantised matrix in `dtype`."""
-        return self.as_found(self.linear(dtype))
+    def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
+        """Returns a layer of the kind from which this one was made, with the dequantised matrix in `dtype`; with
+        device="meta" it has no memory yet."""
+        return self.as_found(self.linear(dtype, device))
 
-    def linear(self, dtype: torch.dtype) -> nn.Linear:
-        """Returns an ordinary layer with the dequantised matrix in `dtype`."""
+    def linear(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear:
+        """Returns an ordinary layer. Args: see `unpacked`."""
         with torch.device("meta"):  # no random weights are drawn, only to be replaced
-            layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
-        layer.weight, layer.bias = nn.Parameter(self.dequantised(dtype), requires_grad=False), self.bias
+            layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, dtype=dtype)
+        matrix = layer.weight if device == "meta" else self.dequantised(dtype)
+        layer.weight, layer.bias = nn.Parameter(matrix, requires_grad=False), self.bias
         return layer
 
     def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
@@ -159,8 +158,7 @@ class NF4Experts:
 
     def forward(self, *args, **kwargs) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = _dtype_of_products(x)
 
         def computed(*args, **kwargs) -> Tensor:
             self._open = (dtype, {})
@@ -220,6 +218,12 @@ def _class_in_4_bits(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.M
         return property(read)
 
     return type(f"NF4{kind.__name__}", (NF4Experts, kind), {name: opened(name) for name in names})
+
+
+def _dtype_of_products(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which a product with this input is computed: autocast's, or that of the input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _dequantised(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

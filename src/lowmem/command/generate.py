@@ -94,7 +94,8 @@ def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     so."""
     adapter = run.adapter.arguments.get("path")
     described = loading.Described(run.model, loading.architecture(run.model))
-    network = loading.load(described, base_dtype(adapter) or described.config.dtype or torch.float32)
+    dtype = base_dtype(adapter) or described.config.dtype or torch.float32
+    network = loading.load(described, dtype, run.adapter_class.while_loading(adapter))
     instantiate(run.adapter)(network)
     if adapter:
         load(network, adapter)

@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     initialization,
 )
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem.config import schema
 from lowmem.config.check import POSITIONS, check_hub_id, check_positions
@@ -335,8 +336,15 @@ def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
         return set()
 
 
-def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
+def load(
+    described: Described, weights_dtype: torch.dtype, quantization: QuantizationConfigMixin | None = None
+) -> PreTrainedModel:
     """Returns the model on the host, in training mode, with every parameter in `weights_dtype`.
+
+    Args:
+        described: the model.
+        weights_dtype: of the parameters.
+        quantization: quantizes published weights while they are loaded; None: no weight is quantized.
 
     Raises:
         Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
@@ -346,7 +354,8 @@ def load(described: Described, weights_dtype: torch.dtype) -> PreTrainedModel:
 
     def load_with(attention: str) -> PreTrainedModel:
         if spec.pretrained:
-            return _load(spec, described.config, how | {"attn_implementation": attention})
+            published = {"attn_implementation": attention, "quantization_config": quantization}
+            return _load(spec, described.config, how | published)
         with drawn_in_fp32():
             return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lowmem.model.trainable import Packed
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
     Raises:
         Refused: a weight is larger than the dtype's largest number.
     """
-    for name, p in model.named_parameters():
-        largest = _largest(p.data)
+    packed = ((name, layer.largest) for name, layer in model.named_modules() if isinstance(layer, Packed))
+    for name, largest in (*((name, _largest(p.data)) for name, p in model.named_parameters()), *packed):
         if largest > torch.finfo(dtype).max:
             raise Refused(f"{_exceeds(name, largest, dtype)} {advice}")
 

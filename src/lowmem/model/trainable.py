@@ -28,6 +28,7 @@ class Packed:
 
     packed_elements: int  # number of elements of the unquantized matrix
     transposed: bool  # True: replaces a Conv1D, whose matrix is (in, out)
+    largest: float  # largest magnitude in the dequantized matrix
 
 
 def stored_weights(module: nn.Module) -> list[Tensor]:

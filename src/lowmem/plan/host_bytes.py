@@ -94,10 +94,13 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
     """Returns the bytes of weights and masters while a model is loaded, and of the largest tensor of its files."""
-    loaded, maps = _reading(run)
-    read = 0 if maps and (_packs(run) or run.widens_as_sent) else trace.parameters * loaded
+    loaded, maps, joins = _reading(run)
+    arrives_packed = _packs(run) and run.model.pretrained
+    read = 0 if arrives_packed or (maps and run.widens_as_sent) else trace.parameters * loaded
     here = 0 if on_card else trace.weights  # weights that are already counted as device bytes
     weights, largest = max(read, trace.weights) - here, {"temporaries": trace.largest * loaded}
+    if arrives_packed and joins:
+        largest = {"temporaries": 2 * trace.largest * loaded}  # the parts of a joined tensor, too
     if run.drive_folder is not None and not _packs(run):
         # All weights are loaded first. Then masters are created and written to the drive block by block. If the 16-bit
         # weights go to the drive too and keep the dtype of their files, they are pages of these files until then, which
@@ -127,20 +130,20 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns True if an adapter quantizes the base weights, one by one, after loading."""
+    """Returns True if an adapter quantizes the base weights, one by one: published ones while they are loaded."""
     return "weights" in run.technique("adapter").saves
 
 
-def _reading(run: Run) -> tuple[int, bool]:
+def _reading(run: Run) -> tuple[int, bool, bool]:
     """Returns (bytes per element of the loaded weights, True if they are pages of memory-mapped files, which the system
-    can drop). Tensors that transformers joins are not pages of files."""
+    can drop, True if transformers joins tensors). Joined tensors are not pages of files."""
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
-    of_files = not joins_tensors(described.config)
+    joins = joins_tensors(described.config)
     if run.drive_folder is not None or _packs(run):
         read = read_in(run, described, plans=True)
-        return read.itemsize, of_files and stored_in(described, plans=True) == read
+        return read.itemsize, not joins and stored_in(described, plans=True) == read, joins
     maps = run.widens_as_sent and stored_narrower(run, described, loaded, plans=True) is not None
-    return loaded.itemsize, of_files and maps
+    return loaded.itemsize, not joins and maps, joins
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

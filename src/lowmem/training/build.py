@@ -288,8 +288,10 @@ def causal_lm(
     described = described if ranks.builds else described.at_random
     sends = ranks.builds and ranks.widens and not ranks.in_numbers
     stored = loading.stored_narrower(run, described, dtype) if sends else None
+    folder = run.adapter.arguments.get("path")
     with ranks.building():
-        network = loading.load(described, stored or base_dtype(run.adapter.arguments.get("path")) or dtype)
+        read = stored or base_dtype(folder) or dtype
+        network = loading.load(described, read, run.adapter_class.while_loading(folder))
         if stored is not None and any(buffer.dtype == stored for buffer in network.buffers()):
             # buffers that the model computes, such as Gemma's embedding scale, would be rounded: load in `dtype`
             network, stored = loading.load(described, dtype), None

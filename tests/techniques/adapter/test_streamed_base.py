@@ -1,16 +1,9 @@
 """A frozen base that streams, in 4 bits or in 16: it has the bits of one that stays, and travels in one direction."""
 
-import os
-import subprocess
-import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from host_memory import linux
 from lowmem.model.blocks import blocks
 from lowmem.model.trainable import stored_weights
 from lowmem.offload.registered import Registered
@@ -91,43 +84,6 @@ def test_a_block_of_trained_weights_streams_them_all(config):
     weights = trained(config, STREAMS, "llama", lines("llama", "max_steps=1", "freeze=['*.up_proj.*']")).module.weights
     for host_block, block in zip(weights.host_blocks, weights.blocks, strict=True):
         assert {*host_block.spans} == {*block.parameters()}
-
-
-PACKING = """
-import sys, torch
-from torch import nn
-from host_memory import Highest
-from lowmem.config.schema import Model
-from lowmem.model import loading
-from lowmem.techniques.adapter import nf4
-how = {"name": sys.argv[1], "pretrained": True, "trust_remote_code": False, "attention": "sdpa"}
-spec = Model.model_construct(**how, architecture=None)
-described = loading.Described(spec, loading.architecture(spec))
-assert loading.stored_in(described, plans=True) == torch.bfloat16
-loading.load(described, torch.bfloat16)  # imports what it needs
-nf4.NF4Linear(nn.Linear(512, 2048))
-with Highest() as highest:
-    network = loading.load(described, getattr(torch, sys.argv[2]))
-    nf4.quantise(network)
-print(highest.rise, sum(buffer.nbytes for buffer in network.buffers()))
-"""
-
-
-@pytest.mark.process
-@linux
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_base_is_packed_from_the_pages_of_its_files_one_matrix_after_the_other(tmp_path, dtype):
-    """So the host never has its 16 bits in memory of its own. Wrong on purpose: another dtype than that of the
-    files."""
-    shape = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    config = AutoConfig.for_model("llama", **shape, num_attention_heads=4)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    support = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    command = [sys.executable, "-c", PACKING, str(tmp_path), dtype]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=support, timeout=240).stdout
-    rise, packed = map(int, said.split())
-    quantising = 20 * 512 * 2048  # bytes of scratch for the largest matrix, see nf4.PIECE
-    assert (rise < packed + quantising + 4e6) == (dtype == "bfloat16")
 
 
 # --- large layers -----------------------------------------------------------------------------------------------------

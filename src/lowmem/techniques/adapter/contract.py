@@ -1,6 +1,7 @@
 """Defines the base class of adapters."""
 
 from transformers import PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 class Adapter:
@@ -11,6 +12,12 @@ class Adapter:
     freezes_base = False
     in_4_bits = False  # True if the base is quantised
     breaks_graphs = False  # True if torch.compile cannot follow its layers
+
+    @classmethod
+    def while_loading(cls, path: str | None) -> QuantizationConfigMixin | None:
+        """Returns the `quantization_config` with which transformers loads published weights. Args: path: the adapter's
+        folder, if it has one."""
+        return None
 
     def __call__(self, model: PreTrainedModel) -> None:
         """Changes the model in place."""

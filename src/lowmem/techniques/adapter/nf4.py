@@ -70,6 +70,10 @@ class NF4Linear(nn.Linear, Packed):
         return self.out_features * self.in_features
 
     @property
+    def largest(self) -> float:
+        return _scales(self).max().item()
+
+    @property
     def weight(self) -> Tensor:
         """Returns (out, in) in the dtype in which it was loaded, dequantised at each call."""
         return self.dequantised(self.dtype)
@@ -131,13 +135,18 @@ class NF4Stack(nn.Module, Packed):
         self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
         elements = experts[0].numel()
         self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert
-        codes, scales = _in_codes(F.pad(experts.flatten(1), (0, self.padded - elements)).flatten())
-        scales, own = scales.view(len(experts), -1), -(-elements // BLOCK)
-        # Expert by expert: the mean of a row may be summed in another order than that of a matrix alone.
+        # Expert by expert, so that no second copy of the stack is made.
+        codes, scales = zip(*(_in_codes(F.pad(e.flatten(), (0, self.padded - elements))) for e in experts), strict=True)
+        scales, own = torch.stack(scales), -(-elements // BLOCK)
+        # The mean of a row may be summed in another order than that of a matrix alone.
         mean = torch.stack([of_expert.mean() for of_expert in scales[:, :own]])[:, None]  # (experts, 1)
         centred = (scales - mean).index_fill_(1, torch.arange(own, scales.shape[1], device=scales.device), 0.0)
-        for name, tensor in {"codes": codes, **_scales_in_codes(centred.flatten()), "mean": mean}.items():
+        for name, tensor in {"codes": torch.cat(codes), **_scales_in_codes(centred.flatten()), "mean": mean}.items():
             self.register_buffer(name, tensor)
+
+    @property
+    def largest(self) -> float:
+        return _scales(self).max().item()
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns (experts, rows, columns) in `dtype`."""
@@ -193,12 +202,16 @@ SUFFIX = "_nf4"
 
 
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
-    """Quantises the stacks of this module's experts in place. Args: names: of its 3-D parameters."""
+    """Quantises stacks of this module's experts in place. Args: names: of 3-D parameters."""
+    packed_already = isinstance(experts, NF4Experts)
+    kind = type(experts).__mro__[2] if packed_already else type(experts)
+    names = [*(experts.stacks() if packed_already else ()), *names]
     for name in names:
-        stack = NF4Stack(getattr(experts, name).detach())
-        delattr(experts, name)
-        experts.add_module(name + SUFFIX, stack)
-    experts.__class__ = _class_in_4_bits(type(experts), tuple(names))
+        if name in experts._parameters:
+            stack = NF4Stack(getattr(experts, name).detach())
+            delattr(experts, name)
+            experts.add_module(name + SUFFIX, stack)
+    experts.__class__ = _class_in_4_bits(kind, tuple(names))
 
 
 def _packed_module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -226,10 +239,15 @@ def _dtype_of_products(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def _scales(layer: nn.Module) -> Tensor:
+    """Returns the fp32 scales of a layer's blocks, which are the largest magnitudes in them."""
+    scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
+    return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
+
+
 def _dequantised(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns the first elements of a layer's blocks in this shape."""
-    scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
-    scales = scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
+    scales = _scales(layer)
     blocks = ops.dequantize_4bit(layer.codes, scales, BLOCK, "nf4", (len(scales), BLOCK), dtype)
     return blocks.flatten()[: math.prod(shape)].view(shape)
 
@@ -256,9 +274,9 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantises every matrix of the model, one after the other, except embeddings, the head, and routers, whose choice
-    of experts would change. It runs on the host wherever the model will be trained, so that the same weights get the
-    same codes everywhere.
+    """Quantises every matrix of the model that is not quantised yet, one after the other, except embeddings, the head,
+    and routers, whose choice of experts would change. It runs on the host wherever the model will be trained, so that
+    the same weights get the same codes everywhere.
 
     Args:
         with_experts: also experts that are fused into one tensor.
@@ -266,19 +284,19 @@ def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
     Raises:
         Refused: a model without such a matrix.
     """
-    names = [*linear_layers(model)]
-    experts = fused_experts(model) if with_experts else {}
-    if not names and not experts:
+    for name in [name for name, layer in linear_layers(model).items() if not isinstance(layer, NF4Linear)]:
+        # the layer is looked up by name, so that nothing else refers to it once it is replaced
+        model.set_submodule(name, NF4Linear(model.get_submodule(name)))
+    for name, stacks in fused_experts(model).items() if with_experts else ():
+        pack_experts(model.get_submodule(name), stacks)
+    if not packed(model):
         raise Refused(
             f"adapter=qlora: {type(model).__name__} has no linear layers to quantize to 4 bits. Type adapter=lora."
         )
-    for name in names:  # the layer is looked up by name, so that nothing else refers to it once it is replaced
-        model.set_submodule(name, NF4Linear(model.get_submodule(name)))
-    for name, stacks in experts.items():
-        pack_experts(model.get_submodule(name), stacks)
+    matrices, experts = (sum(isinstance(one, kind) for one in model.modules()) for kind in (NF4Linear, NF4Stack))
     count, total = sum(packed(model)), parameters(model)
-    stacks = f" and {sum(map(len, experts.values()))} stacks of experts" if experts else ""
+    stacks = f" and {experts} stacks of experts" if experts else ""
     log.info(
-        f"adapter=qlora: quantized {len(names)} matrices{stacks} to 4 bits, {count:,} of {total:,} parameters "
+        f"adapter=qlora: quantized {matrices} matrices{stacks} to 4 bits, {count:,} of {total:,} parameters "
         f"({count / total:.0%})."
     )

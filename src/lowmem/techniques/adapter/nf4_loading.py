@@ -1,0 +1,121 @@
+"""Quantizes published weights to NF4 while transformers loads them: one tensor at a time is in 16 or 32 bits.
+
+Quantized after loading, a model would first be in host memory as a whole: 57 GiB for the 30B parameters of a mixture
+whose experts transformers joins into stacks, of which 17 GiB remain. transformers calls a quantizer for each tensor
+once it has been read, converted and joined. This quantizer makes the packed layers of `nf4.py` in place, with the codes
+that `nf4.quantise` makes after loading.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowmem.model.experts import fused_experts
+from lowmem.model.linear_layers import linear_layers
+from lowmem.techniques.adapter.nf4 import SUFFIX, NF4Linear, pack_experts
+
+METHOD = "lowmem_nf4"  # the name under which transformers finds the quantizer
+
+
+@register_quantization_config(METHOD)
+class NF4WhileLoading(QuantizationConfigMixin):
+    """The argument `quantization_config` of from_pretrained. Args: with_experts: see `nf4.quantise`."""
+
+    def __init__(self, with_experts: bool = True) -> None:
+        self.quant_method, self.with_experts = METHOD, with_experts
+
+
+@register_quantizer(METHOD)
+class NF4Quantizer(HfQuantizer):
+    """Replaces layers and stacks of experts by packed ones as their weights arrive.
+
+    Layers that transformers loads in another dtype than the model, and subclasses of nn.Linear, which may compute more
+    than a product, are left to `nf4.quantise`. The loaded model shows no trace of the quantizer.
+    """
+
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        matrices = {
+            f"{name}.weight"
+            for name, layer in linear_layers(model).items()
+            if isinstance(layer, Conv1D) or type(layer).forward is nn.Linear.forward
+        }
+        experts = fused_experts(model) if self.quantization_config.with_experts else {}
+        self.stacks = [f"{name}.{key}" for name, keys in experts.items() for key in keys]
+        self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights that have not arrived
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.drawn = torch.get_rng_state()
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
+        return param_name in self.left
+
+    def get_quantize_ops(self) -> "Pack":
+        return Pack(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
+        for name in self.stacks:  # in the order in which `nf4.quantise` packs them: a digest depends on it
+            experts, _, key = name.rpartition(".")
+            parts = model.get_submodule(experts)._modules
+            if key + SUFFIX in parts:
+                parts[key + SUFFIX] = parts.pop(key + SUFFIX)
+        for name, p in model.named_parameters():
+            if p.shape != self.shapes[name]:  # transformers 5.17 compares them only without a quantizer
+                raise RuntimeError(f"{name} has shape {tuple(p.shape)}, expected {tuple(self.shapes[name])}.")
+        for module in model.modules():
+            if isinstance(module, NF4Linear) and module.bias is not None:
+                module.bias.requires_grad_(False)
+            if isinstance(module, PreTrainedModel):
+                vars(module.config).pop("_is_quantized", None)
+        self.remove_quantization_config(model)
+        del model.is_quantized
+        torch.set_rng_state(self.drawn)  # GPT-2 initializes a copy of each packed matrix of a block
+
+
+class Pack(ConversionOps):
+    """Packs the tensors that have arrived, and returns the others."""
+
+    def __init__(self, quantizer: NF4Quantizer) -> None:
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Tensor | list[Tensor]], *, model: PreTrainedModel, missing_keys: set[str], **kwargs
+    ) -> dict[str, Tensor | list[Tensor]]:
+        others = {}
+        for name in [*input_dict]:
+            found = input_dict.pop(name)
+            tensor = found[0] if isinstance(found, list) else found
+            if name not in self.quantizer.left or not self._packs(model, name, tensor):
+                others[name] = found
+            else:
+                missing_keys.discard(name)
+            self.quantizer.left.discard(name)
+        return others
+
+    def _packs(self, model: PreTrainedModel, name: str, tensor: Tensor) -> bool:
+        """Packs a weight into its layer, unless its shape or dtype is not the layer's."""
+        place, _, key = name.rpartition(".")
+        layer = model.get_submodule(place)
+        expected = getattr(layer, key)  # without memory
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            return False
+        layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        if isinstance(layer, nn.Linear | Conv1D):
+            packed = NF4Linear(layer)
+            model.set_submodule(place, packed)
+        else:
+            pack_experts(layer, [key])
+            packed = layer
+        for part in packed.modules():
+            part._is_hf_initialized = True  # else transformers initializes a copy
+        return True

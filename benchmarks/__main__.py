@@ -25,6 +25,7 @@ EVERY = {
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "streamed": "weights that stream: memory, time and copied bytes, and 8B parameters trained here",
+    "mixture": "a mixture of 1.3B parameters trained here: streamed beside resident, and QLoRA of its export",
     "architectures": "every causal family of transformers under the techniques that reach into a model",
     "prepare": "making tokens of 1 and 3 GB of text",
     "packing": "documents packed into rows, in every causal family: exact or refused",

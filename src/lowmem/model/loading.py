@@ -366,7 +366,7 @@ def load(
     if wrong:
         raise Refused(
             f"model.name={spec.name}: requested {weights_dtype} weights, but some were loaded as {wrong}. Type "
-            "precision=32."
+            "precision=32 weights=resident."
         )
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()

@@ -76,7 +76,9 @@ class NF4Linear(nn.Linear, Packed):
     @property
     def weight(self) -> Tensor:
         """Returns (out, in) in the dtype in which it was loaded, dequantised at each call."""
-        return self.dequantised(self.dtype)
+        matrix = self.dequantised(self.dtype)
+        matrix._is_hf_initialized = True  # else transformers draws numbers for GPT-2's matrices after loading
+        return matrix
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns (out, in) in another dtype."""

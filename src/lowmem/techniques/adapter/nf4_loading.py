@@ -54,7 +54,6 @@ class NF4Quantizer(HfQuantizer):
         self.stacks = [f"{name}.{key}" for name, keys in experts.items() for key in keys]
         self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights that have not arrived
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.drawn = torch.get_rng_state()
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
         return param_name in self.left
@@ -78,7 +77,6 @@ class NF4Quantizer(HfQuantizer):
                 vars(module.config).pop("_is_quantized", None)
         self.remove_quantization_config(model)
         del model.is_quantized
-        torch.set_rng_state(self.drawn)  # GPT-2 initializes a copy of each packed matrix of a block
 
 
 class Pack(ConversionOps):

@@ -51,7 +51,8 @@ from lowmem.step.fp32_halves import rounded
 from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.techniques.adapter.lora import not_loaded_by_peft
-from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear
+from lowmem.techniques.adapter.nf4 import NF4Linear
+from lowmem.techniques.adapter.stacks import ComputedExperts
 from lowmem.techniques.precision.cpu_products import widened
 from lowmem.training import build
 from lowmem.training.training import mixes_dtypes
@@ -448,7 +449,7 @@ def quantised(architecture: dict) -> str:
         network = module.model
         if plain:
             for name, layer in [*network.named_modules()]:
-                if isinstance(layer, NF4Linear | NF4Experts):
+                if isinstance(layer, NF4Linear | ComputedExperts):
                     network.set_submodule(name, layer.unpacked(torch.float32))
         torch.manual_seed(1)
         for _, p in trainable(network):

@@ -25,12 +25,17 @@ def families(monkeypatch):
         monkeypatch.setitem(streams.MODELS, name, keys | {"vocab_size": parity.VOCABULARY, "pad_token_id": None})
 
 
-@pytest.mark.rows("gpt_oss-none-by_layer", "gpt_oss-qlora-by_micro_batch")
+EXPERTS = "adapter.experts=lora"
+
+
+@pytest.mark.rows(
+    "gpt_oss-none-by_layer", "gpt_oss-qlora-by_micro_batch", "mixtral-qlora adapter.experts=lora-by_layer"
+)
 @pytest.mark.parametrize("order", ["by_layer", "by_micro_batch"])
-@pytest.mark.parametrize("adapter", ["none", "qlora"])
+@pytest.mark.parametrize("adapter", ["none", "qlora", f"lora {EXPERTS}", f"qlora {EXPERTS}"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_mixture_equals_a_resident_one(config, family, adapter, order):
-    adapted = [] if adapter == "none" else [f"adapter={adapter}", "adapter.r=4"]
+    adapted = [] if adapter == "none" else [*f"adapter={adapter}".split(), "adapter.r=4"]
     asked = lines(family, "max_steps=2", *adapted, policy="every_layer")
     resident = trained(config, ["weights=resident"], family, asked)
     streamed = trained(config, ["weights=streamed", f"weights.order={order}"], family, asked)

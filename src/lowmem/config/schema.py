@@ -299,6 +299,7 @@ ARGUMENTS: dict[str, Any] = {
     "target": _words(
         "all-linear, or a list of names of layers such as [q_proj,v_proj]", Literal["all-linear"] | list[Text]
     ),
+    "experts": _words("lora, none or null", Literal["lora", "none"] | None),
     "path": Place,
     "pattern": _words(
         "a file pattern relative to the folder, such as **/*.md", Annotated[Text, AfterValidator(_below)]

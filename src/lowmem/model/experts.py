@@ -15,14 +15,14 @@ COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes whose exp
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
-def fused_experts(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of modules that hold stacks of experts, each with the names of its 3-D parameters."""
+def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the names of modules that hold stacks of experts, each with its 3-D parameters by name."""
     stacks = {
-        name: [key for key, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()
         if "expert" in type(module).__name__.lower()
     }
-    return {name: keys for name, keys in stacks.items() if keys}
+    return {name: found for name, found in stacks.items() if found}
 
 
 def routers(model: nn.Module) -> set[str]:
@@ -32,8 +32,8 @@ def routers(model: nn.Module) -> set[str]:
     experts and has one output per expert.
     """
     experts = {}
-    for name, keys in fused_experts(model).items():
-        experts[name.rpartition(".")[0]] = getattr(model.get_submodule(name), keys[0]).shape[0]
+    for name, found in fused_experts(model).items():
+        experts[name.rpartition(".")[0]] = len(next(iter(found.values())))
     return {
         name
         for name, layer in model.named_modules()
@@ -53,11 +53,10 @@ def inactive_parameters(model: PreTrainedModel) -> int:
     """Return how many parameters a token does not use: the weights of all fused experts except the chosen ones."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
-    holders = {model.get_submodule(name): keys for name, keys in fused_experts(model).items()}
     stacks = [
-        getattr(experts, key)
-        for experts, keys in holders.items()
-        if type(experts).__name__ not in COMPUTE_ALL
-        for key in keys
+        p
+        for name, found in fused_experts(model).items()
+        if type(model.get_submodule(name)).__name__ not in COMPUTE_ALL
+        for p in found.values()
     ]
     return sum(p.numel() * max(len(p) - (chosen or len(p)), 0) // len(p) for p in stacks)

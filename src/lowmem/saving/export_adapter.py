@@ -34,7 +34,9 @@ from lowmem.techniques.adapter.lora import (
     not_loaded_by_peft,
     stands_on_4_bits,
     targets_for_peft,
+    tensors_for_peft,
 )
+from lowmem.techniques.adapter.stacks import ComputedExperts
 
 log = logging.getLogger(__name__)
 
@@ -127,21 +129,23 @@ def _names(network: nn.Module) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
 
     names = [
-        name for name, module in network.named_modules() if isinstance(module, BaseTunerLayer) or _in_4_bits(module)
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, BaseTunerLayer) or _computes_weights(module)
     ]
     return [name for name in names if not name.endswith(".base_layer")]  # replaced together with the layer around it
 
 
 def _merged(layer: nn.Module) -> nn.Module:
     """Returns the plain layer with the adapter inside, its weights in fp32."""
-    if _in_4_bits(layer):
+    if _computes_weights(layer):
         return layer.unpacked(torch.float32)
     base = layer.get_base_layer()
-    plain_layer = base.linear(torch.float32) if _in_4_bits(base) else base
+    plain_layer = base.linear(torch.float32) if _computes_weights(base) else base
     plain_layer.weight.data = plain_layer.weight.data.float()
     layer.base_layer = plain_layer
     layer.merge()
-    return base.as_found(plain_layer) if _in_4_bits(base) else plain_layer
+    return base.as_found(plain_layer) if _computes_weights(base) else plain_layer
 
 
 @torch.no_grad()
@@ -167,18 +171,19 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
 
 def _without_numbers(layer: nn.Module) -> nn.Module:
     """Returns the plain layer that replaces one, with its bias, and with weights that have no memory yet."""
-    base = layer if _in_4_bits(layer) else layer.get_base_layer()
-    if _in_4_bits(base):
+    base = layer if _computes_weights(layer) else layer.get_base_layer()
+    if _computes_weights(base):
         return base.unpacked(torch.float32, "meta")
     plain_layer = deepcopy(base, {id(p): p for p in layer.parameters()})
     plain_layer.weight = nn.Parameter(torch.empty(base.weight.shape, device="meta"), False)
     return plain_layer
 
 
-def _in_4_bits(module: nn.Module) -> bool:
-    from lowmem.techniques.adapter.nf4 import NF4Experts, NF4Linear  # its operators take seconds too
+def _computes_weights(module: nn.Module) -> bool:
+    """Returns True for a layer in 4 bits, and for experts in 4 bits or with LoRA."""
+    from lowmem.techniques.adapter.nf4 import NF4Linear  # its operators take seconds too
 
-    return isinstance(module, NF4Experts | NF4Linear)
+    return isinstance(module, ComputedExperts | NF4Linear)
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
@@ -186,11 +191,7 @@ def _in_4_bits(module: nn.Module) -> bool:
 
 def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
     """Writes the adapter alone, as PEFT would. Args: folder: exists; dtype: None: that of the adapter."""
-    from peft import get_peft_model_state_dict
-
-    state = network.state_dict() | {name: weights.full(p) for name, p in trainable(network)}
-    # "auto" would ask the hub for the base's configuration
-    adapter = get_peft_model_state_dict(network, state, save_embedding_layers=False)
+    adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in trainable(network)})
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
     if dtype:
         rounding = Rounding(getattr(torch, dtype))

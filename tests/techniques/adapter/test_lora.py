@@ -294,7 +294,7 @@ def test_key_that_contradicts_an_adapter_folder_is_refused(tmp_path, config):
         ({"alora_invocation_tokens": [5, 6]}, "has alora_invocation_tokens"),
         ({"lora_bias": True}, "has lora_bias"),
         ({"bias": "all"}, "has bias"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "has target_parameters of experts"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "is not a stack of experts of LlamaForCausalLM"),
         ({"target_modules": None}, "names no layer of LlamaForCausalLM"),
         ({"target_modules": ["zzz"]}, "names no layer of LlamaForCausalLM"),
     ],

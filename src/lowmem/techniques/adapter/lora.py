@@ -14,7 +14,7 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.model.experts import fused_experts
 from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.contract import Adapter
+from lowmem.techniques.adapter.stacks import LORA, adapt, adapted_stacks, stacks_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -63,6 +63,8 @@ class LoRA(Adapter):
         target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
             folder's. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
         path: a folder of peft's to start from; None: B is zero.
+        experts: lora: fused experts get matrices of rank r per expert, too; none: they do not; None: none, or the
+            folder's. Experts that are linear layers are adapted like others.
 
     Raises:
         Refused: path is not an adapter's folder, has another kind of adapter, or contradicts what was typed.
@@ -78,22 +80,31 @@ class LoRA(Adapter):
         dropout: float = 0.0,
         target: str | Sequence[str] | None = None,
         path: str | None = None,
+        experts: Literal["none", "lora"] | None = None,
     ) -> None:
         # Imported here: it takes seconds, and a trace builds models without it.
         from peft import LoraConfig
 
-        self.target, self.path = target, path
+        self.target, self.path, self.experts = target, path, experts
         if path is not None:
             self.config = self._of_folder(Path(path).expanduser(), r, alpha)
         else:
             r = r or RANK
             self.config = LoraConfig(r=r, lora_alpha=alpha or 2 * r, use_dora=self.magnitudes, task_type="CAUSAL_LM")
         self.config.lora_dropout = dropout
+        if self.experts is None:
+            self.experts = "lora" if _stacks_of(self.config) else "none"
+        if self.experts == "lora" and (dropout or self.magnitudes):
+            key = "adapter.dropout=0" if dropout else "adapter=lora"
+            raise Refused(
+                "adapter.experts=lora: the matrices of experts are added to their weights, which allows neither "
+                f"dropout nor DoRA. Type {key}, or adapter.experts=none."
+            )
 
     def __call__(self, model: PreTrainedModel) -> None:
         """Adds the adapter. Raises: Refused: a target that is not a linear layer, or whose matrix another layer
         uses."""
-        own_count, linear = parameters(model), _linear(model)
+        own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
             names = _chosen(model, linear, ALL if self.target is None else self.target)
         else:
@@ -115,15 +126,46 @@ class LoRA(Adapter):
                 f"{type(model).__name__}, because it takes their names for names of experts. Type adapter=lora{others}."
             )
         _inject(config, model, names)
+        for name, keys in stacks.items():
+            scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+            adapt(model.get_submodule(name), keys, config.r, scaling)
         for _, p in trainable(model):
             p.data = p.data.float()
         for name in names:
             _measure(model.get_submodule(name))
         added = sum(p.numel() for _, p in trainable(model))
         log.info(
-            f"adapter: {len(names)} of {len(linear)} linear layers have an adapter: {added:,} trainable parameters "
-            f"beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
+            f"adapter: {len(names)} of {len(linear)} linear layers{_and(stacks)} have an adapter: {added:,} trainable "
+            f"parameters beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
         )
+
+    def _stacks(self, model: PreTrainedModel) -> dict[str, list[str]]:
+        """Returns the names of modules with fused experts, each with the names of the stacks that get matrices.
+
+        Raises:
+            Refused: the model has no fused experts, or not those of a folder.
+        """
+        if self.experts != "lora":
+            return {}
+        every = stacks_of(model)
+        full_names = [f"{name}.{key}" for name, keys in every.items() for key in keys]
+        patterns = _stacks_of(self.config)
+        for pattern in patterns:
+            if not any(_meant(name, pattern) for name in full_names):
+                raise Refused(
+                    f"adapter.path={self.path}: this adapter changes {pattern}, which is not a stack of experts of "
+                    f"{type(model).__name__}. Type the model= that the adapter was trained on."
+                )
+        if not every:
+            raise Refused(
+                f"adapter.experts=lora: {type(model).__name__} has no fused experts. Experts that are linear layers "
+                "are chosen by adapter.target. Type adapter.experts=none."
+            )
+        chosen = {
+            name: [key for key in keys if any(_meant(f"{name}.{key}", pattern) for pattern in patterns or ["*"])]
+            for name, keys in every.items()
+        }
+        return {name: keys for name, keys in chosen.items() if keys}
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
         from peft import LoraConfig, PeftConfig, PeftType
@@ -154,8 +196,10 @@ class LoRA(Adapter):
             kind, instead = ("DoRA", "dora") if config.use_dora else ("LoRA", plain)
             raise Refused(f"{line}: this is a {kind} adapter. Type adapter={instead}.")
         self._check_base(folder)
-        for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
-            if typed not in (None, stored):
+        experts = "lora" if _stacks_of(config) else "none"
+        stored = {"r": (r, config.r), "alpha": (alpha, config.lora_alpha), "experts": (self.experts, experts)}
+        for name, (typed, value) in stored.items():
+            if typed not in (None, value):
                 raise self._decided_by_folder(f"adapter.{name}={typed}")
         config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
         log.info(f"{line}: this adapter was trained on {config.base_model_name_or_path or 'an unnamed base model'}.")
@@ -182,7 +226,7 @@ class LoRA(Adapter):
         if self.config.target_modules == ALL:
             names = _chosen(model, linear, ALL)
         else:
-            weights = _parameters_of(self.config)
+            weights = [name for name in _parameters_of(self.config) if _is_weight(name)]
             names = [
                 name
                 for name, _ in model.named_modules()
@@ -243,16 +287,15 @@ def load(model: PreTrainedModel, path: str) -> None:
     """
     from peft import set_peft_model_state_dict
 
-    ours = {name for name, _ in trainable(model)}
+    names = _names_in_folder(model)
     try:
         saved = load_file(Path(path).expanduser() / WEIGHTS)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
-        by_name = {_name_in_model(name): tensor for name, tensor in tensors.items()}
-        if {*by_name} == ours:  # PEFT would first rename tensors of some architectures
-            model.load_state_dict(by_name, strict=False)
+        if {*tensors} == {*names.values()}:  # PEFT would first rename tensors of some architectures
+            model.load_state_dict({ours: tensors[name] for ours, name in names.items()}, strict=False)
             return
         result = set_peft_model_state_dict(model, tensors)
-        wrong = [*result.unexpected_keys, *sorted(ours & {*result.missing_keys})]
+        wrong = [*result.unexpected_keys, *sorted({*names} & {*result.missing_keys})]
     except (SafetensorError, RuntimeError) as error:
         wrong = [str(error).strip().splitlines()[-1].strip()]
     if wrong:
@@ -272,9 +315,10 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
     renamed = _renamed(config, model, names)
+    stacks = {f"{'.'.join(name.split('.')[-2:])}.{key}" for name, keys in adapted_stacks(model).items() for key in keys}
     return {
         "target_modules": _shortest(model, [name for name in names if name not in renamed]),
-        "target_parameters": [f"{name}.weight" for name in renamed] or None,
+        "target_parameters": [*(f"{name}.weight" for name in renamed), *sorted(stacks)] or None,
     }
 
 
@@ -338,8 +382,8 @@ def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
     """Returns the keys by which a folder's adapter is more than matrices beside linear layers."""
     values, usual = config.to_dict(), default.to_dict()
     more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
-    if any(not _is_weight(name) for name in _parameters_of(config)):
-        more.append("target_parameters of experts")
+    if _stacks_of(config) and (config.rank_pattern or config.alpha_pattern):
+        more.append("several ranks beside target_parameters of experts")
     if config.init_lora_weights not in INITIALIZATIONS:
         more.append(f"init_lora_weights={config.init_lora_weights}")
     return more
@@ -349,16 +393,36 @@ def _parameters_of(config: "LoraConfig") -> list[str]:
     return [*(config.target_parameters or [])]
 
 
+def _stacks_of(config: "LoraConfig") -> list[str]:
+    """Returns the names in target_parameters that are stacks of experts."""
+    return [name for name in _parameters_of(config) if not _is_weight(name)]
+
+
 def _is_weight(name: str) -> bool:
     """Returns True if a name in target_parameters is that of a linear layer's weight, not of fused experts."""
     return name.endswith(".weight")
 
 
-def _name_in_model(name: str) -> str:
-    """Returns the name of a folder's tensor in a model: x.lora_A.default.weight of x.lora_A.weight."""
-    stem, dot, last = name.rpartition(".")
-    vector = name.endswith("lora_magnitude_vector")
-    return f"{name}.default.weight" if vector else f"{stem}.default{dot}{last}"
+def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter by their names in a folder. Args: values: of trainable parameters, by name."""
+    return {name: values[ours] for ours, name in _names_in_folder(model).items()}
+
+
+def _names_in_folder(model: nn.Module) -> dict[str, str]:
+    """Returns {name of a trainable parameter: its name in a folder}.
+
+    PEFT leaves out its own name of the adapter: x.lora_A.weight for x.lora_A.default.weight. Each stack of a module
+    with experts is a layer of PEFT's around the stacks before it.
+    """
+    names = {
+        name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
+        for name, _ in trainable(model)
+    }
+    for experts, keys in adapted_stacks(model).items():
+        for outside, key in enumerate(reversed(keys)):
+            for matrix in ("lora_A", "lora_B"):
+                names[f"{experts}.{key}{LORA}.{matrix}"] = f"{experts}{'.base_layer' * outside}.{matrix}.weight"
+    return names
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -421,5 +485,11 @@ def _left_out(model: PreTrainedModel) -> str:
     left_out = ["embeddings"]
     if head is not None:
         left_out.append("the head (tied to them)" if head.weight is tied else "the head")
-    fused = [f"{name}.{key}" for name, keys in fused_experts(model).items() for key in keys]
+    adapted = adapted_stacks(model)
+    fused = [f"{name}.{key}" for name, found in stacks_of(model).items() for key in found if name not in adapted]
     return ", ".join([*left_out, *([f"{len(fused)} fused expert tensors such as {fused[0]}"] if fused else [])])
+
+
+def _and(stacks: Mapping[str, Sequence[str]]) -> str:
+    count = sum(map(len, stacks.values()))
+    return f" and {count} stacks of experts" if count else ""

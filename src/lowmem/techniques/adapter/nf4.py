@@ -18,15 +18,12 @@ Fused experts are packed too, expert by expert, to the codes of unfused matrices
 import logging
 import math
 from collections.abc import Sequence
-from copy import copy
-from functools import cache
 
 import bitsandbytes  # noqa: F401  (whose operators torch knows by name from then on)
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -34,6 +31,7 @@ from lowmem.model.experts import fused_experts
 from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import Packed, packed, parameters
 from lowmem.system.errors import Refused
+from lowmem.techniques.adapter import stacks
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class NF4Linear(nn.Linear, Packed):
         return _dequantised(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x.to(_dtype_of_products(x)), self)
+        return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
         """Returns a layer of the kind from which this one was made, with the dequantised matrix in `dtype`; with
@@ -150,6 +148,10 @@ class NF4Stack(nn.Module, Packed):
     def largest(self) -> float:
         return _scales(self).max().item()
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns (experts, rows, columns) in `dtype`."""
         count, rows, columns = self.shape
@@ -157,88 +159,13 @@ class NF4Stack(nn.Module, Packed):
         return flat[:, : rows * columns].reshape(self.shape)
 
 
-class NF4Experts:
-    """The experts of a block whose stacks of matrices are stored in 4 bits, as modules with the suffix _nf4.
-
-    The class of transformers computes them, and finds the dequantised stacks under the old names. They exist only while
-    it computes: autograd would keep them until backward, so the experts are a checkpoint of their own, which backward
-    computes once more. That costs a second forward pass of the experts.
-    """
-
-    _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
-
-    def forward(self, *args, **kwargs) -> Tensor:
-        x = args[0] if args else next(iter(kwargs.values()))
-        dtype = _dtype_of_products(x)
-
-        def computed(*args, **kwargs) -> Tensor:
-            self._open = (dtype, {})
-            try:
-                return super(NF4Experts, self).forward(*args, **kwargs)
-            finally:
-                self._open = None
-
-        return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    def __reduce__(self) -> tuple:
-        """Lets a module of a class that was made here be copied and pickled."""
-        return _packed_module, (type(self).__mro__[2], tuple(self.stacks())), self.__dict__
-
-    def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
-        """Returns a module of the class of transformers with the dequantised stacks in `dtype`; with device="meta"
-        they have no memory yet."""
-        plain, stacks = copy(self), self.stacks()
-        plain.__class__ = type(self).__mro__[2]
-        plain._parameters = dict(self._parameters)
-        plain._modules = {name: part for name, part in self._modules.items() if not isinstance(part, NF4Stack)}
-        for name, stack in stacks.items():
-            experts = torch.empty(stack.shape, dtype=dtype, device=device) if device else stack.dequantised(dtype)
-            plain.register_parameter(name, nn.Parameter(experts, requires_grad=False))
-        return plain
-
-    def stacks(self) -> dict[str, NF4Stack]:
-        return {name.removesuffix(SUFFIX): one for name, one in self.named_children() if isinstance(one, NF4Stack)}
-
-
-SUFFIX = "_nf4"
-
-
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
     """Quantises stacks of this module's experts in place. Args: names: of 3-D parameters."""
-    packed_already = isinstance(experts, NF4Experts)
-    kind = type(experts).__mro__[2] if packed_already else type(experts)
-    names = [*(experts.stacks() if packed_already else ()), *names]
     for name in names:
-        if name in experts._parameters:
-            stack = NF4Stack(getattr(experts, name).detach())
-            delattr(experts, name)
-            experts.add_module(name + SUFFIX, stack)
-    experts.__class__ = _class_in_4_bits(kind, tuple(names))
-
-
-def _packed_module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    made = _class_in_4_bits(kind, names)
-    return made.__new__(made)
-
-
-@cache
-def _class_in_4_bits(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    def opened(name: str) -> property:
-        def read(experts: NF4Experts) -> Tensor:
-            dtype, found = experts._open or (getattr(experts, name + SUFFIX).dtype, {})
-            if name not in found:
-                found[name] = getattr(experts, name + SUFFIX).dequantised(dtype)
-            return found[name]
-
-        return property(read)
-
-    return type(f"NF4{kind.__name__}", (NF4Experts, kind), {name: opened(name) for name in names})
-
-
-def _dtype_of_products(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which a product with this input is computed: autocast's, or that of the input."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        stack = NF4Stack(getattr(experts, name).detach())
+        delattr(experts, name)
+        experts.add_module(name + stacks.NF4, stack)
+    stacks.read_when_used(experts, names)
 
 
 def _scales(layer: nn.Module) -> Tensor:
@@ -289,16 +216,16 @@ def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
     for name in [name for name, layer in linear_layers(model).items() if not isinstance(layer, NF4Linear)]:
         # the layer is looked up by name, so that nothing else refers to it once it is replaced
         model.set_submodule(name, NF4Linear(model.get_submodule(name)))
-    for name, stacks in fused_experts(model).items() if with_experts else ():
-        pack_experts(model.get_submodule(name), stacks)
+    for name, keys in fused_experts(model).items() if with_experts else ():
+        pack_experts(model.get_submodule(name), keys)
     if not packed(model):
         raise Refused(
             f"adapter=qlora: {type(model).__name__} has no linear layers to quantize to 4 bits. Type adapter=lora."
         )
     matrices, experts = (sum(isinstance(one, kind) for one in model.modules()) for kind in (NF4Linear, NF4Stack))
     count, total = sum(packed(model)), parameters(model)
-    stacks = f" and {experts} stacks of experts" if experts else ""
+    and_stacks = f" and {experts} stacks of experts" if experts else ""
     log.info(
-        f"adapter=qlora: quantized {matrices} matrices{stacks} to 4 bits, {count:,} of {total:,} parameters "
+        f"adapter=qlora: quantized {matrices} matrices{and_stacks} to 4 bits, {count:,} of {total:,} parameters "
         f"({count / total:.0%})."
     )

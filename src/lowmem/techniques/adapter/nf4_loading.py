@@ -17,7 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem.model.experts import fused_experts
 from lowmem.model.linear_layers import linear_layers
-from lowmem.techniques.adapter.nf4 import SUFFIX, NF4Linear, pack_experts
+from lowmem.techniques.adapter.nf4 import NF4Linear, pack_experts
+from lowmem.techniques.adapter.stacks import NF4
 
 METHOD = "lowmem_nf4"  # the name under which transformers finds the quantizer
 
@@ -65,8 +66,8 @@ class NF4Quantizer(HfQuantizer):
         for name in self.stacks:  # in the order in which `nf4.quantise` packs them: a digest depends on it
             experts, _, key = name.rpartition(".")
             parts = model.get_submodule(experts)._modules
-            if key + SUFFIX in parts:
-                parts[key + SUFFIX] = parts.pop(key + SUFFIX)
+            if key + NF4 in parts:
+                parts[key + NF4] = parts.pop(key + NF4)
         for name, p in model.named_parameters():
             if p.shape != self.shapes[name]:  # transformers 5.17 compares them only without a quantizer
                 raise RuntimeError(f"{name} has shape {tuple(p.shape)}, expected {tuple(self.shapes[name])}.")

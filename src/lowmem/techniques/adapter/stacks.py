@@ -1,0 +1,170 @@
+"""Fused experts whose stacks of matrices are computed when they are read: dequantized from 4 bits, with LoRA added.
+
+The class of transformers computes the experts, and reads each stack (experts, rows, columns) by its name. The module's
+class is replaced by a subclass in which these names are properties. A computed stack exists only while the experts
+compute: autograd would keep it until backward, so the experts are a checkpoint of their own, which backward computes
+once more. That costs a second forward pass of the experts.
+"""
+
+from collections.abc import Iterable
+from copy import copy
+from functools import cache
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowmem.model.experts import fused_experts
+
+# Suffixes of the child modules of a stack
+NF4 = "_nf4"  # stores it in 4 bits
+LORA = "_lora"  # trains matrices that are added to it
+
+
+class ComputedExperts:
+    """The experts of a block of which some stacks are computed when they are read."""
+
+    _open: tuple[torch.dtype, dict[str, Tensor]] | None = None  # while the experts compute
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        x = args[0] if args else next(iter(kwargs.values()))
+        dtype = dtype_of_products(x)
+
+        def computed(*args, **kwargs) -> Tensor:
+            self._open = (dtype, {})
+            try:
+                return super(ComputedExperts, self).forward(*args, **kwargs)
+            finally:
+                self._open = None
+
+        return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        """Lets a module of a class that was made here be copied and pickled."""
+        return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
+
+    def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
+        """Returns a module of the class of transformers with the computed stacks in `dtype`; with device="meta" they
+        have no memory yet."""
+        plain, names = copy(self), computed_stacks(self)
+        plain.__class__ = plain_class(self)
+        plain._parameters = dict(self._parameters)
+        plain._modules = {name: part for name, part in self._modules.items() if not name.endswith((NF4, LORA))}
+        for name in names:
+            shape = stored(self, name).shape
+            stack = torch.empty(shape, dtype=dtype, device=device) if device else read(self, name, dtype)
+            plain.register_parameter(name, nn.Parameter(stack, requires_grad=False))
+        return plain
+
+
+class StackLoRA(nn.Module):
+    """Matrices of rank r for each expert of a stack, with the shapes, names and start of PEFT's.
+
+    Args:
+        stack: (experts, rows, columns).
+        transposed: rows are the inputs, as in gpt-oss; otherwise columns are.
+        r: rank.
+        scaling: factor of the product of both matrices.
+    """
+
+    def __init__(self, stack: Tensor, transposed: bool, r: int, scaling: float) -> None:
+        super().__init__()
+        experts, *ends = stack.shape
+        inputs, outputs = ends if transposed else reversed(ends)
+        self.transposed, self.experts, self.scaling = transposed, experts, scaling
+        self.lora_A = nn.Parameter(torch.empty(experts * r, inputs, device=stack.device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, r * experts, device=stack.device))
+        nn.init.kaiming_uniform_(self.lora_A, a=sqrt(5))
+
+    def added_to(self, stack: Tensor) -> Tensor:
+        """Returns the sum of a stack and the product of both matrices, computed in the dtype of the stack."""
+        a = self.lora_A.to(stack.dtype).unflatten(0, (self.experts, -1))  # (experts, r, inputs)
+        b = self.lora_B.to(stack.dtype).unflatten(1, (-1, self.experts)).permute(2, 0, 1)  # (experts, outputs, r)
+        return torch.baddbmm(stack, *((a.mT, b.mT) if self.transposed else (b, a)), alpha=self.scaling)
+
+
+def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
+    """Makes stacks of a module with experts properties. Args: names: of stacks with a child module of this file."""
+    experts.__class__ = _class(plain_class(experts), tuple(sorted({*computed_stacks(experts), *names})))
+
+
+def adapt(experts: nn.Module, names: Iterable[str], r: int, scaling: float) -> None:
+    """Adds LoRA to stacks. Args: names: of 3-D parameters or packed stacks; others: see `StackLoRA`."""
+    names = list(names)
+    for name in names:
+        stack = StackLoRA(stored(experts, name), getattr(experts, "is_transposed", False), r, scaling)
+        experts.add_module(name + LORA, stack)
+    read_when_used(experts, names)
+
+
+def stored(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
+    """Returns the parameter or the packed module of a stack."""
+    return experts._modules.get(name + NF4, experts._parameters.get(name))
+
+
+def computed_stacks(experts: nn.Module) -> list[str]:
+    """Returns the names of the stacks that are computed when they are read."""
+    parts = (part for part in experts._modules if part.endswith((NF4, LORA)))
+    return list(dict.fromkeys(part.removesuffix(NF4).removesuffix(LORA) for part in parts))
+
+
+def stacks_of(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the names of modules with fused experts, each with the names of its stacks, packed ones included."""
+    found = {name: [*keys] for name, keys in fused_experts(model).items()}
+    for name, module in model.named_modules():
+        if isinstance(module, ComputedExperts):
+            found[name] = list(dict.fromkeys([*computed_stacks(module), *found.get(name, ())]))
+    return found
+
+
+def adapted_stacks(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the names of modules with experts, each with the names of its stacks with LoRA, in the module's order of
+    parameters."""
+    found = {
+        name: [part.removesuffix(LORA) for part in module._modules if part.endswith(LORA)]
+        for name, module in model.named_modules()
+        if isinstance(module, ComputedExperts)
+    }
+    return {name: stacks for name, stacks in found.items() if stacks}
+
+
+def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Computes a stack (experts, rows, columns). Args: dtype: None: that in which it was loaded."""
+    base = stored(experts, name)
+    dtype = dtype or base.dtype
+    stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantised(dtype)
+    added = experts._modules.get(name + LORA)
+    return stack if added is None else added.added_to(stack)
+
+
+def dtype_of_products(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which a product with this input is computed: autocast's, or that of the input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def plain_class(experts: nn.Module) -> type[nn.Module]:
+    """Returns the class of transformers."""
+    return type(experts).__mro__[2] if isinstance(experts, ComputedExperts) else type(experts)
+
+
+def _module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = _class(kind, names)
+    return made.__new__(made)
+
+
+@cache
+def _class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def opened(name: str) -> property:
+        def get(experts: ComputedExperts) -> Tensor:
+            if experts._open is None:
+                return read(experts, name)
+            dtype, found = experts._open
+            if name not in found:
+                found[name] = read(experts, name, dtype)
+            return found[name]
+
+        return property(get)
+
+    return type(f"Computed{kind.__name__}", (ComputedExperts, kind), {name: opened(name) for name in names})

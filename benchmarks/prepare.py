@@ -56,11 +56,11 @@ def prepare(kind: str, size: int) -> dict:
     token_store.train_bpe(text_files.stdlib(0.05).texts(), VOCABULARY, bpe)
     tokenizer = token_store.load_bpe(bpe)
     tokenizer.backend_tokenizer.encode_batch_fast(["a text for every core"] * 64)
-    open_ = {"text": text_files.text, "jsonl": jsonl.jsonl}[kind]
+    opened = {"text": text_files.text, "jsonl": jsonl.jsonl}[kind](path=str(file), pattern="*", val_fraction=0.01)
 
     reset_peak_rss()
     before, start, cpu = rss_bytes(), time.perf_counter(), time.process_time()
-    store = token_store.tokenize(open_(str(file), "*", 0.01), folder / "cache", VOCABULARY, tokenizer)
+    store = token_store.tokenize(opened, folder / "cache", VOCABULARY, tokenizer)
     rows = packing.rows(store.train, 1024, {"text": "joined", "jsonl": "documents"}[kind], "cut", "train")
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     growth = peak_rss_bytes() - before

@@ -455,8 +455,8 @@ def source(folder, records, **typed):
     text of an answer that has none."""
     (folder / "own.jinja").write_text(THINKS)
     typed = {"messages": "messages", "template": str(folder / "own.jinja"), "assistant": "all"} | typed
-    val = write(folder / "v.jsonl", [VALIDATION])
-    return jsonl(write(folder / "a.jsonl", records), "*.jsonl", 0.1, val_path=val, **typed)
+    path, val = write(folder / "a.jsonl", records), write(folder / "v.jsonl", [VALIDATION])
+    return jsonl(path=path, pattern="*.jsonl", val_fraction=0.1, val_path=val, **typed)
 
 
 VALIDATION = conversation("on", "mat")

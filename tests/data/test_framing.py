@@ -241,7 +241,7 @@ def test_data_bos_for_conversations_is_refused(tmp_path):
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file.write_text(json.dumps({"messages": said}) + "\n")
     with pytest.raises(Refused, match=r"data.bos=true: the chat template renders"):
-        jsonl.jsonl(str(file), "*", 0.5, messages="messages", bos=True)
+        jsonl.jsonl(path=str(file), pattern="*", val_fraction=0.5, messages="messages", bos=True)
     file.write_text(
         json.dumps({"chosen": said, "rejected": [*said[:1], {"role": "assistant", "content": "no"}]}) + "\n"
     )

@@ -44,10 +44,10 @@ def test_hub_folder_and_file_source_read_the_same_records(tmp_path, name):
     file, content = FILES[name]
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / file).write_text(content)
-    typed = (str(tmp_path / "set"), "**/*", 0.05)
-    wanted = table_csv(*typed, delimiter="tab" if "\t" in content else ",", **HOW) if "sv" in file else None
-    wanted = list((wanted or jsonl(*typed, **HOW)).reader.all_records("train"))
-    found = list(hub(typed[0], **HOW).reader.all_records("train"))
+    typed = {"path": str(tmp_path / "set"), "pattern": "**/*", "val_fraction": 0.05}
+    wanted = table_csv(**typed, delimiter="tab" if "\t" in content else ",", **HOW) if "sv" in file else None
+    wanted = list((wanted or jsonl(**typed, **HOW)).reader.all_records("train"))
+    found = list(hub(typed["path"], **HOW).reader.all_records("train"))
     assert [record[:2] for record in found] == [record[:2] for record in wanted] and len(found) > 1
     assert all(isinstance(record.fields["a"], str) for record in found)
 

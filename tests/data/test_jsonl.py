@@ -24,7 +24,7 @@ def write(path, records):
 
 
 def opened(path, val_fraction=0.2, pattern="**/*.jsonl", **typed):
-    return jsonl.jsonl(path, pattern, val_fraction, **typed)
+    return jsonl.jsonl(path=path, pattern=pattern, val_fraction=val_fraction, **typed)
 
 
 def made_of(folder, path, **typed):

@@ -156,7 +156,7 @@ def parts_of(folder):
     }
     for name, records in lines.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
-    return {name: partial(jsonl, str(folder / f"{name}.jsonl"), "*", 0.2) for name in lines}
+    return {name: partial(jsonl, path=str(folder / f"{name}.jsonl"), pattern="*", val_fraction=0.2) for name in lines}
 
 
 @pytest.mark.parametrize("names", [("notes", "talk"), ("talk", "notes")])

@@ -180,7 +180,8 @@ def grown(folder, kind, sizes, small, whole, pipe):
                 said = "".join(draw.choices(paragraphs, k=5))
                 drawn += len(said.encode())
                 out.write(said if kind == "text" else json.dumps({"text": said}) + "\n")
-        source = text_files.text(str(file), "*", 0.01) if kind == "text" else jsonl.jsonl(str(file), "*", 0.01)
+        opened = text_files.text if kind == "text" else jsonl.jsonl
+        source = opened(path=str(file), pattern="*", val_fraction=0.01)
         made = token_store.tokenize(source, folder / "cache", 400, tokenizer)
         assert made.train.text_bytes[-1] > 0.9 * drawn > 0.6 * size * MB
         file.unlink()

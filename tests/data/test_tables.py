@@ -27,6 +27,7 @@ CASES = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 HOW = {"pattern": "**/*", "val_fraction": 0.3}
+CHATS = HOW | {"messages": "messages"}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ BAD = {
 def test_bad_csv_row_is_refused_with_file_and_line(tmp_path, content, alphabet):
     (tmp_path / "a.csv").write_text(content)
     (tmp_path / "b.csv").write_text("text,x\nabc,1\n")
-    source = table_csv(str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
+    source = table_csv(path=str(tmp_path / "a.csv"), val_path=str(tmp_path / "b.csv"), **HOW)
     with pytest.raises(Refused) as refusal:
         list(source.encoded("train", alphabet))
     assert BAD[content] in str(refusal.value)
@@ -137,7 +138,7 @@ def test_bad_csv_row_is_refused_with_file_and_line(tmp_path, content, alphabet):
 def test_bad_parquet_rows_are_skipped_and_counted(tmp_path, alphabet):
     parquet.write_table(pa.table({"text": ["good", None, "", "fine"]}), tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
-    source = table_parquet(str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), skip_bad=True, **HOW)
+    source = table_parquet(path=str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), skip_bad=True, **HOW)
     assert [alphabet.decode(one.ids) for one in source.encoded("train", alphabet)] == ["good", "fine"]
     (note,) = source.notes()
     assert "2 of 4 train records" in note
@@ -186,7 +187,7 @@ def test_invalid_parquet_file_is_refused(tmp_path, kind, alphabet):
     write, says = REFUSED[kind]
     write(tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
-    source = table_parquet(str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), **HOW)
+    source = table_parquet(path=str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), **HOW)
     with pytest.raises(Refused, match=says):
         list(source.encoded("train", alphabet))
 
@@ -196,7 +197,7 @@ def test_split_of_a_table_by_rows_is_stable_when_rows_are_added(tmp_path):
 
     def sides(rows):
         written(tmp_path, [["text"], *([text] for text in rows)])
-        reader = table_csv(str(tmp_path / "a.csv"), **HOW).reader
+        reader = table_csv(path=str(tmp_path / "a.csv"), **HOW).reader
         return [{record.fields["text"] for record in reader.records(split)} for split in ("train", "val")]
 
     (train, val), (_, more) = sides(texts[:150]), sides(texts)
@@ -215,7 +216,7 @@ def test_parquet_column_of_tools_is_read_if_present(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
         parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
-        source = table_parquet(str(tmp_path / f"{name}.parquet"), **HOW, messages="messages")
+        source = table_parquet(path=str(tmp_path / f"{name}.parquet"), **CHATS)
         (record,) = source.reader.records("val")
         assert record.fields == {"messages": chat} | {key: value for key, (value,) in columns.items()}
 
@@ -244,7 +245,7 @@ def streamed(folder, monkeypatch):
 
 
 READERS = {
-    "parquet": lambda folder, _: table_parquet(str(folder), **HOW, messages="messages").reader.all_records("train"),
+    "parquet": lambda folder, _: table_parquet(path=str(folder), **CHATS).reader.all_records("train"),
     "hub": lambda folder, _: hub(str(folder), messages="messages").reader.all_records("train"),
     "stream": streamed,
     "preference": lambda folder, _: Preference(str(folder / "train.parquet")).reader.all_records("train"),

@@ -10,30 +10,16 @@ from pathlib import Path
 from lowmem.config.values import check_utf8
 from lowmem.data.sources.bad_record import BadRecord, kind
 from lowmem.data.sources.reading import UTF_8, readable
-from lowmem.data.sources.records import FileReader, Record, Records, records
-from lowmem.data.sources.text_files import find_files
+from lowmem.data.sources.records import Record, Records, records_of_files
 
 LONGEST = 1 << 24  # bytes of a line
 BOM = b"\xef\xbb\xbf"
 
 
-def jsonl(
-    path: str,
-    pattern: str,
-    val_fraction: float,
-    val_path: str | None = None,
-    encoding: str = "utf-8",
-    **how: str | bool | None,
-) -> Records:
-    """Returns the source of the lines of a file, or of the files of a folder that match `pattern`. With several files,
-    some files are held out for validation; with one file, some of its lines.
-
-    Args:
-        how: further arguments of `records`.
-    """
+def jsonl(encoding: str = "utf-8", **how: str | float | bool | None) -> Records:
+    """Returns the source of the lines of JSON-lines files. Args: how: further arguments of `records_of_files`."""
     check_utf8(encoding)
-    reader = FileReader(find_files(path, pattern, val_fraction, val_path), val_fraction, [UTF_8], lines)
-    return records(reader, "chat" if how.get("messages") else "jsonl", **how)
+    return records_of_files(lines, [UTF_8], "chat" if how.get("messages") else "jsonl", **how)
 
 
 def lines(file: Path) -> Iterator[Record]:

@@ -24,7 +24,7 @@ from lowmem.data.sources.framing import answer_documents, framing_of, text_docum
 from lowmem.data.sources.pieces import batches, controls
 from lowmem.data.sources.reading import ahead, digests
 from lowmem.data.sources.source import REFUSE, ChatFormat, Encoded, Encoder, SplitName
-from lowmem.data.sources.text_files import Files
+from lowmem.data.sources.text_files import Files, find_files
 from lowmem.system.errors import Refused
 from lowmem.system.units import quantity
 
@@ -278,6 +278,28 @@ def records(  # noqa: PLR0913
     """Makes the source of a reader, with the keys that all yamls of records share. Args: chat: arguments of `Chat`."""
     fields = encoder(field, prompt, completion, messages, bos, **chat)
     return Records(reader, fields, name, packing, too_long, skip_bad, bos)
+
+
+def records_of_files(  # noqa: PLR0913
+    read: Callable[[Path], Iterator[Record]],
+    settings: list,
+    name: str,
+    path: str,
+    pattern: str,
+    val_fraction: float,
+    val_path: str | None = None,
+    **how: str | bool | None,
+) -> Records:
+    """Makes the source of a file, or of the files of a folder that match `pattern`. With several files, some files are
+    held out for validation; with one file, some of its records.
+
+    Args:
+        read, settings: see `FileReader`.
+        name: see `Records`.
+        how: further arguments of `records`.
+    """
+    files = find_files(path, pattern, val_fraction, val_path)
+    return records(FileReader(files, val_fraction, settings, read), name, **how)
 
 
 class _Fields(Encoder):

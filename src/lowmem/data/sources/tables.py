@@ -8,13 +8,13 @@ of 256 MB its memory grows by 300 MB, and by 20 MB here. `datasets` is used for 
 import codecs
 import csv
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from lowmem.config.values import check_utf8, shown
 from lowmem.data.sources.reading import UTF_8, NotText, readable
-from lowmem.data.sources.records import FIELDS, BadRecord, FileReader, Record, Records, identity, records
-from lowmem.data.sources.text_files import find_files
+from lowmem.data.sources.records import FIELDS, BadRecord, Record, Records, identity, records_of_files
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
@@ -24,45 +24,26 @@ BUFFER = 1 << 20  # bytes of a column that are read at once
 TOOLS = "tools"  # a column that belongs to conversations, as the field `tools` of JSON records
 
 
-def table_csv(
-    path: str,
-    pattern: str,
-    val_fraction: float,
-    val_path: str | None = None,
-    encoding: str = "utf-8",
-    delimiter: str = ",",
-    **how: str | bool | None,
-) -> Records:
-    """Returns the source of the rows of a csv file, or of the files of a folder that match `pattern`. Columns are
-    fields.
+def table_csv(encoding: str = "utf-8", delimiter: str = ",", **how: str | float | bool | None) -> Records:
+    """Returns the source of the rows of csv files. Columns are fields.
 
     Args:
-        how: further arguments of `records`.
+        how: further arguments of `records_of_files`.
     """
     check_utf8(encoding)
-    files, columns = find_files(path, pattern, val_fraction, val_path), columns_of(how)
-    settings = [UTF_8, delimiter]
-    reader = FileReader(files, val_fraction, settings, lambda file: csv_rows(file, columns, delimiter))
-    return records(reader, "csv", **how)
+    rows = partial(csv_rows, columns=columns_of(how), delimiter=delimiter)
+    return records_of_files(rows, [UTF_8, delimiter], "csv", **how)
 
 
-def table_parquet(
-    path: str,
-    pattern: str,
-    val_fraction: float,
-    val_path: str | None = None,
-    **how: str | bool | None,
-) -> Records:
-    """Returns the source of the rows of a parquet file, or of the files of a folder that match `pattern`. Only the
-    columns in use are read.
+def table_parquet(**how: str | float | bool | None) -> Records:
+    """Returns the source of the rows of parquet files. Only the columns in use are read.
 
     Args:
-        how: further arguments of `records`.
+        how: arguments of `records_of_files`.
     """
     columns, optional = columns_of(how), [TOOLS] if how.get("messages") else []
-    files, settings = find_files(path, pattern, val_fraction, val_path), [columns + optional]
-    reader = FileReader(files, val_fraction, settings, lambda file: parquet_rows(file, columns, optional))
-    return records(reader, "parquet", **how)
+    rows = partial(parquet_rows, columns=columns, optional=optional)
+    return records_of_files(rows, [columns + optional], "parquet", **how)
 
 
 def columns_of(how: dict) -> list[str]:

@@ -4,15 +4,12 @@ What the tokens say is held against the bytes, by a reading of their own.
 """
 
 import os
-import shutil
-from collections import Counter
-from datetime import timedelta
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
+from arbitrary import one_of, outcomes
 from lowmem.config import values
 from lowmem.data import checked_folder, token_store
 from lowmem.data.sources import reading, text_files
@@ -27,11 +24,6 @@ SENTENCES = (
     "nothing is left to train on",
     "would leak training data",
 )
-
-
-def one_of(*strategies):
-    """Each as often as any other, of whatever kind it is."""
-    return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
 
 
 words = st.text(max_size=300)
@@ -121,34 +113,12 @@ def read_again(of, split):
             yield plain
 
 
-def holds(cases, folder, again):
-    """Every outcome of so many cases, counted."""
-    counted = Counter()
-
-    @settings(
-        max_examples=cases,
-        derandomize=not again,
-        database=None,
-        deadline=timedelta(seconds=30),
-        phases=[Phase.generate],  # to make a failing case smaller takes minutes
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-    @given(files, typed)
-    def case(files, typed):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        ended = outcome(folder, files, typed)
-        counted[ended] += 1
-        event(ended)
-
-    case()
-    return counted
+DRAWN = (files, typed)
 
 
 @pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.matrix)])
 def test_arbitrary_files_become_tokens_or_are_refused(cases, tmp_path):
-    counted = holds(cases, tmp_path / "case", again=cases > 50)
-    print(f"\n{dict(counted.most_common())}")
+    counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 50)
     empty = counted["contain no text"] + counted["there is no text in it"]
     assert counted["tokens"] > cases / 10 and empty > cases / 25 and len(counted) >= 5
 
@@ -164,4 +134,4 @@ def test_planted_reader_faults_are_caught(tmp_path, monkeypatch):
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):
             planted.setattr(of, name, fault)
-            holds(100, tmp_path / name, again=False)
+            outcomes(outcome, DRAWN, tmp_path / name, 100)

@@ -1,16 +1,13 @@
 """Lines of JSON as documents, what is learnt of them, and the sentence that each bad line ends in."""
 
 import json
-import shutil
 from collections import Counter
-from datetime import timedelta
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_any_files import one_of
 
+from arbitrary import one_of, outcomes
 from lowmem.data import token_store
 from lowmem.data.sources import jsonl, records, text_files
 from lowmem.system.errors import Refused
@@ -297,32 +294,12 @@ def read_again(contents, pairs):
                 pass
 
 
-def holds(cases, folder, again=False):
-    """Every outcome of so many cases, counted."""
-    counted = Counter()
-
-    @settings(
-        max_examples=cases,
-        derandomize=not again,
-        database=None,
-        deadline=timedelta(seconds=30),
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
-    @given(contents, st.none() | contents, st.sampled_from([False, False, True]), st.booleans())
-    def case(of_train, of_val, skip_bad, pairs):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        counted[outcome(folder, of_train, of_val, skip_bad, pairs)] += 1
-
-    case()
-    return counted
+DRAWN = (contents, st.none() | contents, st.sampled_from([False, False, True]), st.booleans())
 
 
-@pytest.mark.parametrize("cases", [30, pytest.param(500, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("cases", [60, pytest.param(500, marks=pytest.mark.matrix)])
 def test_arbitrary_lines_become_tokens_or_are_refused(cases, tmp_path):
-    counted = holds(cases, tmp_path / "case", again=cases > 30)
-    print(f"\n{dict(counted.most_common())}")
+    counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 60)
     assert counted["tokens"] > cases / 10 and counted["line "] > cases / 10
 
 
@@ -331,11 +308,11 @@ def test_planted_jsonl_reader_faults_are_caught(tmp_path, monkeypatch):
     """Each fault, planted, ends the property in the error that it is."""
     for of, name, fault in (
         (jsonl, "fields_of", json.loads),
-        (records, "place", lambda line: 1 / (len(line) - 20)),
+        (records, "place", lambda line: 1 / (len(line) % 20)),
     ):
         with monkeypatch.context() as planted, pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
             planted.setattr(of, name, fault)
-            holds(200, tmp_path / name)
+            outcomes(outcome, DRAWN, tmp_path / name, 200)
 
 
 @pytest.mark.parametrize("count", [1, 40])

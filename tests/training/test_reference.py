@@ -23,6 +23,7 @@ from lowmem.system.errors import Refused
 from lowmem.training import build, reference
 from lowmem.training.module import CausalLM
 from tolerances import FP32_REORDERED
+from wrong_variants import z_of_each_micro_batch
 
 PREFERS = "data=preference", "loss=dpo", "seq_len=32", "batch_size=2", "max_steps=4", "data.val_fraction=0.2"
 CONSTANT = "scheduler=constant"
@@ -332,15 +333,7 @@ def test_loss_on_rated_answers_does_not_depend_on_the_micro_batch_size(preferrin
     cut = "batch_size=2", "accumulation=fixed", "accumulation.batches=4"
     whole = second("batch_size=8", "accumulation=none", folder="whole")
     assert second(*cut, folder="cut") == pytest.approx(whole, rel=FP32_REORDERED)
-    right = CausalLM._run_micro_batch
-
-    def wrong(self, micro_batch, weight, sums):
-        """z is that of each micro-batch."""
-        (own,) = self.own_loss.callbacks()
-        own.compute(self, [[micro_batch]])
-        right(self, micro_batch, weight, sums)
-
-    monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
+    z_of_each_micro_batch(monkeypatch)
     assert abs(second(*cut, folder="wrong") / whole - 1) > 100 * FP32_REORDERED
 
 

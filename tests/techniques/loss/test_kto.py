@@ -28,6 +28,7 @@ from networks import network
 from parity import deviations, overrides, trainer
 from streams import Sees
 from tolerances import WINDOW_IN_MICRO_BATCHES, allowed, within
+from wrong_variants import z_of_each_micro_batch
 
 pytestmark = pytest.mark.kernels
 ANSWERS, LENGTH = 8, 16
@@ -151,18 +152,6 @@ def test_invalid_kto_arguments_are_refused(options, words):
 # --- windows --------------------------------------------------------------------------------------------------------
 
 
-def of_each_micro_batch(monkeypatch):
-    """The deliberately wrong variant: z of each micro-batch is that of its own rows alone."""
-    right = CausalLM._run_micro_batch
-
-    def wrong(self, micro_batch, weight, sums):
-        (own,) = self.own_loss.callbacks()
-        own.compute(self, [[micro_batch]])
-        right(self, micro_batch, weight, sums)
-
-    monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)
-
-
 def last_micro_batch_counts_less(monkeypatch):
     """The deliberately wrong variant: the last micro-batch counts a tenth less."""
     right = CausalLM._run_micro_batch
@@ -215,7 +204,7 @@ def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config,
         return abs(found / loss - 1), ((gradient - whole).norm() / whole.norm()).item()
 
     assert max(off(ANSWERS // 4)) < bound
-    for wrong in (of_each_micro_batch, last_micro_batch_counts_less):
+    for wrong in (z_of_each_micro_batch, last_micro_batch_counts_less):
         with monkeypatch.context() as patch:
             wrong(patch)
             assert off(ANSWERS // 4)[1] > 4 * bound
@@ -225,7 +214,7 @@ def test_kto_z_per_micro_batch_exceeds_the_tolerance(config, monkeypatch):
     techniques = "loss=kto", "accumulation=fixed"
     cfg = config(*overrides(*techniques), base=())
     assert within(deviations(cfg, *techniques), allowed(*techniques))
-    of_each_micro_batch(monkeypatch)
+    z_of_each_micro_batch(monkeypatch)
     found = deviations(cfg, *techniques)
     assert found[0] > 0.1 and found[2] > 0.02, found
 

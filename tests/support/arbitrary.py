@@ -1,0 +1,42 @@
+"""Checks a property with files of arbitrary content."""
+
+import shutil
+from collections import Counter
+from datetime import timedelta
+
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+
+
+def one_of(*strategies):
+    """Each as often as any other, of whatever kind it is."""
+    return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
+
+
+def outcomes(outcome, strategies, folder, cases, again=False):
+    """Count what `outcome(folder, *drawn)` returns in so many cases, each of which begins with an empty folder.
+
+    Args:
+        again: draw other cases each time.
+    """
+    counted = Counter()
+
+    @settings(
+        max_examples=cases,
+        derandomize=not again,
+        database=None,
+        deadline=timedelta(seconds=30),
+        phases=[Phase.generate],  # to make a failing case smaller takes minutes
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.tuples(*strategies))
+    def case(drawn):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        ended = outcome(folder, *drawn)
+        counted[ended] += 1
+        event(ended)
+
+    case()
+    print(f"\n{dict(counted.most_common())}")
+    return counted

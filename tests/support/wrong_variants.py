@@ -1,0 +1,15 @@
+"""Deliberately wrong variants that several tests plant."""
+
+from lowmem.training.module import CausalLM
+
+
+def z_of_each_micro_batch(monkeypatch):
+    """Compute z of the KTO loss from the rows of each micro-batch, not of the window."""
+    right = CausalLM._run_micro_batch
+
+    def wrong(self, micro_batch, weight, sums):
+        (own,) = self.own_loss.callbacks()
+        own.compute(self, [[micro_batch]])
+        right(self, micro_batch, weight, sums)
+
+    monkeypatch.setattr(CausalLM, "_run_micro_batch", wrong)

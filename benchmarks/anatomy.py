@@ -7,11 +7,10 @@ python -m benchmarks.anatomy             # about three minutes on two cores.
 
 import argparse
 import csv
-import json
 import os
 from pathlib import Path
 
-from benchmarks.runner import ROOT, measure, run_train, write
+from benchmarks.runner import ROOT, measure, options_of, run_train, write
 from lowmem.system.units import CATEGORIES
 
 MIB = 2**20
@@ -85,11 +84,7 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", help="run one recipe in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options_of(parser, row)
     results = measure({name: ["-m", "benchmarks.anatomy", "--row", name] for name in RECIPES}, 1)
     draw(results, ROOT / "docs" / "one-step.png", ["as shipped"], 1)
     draw(results, ROOT / "docs" / "techniques.png", list(RECIPES), 3)

@@ -12,7 +12,6 @@ for master weights the same bits as a naive loop with two models; for the planne
 """
 
 import argparse
-import json
 import re
 import signal
 import warnings
@@ -33,7 +32,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.runner import RESULTS, write
+from benchmarks.runner import stored, write
 from lowmem.config.instantiate import instantiate
 from lowmem.config.settle import Run, run_of
 from lowmem.data.loader import START, MicroBatch, Window
@@ -567,7 +566,7 @@ def main() -> None:
         print(table(results))
         return
     if not complete:
-        before = json.loads((RESULTS / "architectures.json").read_text())["families"]
+        before = stored("architectures")["families"]
         results = before | {name: before.get(name, {}) | row for name, row in results.items()}
     write("architectures", {"families": results}, table(results))
 

@@ -11,11 +11,10 @@ benchmark uses the bandwidth that an update reached in benchmarks/results/host_o
 """
 
 import argparse
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.runner import RESULTS, measure, medians, write
+from benchmarks.runner import measure, medians, options_of, stored, write
 from lowmem.plan.cost.machine import COMPUTE, MEMORY
 from lowmem.system.units import GIB
 
@@ -130,8 +129,8 @@ def by_category(need: "Prediction") -> dict[str, int]:
 def bandwidth(cores: int) -> float:
     """Returns the bytes per second of a host's memory. With more cores than were measured, the bandwidth is scaled in
     proportion, up to MANY_CORES."""
-    stored = json.loads((RESULTS / "host_optimizer.json").read_text())["rounds"]
-    seconds = medians({STEP: stored[STEP]}, "milliseconds")[STEP] / 1000
+    steps = stored("host_optimizer")["rounds"][STEP]
+    seconds = medians({STEP: steps}, "milliseconds")[STEP] / 1000
     return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)
 
 
@@ -176,14 +175,10 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", help="predict one recipe in this process")
     parser.add_argument("--table", action="store_true", help="write the table of the stored results again")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options = options_of(parser, row)
     if options.table:
-        results = json.loads((RESULTS / "capacity.json").read_text())["rounds"]
+        results = stored("capacity")["rounds"]
     else:
         results = measure({name: ["-m", "benchmarks.capacity", "--row", name] for name in ROWS}, 1)
     if too_large := [name for name, (need,) in results.items() if not need["fits"]]:

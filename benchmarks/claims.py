@@ -8,10 +8,9 @@ on fake tensors, which have a shape and no memory.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 
-from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
+from benchmarks.runner import measure, medians, options_of, ratio, run_train, stored, write
 
 STEPS = 6
 MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
@@ -140,9 +139,9 @@ def verdicts(results: dict, sizes: dict) -> Iterator[tuple[str, str, str, str]]:
         "Yes, of what is held per parameter.",
     )
     less = sizes["plain"]["optimizer"] - sizes["8-bit Adam"]["optimizer"]
-    masters = json.loads((RESULTS / "gpt2_xl.json").read_text())
+    masters = stored("gpt2_xl")
     card, steps = masters["card"], masters["rounds"]["global-norm clipping"][0]
-    rates = json.loads((RESULTS / "learning_rates.json").read_text())["rounds"]
+    rates = stored("learning_rates")["rounds"]
     ours, theirs = (rates[f"{optim} x 1"][0]["val_loss"] for optim in ("adam8bit", "adamw"))
     yield (
         "8-bit Adam saves about 8.5 GB on a 1.5 G model at 32-bit quality",
@@ -183,14 +182,10 @@ def table(results: dict, sizes: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="0: the table of what was measured before")
-    parser.add_argument("--row", help="run one row in this process")
-    options = parser.parse_args()
-    if options.row is not None:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options = options_of(parser, row)
     sizes = xl_rows()
     if options.rounds == 0:  # makes only the table again, from earlier measurements
-        results = json.loads((RESULTS / "claims.json").read_text())["rounds"]
+        results = stored("claims")["rounds"]
     else:
         results = measure({name: ["-m", "benchmarks.claims", "--row", name] for name in ROWS}, options.rounds)
     write("claims", {"rounds": results, "gpt2-xl": sizes}, table(results, sizes))

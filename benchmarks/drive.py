@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from benchmarks import streamed, turns
-from benchmarks.runner import RESULTS, machine, measure, write
+from benchmarks.runner import machine, measure, options_of, stored, write
 from benchmarks.streamed import QUIET, WARM_UP, Progress, running, watched
 from lowmem.offload.drive import SwapFiles
 from lowmem.system.scratch_file import Drive, buffer
@@ -283,20 +283,15 @@ PARTS: dict[str, tuple[Callable[[Path], dict], Callable[[Mapping], str]]] = {
     "1b": (_measure_1b, table_of_1b),
     "time": (_time, table_of_time),
 }
+ROWS = {"train": train_three_steps, "turn": in_turn, "share": share}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder on the drive")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--row", nargs="+", help="measure one row in this process")
-    options = parser.parse_args()
-    if options.row:
-        kind, *arguments = options.row
-        print(json.dumps({"train": train_three_steps, "turn": in_turn, "share": share}[kind](*arguments)), flush=True)
-        return
-    file = RESULTS / "drive.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    options = options_of(parser, lambda kind, *arguments: ROWS[kind](*arguments))
+    results = stored("drive")
     for part in options.part:
         results |= {part: PARTS[part][0](options.folder.absolute()), "machine": machine()}
         write("drive", results, "\n\n".join(PARTS[name][1](results[name]) for name in PARTS if name in results))

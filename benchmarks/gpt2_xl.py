@@ -23,7 +23,7 @@ from statistics import median
 import psutil
 
 from benchmarks.claims import xl
-from benchmarks.runner import RESULTS, ROOT, measure, medians, write
+from benchmarks.runner import ROOT, measure, medians, options_of, stored, write
 from lowmem.system.units import GIB
 
 MODEL = [
@@ -211,18 +211,13 @@ def table(results: dict, card: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", help="measure one row in this process")
     parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
-    options = parser.parse_args()
-    if options.row:
-        result = alone() if options.row == ALONE else capped(options.row) if options.row in CAPS else row(options.row)
-        print(json.dumps(result), flush=True)
-        return
+    options = options_of(parser, lambda name: alone() if name == ALONE else capped(name) if name in CAPS else row(name))
     import torch
 
     rows = [ALONE, *ROWS, *(CAPS if torch.cuda.is_available() else ())]
     if options.table:
-        results = json.loads((RESULTS / "gpt2_xl.json").read_text())["rounds"]
+        results = stored("gpt2_xl")["rounds"]
     else:
         results = measure({name: ["-m", "benchmarks.gpt2_xl", "--row", name] for name in rows}, 1)
     card = on_the_card()

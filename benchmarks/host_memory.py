@@ -8,11 +8,10 @@ difference.
 """
 
 import argparse
-import json
 import os
 import sys
 
-from benchmarks.runner import ROOT, measure, run_train, write
+from benchmarks.runner import ROOT, measure, options_of, run_train, write
 from lowmem.system.units import GIB
 
 RUN = [
@@ -27,7 +26,7 @@ RECIPES = (
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
-def row(lines: list[str]) -> dict[str, dict[str, int]]:
+def row(*lines: str) -> dict[str, dict[str, int]]:
     """Runs a recipe in this process. Returns {phase: its predicted and measured bytes}."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import real_model
@@ -59,11 +58,7 @@ def table(results: dict[str, list[dict]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", nargs="+", help="run one recipe in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options_of(parser, row)
     results = {}
     for malloc, variables in {"as usual": {}, "returns freed memory": RETURNS}.items():
         os.environ.update(variables)

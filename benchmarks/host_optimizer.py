@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
+from benchmarks.runner import measure, medians, ratio, run_train, stored, write
 
 SHAPE, MATRICES, STEPS = (1600, 6400), 4, 12
 FUSED = "torch AdamW, fused, fp32 state"
@@ -166,7 +166,7 @@ def main() -> None:
         return
     results = measure({name: ["-m", "benchmarks.host_optimizer", "--row", name] for name in STEP}, options.rounds)
     if options.times:
-        learns = json.loads((RESULTS / "host_optimizer.json").read_text())["learnt"]
+        learns = stored("host_optimizer")["learnt"]
     else:
         learns = measure({name: ["-m", "benchmarks.host_optimizer", "--learn", name] for name in LEARNS}, 1)
     wrong = errors()

@@ -4,9 +4,8 @@ python -m benchmarks.learning_rates      # about half an hour on two cores.
 """
 
 import argparse
-import json
 
-from benchmarks.runner import RESULTS, measure, run_train, write
+from benchmarks.runner import measure, options_of, run_train, stored, write
 
 BASE, STEPS = 2e-3, 150  # BASE: model.lr of tiny; STEPS: a third of the default run, with its schedule
 FACTORS = {
@@ -42,18 +41,13 @@ def table(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--add", action="store_true", help="measure only the rows that have no result yet")
-    parser.add_argument("--row", nargs=2, metavar=("OPTIM", "LR"), help="run one row in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(*options.row)), flush=True)
-        return
+    options = options_of(parser, row)
     rows = {
         f"{optim} x {factor}": ["-m", "benchmarks.learning_rates", "--row", optim, str(factor * BASE)]
         for optim, factors in FACTORS.items()
         for factor in factors
     }
-    file = RESULTS / "learning_rates.json"
-    earlier = json.loads(file.read_text())["rounds"] if options.add else {}
+    earlier = stored("learning_rates")["rounds"] if options.add else {}
     results = earlier | measure({name: row for name, row in rows.items() if name not in earlier}, rounds=1)
     write("learning_rates", {"steps": STEPS, "rounds": results}, table(results))
 

@@ -6,7 +6,6 @@ tests/test_pictures.py draws each picture again, compares it with the file, and 
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.capacity import RECIPES
 from benchmarks.drawing import WIDTH, Picture
-from benchmarks.runner import RESULTS, ROOT
+from benchmarks.runner import ROOT, stored
 from lowmem.system.units import GIB
 
 DOCS = ROOT / "docs"
@@ -64,7 +63,7 @@ WHY = {
 
 def capacity() -> Picture:
     """Draws bars of the memory that each recipe needs of the card, the host and the drive."""
-    rounds = json.loads((RESULTS / "capacity.json").read_text())["rounds"]
+    rounds = stored("capacity")["rounds"]
     rows = {name: rounds[name][0] for name in RECIPES}
     top, step, left, scale = 128, 78, 104, 2.95
     columns = {"card GiB": 572, "host GiB": 634, "drive GiB": 702, "s per 1,000 tokens": WIDTH - MARGIN}

@@ -9,12 +9,10 @@ predictions are wrong on purpose, and the table must show their errors.
 """
 
 import argparse
-import json
 import os
-from pathlib import Path
 from statistics import median
 
-from benchmarks.runner import RESULTS, measure, run_train, write
+from benchmarks.runner import measure, options_of, run_train, stored, write
 from lowmem.system.units import GIB
 
 STEPS = 3
@@ -85,7 +83,7 @@ def rows() -> dict[str, list[str]]:
     return named
 
 
-def row(arguments: list[str]) -> dict:
+def row(*arguments: str) -> dict:
     """Runs train.py once and returns its predicted and measured bytes."""
     summary = run_train([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
@@ -171,18 +169,14 @@ def table(results: dict, block: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", nargs="*", help="run one row in this process")
     parser.add_argument("--only", help="rows whose name contains this, printed and not kept")
     parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
-    options = parser.parse_args()
-    if options.row is not None:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options = options_of(parser, row)
     # glibc returns freed memory to the system at once, so that resident memory does not include it
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     chosen = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:
-        results = json.loads(Path(RESULTS / "plan_error.json").read_text())["rounds"]
+        results = stored("plan_error")["rounds"]
     else:
         results = measure({name: ["-m", "benchmarks.plan_error", "--row", *more] for name, more in chosen.items()}, 1)
     if options.only is None:

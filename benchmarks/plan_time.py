@@ -8,14 +8,12 @@ result is Kendall's tau over all pairs whose measured times differ by more than 
 """
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from itertools import combinations, product
 from math import exp, log
-from pathlib import Path
 from statistics import median
 
-from benchmarks.runner import RESULTS, measure, medians, run_train, write
+from benchmarks.runner import measure, medians, options_of, run_train, stored, write
 from lowmem.plan.cost.machine import COMPUTE, MEMORY, Machine, measured
 from lowmem.plan.cost.step_time import of_trace
 
@@ -117,15 +115,11 @@ def table(results: dict, guess: dict[str, float], shares: tuple[float, float]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--row", help="measure one recipe in this process")
     parser.add_argument("--table", action="store_true", help="count again, and compare with earlier measurements")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(options.row)), flush=True)
-        return
+    options = options_of(parser, row)
     if options.table:
-        stored = json.loads(Path(RESULTS / "plan_time.json").read_text())
-        results, rates = stored["rounds"], stored["rates"]
+        before = stored("plan_time")
+        results, rates = before["rounds"], before["rates"]
     else:
         rates = asdict(measured(on_card=False))
         results = measure({name: ["-m", "benchmarks.plan_time", "--row", name] for name in RECIPES}, options.rounds)

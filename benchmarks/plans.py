@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.runner import measure, write
+from benchmarks.runner import measure, options_of, write
 from lowmem.system.units import GIB
 
 PLANNED = [
@@ -67,11 +67,7 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", nargs=2, help="plan one model on one card in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(*options.row)), flush=True)
-        return
+    options_of(parser, row)
     rows = {f"{model} on {card} GiB": ["-m", "benchmarks.plans", "--row", model, str(card)] for model, card in PLANNED}
     results = measure(rows, 1)
     write("plans", {"rounds": results}, table(results))

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.runner import measure, medians, write
+from benchmarks.runner import measure, medians, options_of, write
 
 KINDS = ("text", "jsonl")
 VOCABULARY = 4096
@@ -93,12 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", type=int, default=[1000, 3000], help="MB")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.row:
-        kind, size = options.row
-        print(json.dumps(prepare(kind, int(size) * MB)))
-        return
+    options = options_of(parser, lambda kind, size: prepare(kind, int(size) * MB))
     rows = {
         f"{kind}, {size} MB": ["-m", "benchmarks.prepare", "--row", kind, str(size)]
         for kind in KINDS

@@ -11,7 +11,6 @@ batches. A difference counts only beside the spread of the seeds.
 """
 
 import argparse
-import json
 import math
 import os
 import pydoc_data.topics
@@ -24,7 +23,7 @@ from statistics import mean
 
 import transformers
 
-from benchmarks.runner import RESULTS, ROOT, row, run_train, write
+from benchmarks.runner import ROOT, options_of, row, run_train, stored, write
 
 STEPS, SEEDS = 30, (0, 1, 2)
 PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # with several seeds
@@ -84,7 +83,7 @@ def texts(folder: Path) -> list[str]:
     return [f"data.path={train}", f"data.val_path={{new:{new},old:{old}}}"]
 
 
-def train(lines: list[str]) -> dict:
+def train(*lines: str) -> dict:
     """Trains a row in this process, and returns what was measured of it."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import real_model
@@ -142,13 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, help="one part of the table")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this many minutes")
-    parser.add_argument("--row", nargs="+", help="one row in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(train(options.row)), flush=True)
-        return
-    file, end = RESULTS / "quality.json", time.monotonic() + 60 * options.minutes
-    results = json.loads(file.read_text())["rows"] if file.is_file() else {}
+    options = options_of(parser, train)
+    end = time.monotonic() + 60 * options.minutes
+    results = stored("quality").get("rows", {})
     for part, rows in PARTS.items():
         for name, lines in rows.items():
             if name not in results and part == (options.only or part) and time.monotonic() < end:

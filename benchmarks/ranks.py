@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.runner import RESULTS, ROOT, machine, write
+from benchmarks.runner import ROOT, machine, stored, write
 from lowmem.system.units import GIB, MIB
 
 PHASES = ("forward", "backward", "step", "evaluation")
@@ -144,8 +144,7 @@ def main() -> None:
     parser.add_argument("--no-paper", dest="paper", action="store_false", help="leave the predictions on paper out")
     options = parser.parse_args()
     sizes = [size for size in SIZES if options.size in (None, size)]
-    file = RESULTS / "ranks.json"
-    results = {"rounds": {}, "paper": {}} | (json.loads(file.read_text()) if file.exists() else {})
+    results = {"rounds": {}, "paper": {}} | stored("ranks")
 
     def measured(section: str, name: str, result: dict) -> None:
         results[section][name] = result

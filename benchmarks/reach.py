@@ -4,10 +4,9 @@ python -m benchmarks.reach               # about ten minutes on two cores; nothi
 """
 
 import argparse
-import json
 from unittest.mock import patch
 
-from benchmarks.runner import measure, write
+from benchmarks.runner import measure, options_of, write
 from lowmem.system.units import GIB
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -59,11 +58,7 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--row", nargs=2, help="predict one recipe in this process")
-    options = parser.parse_args()
-    if options.row:
-        print(json.dumps(row(*options.row)), flush=True)
-        return
+    options_of(parser, row)
     names = [(recipe, rows_of) for recipe in RECIPES for rows_of in ROWS_OF]
     results = measure({": ".join(name): ["-m", "benchmarks.reach", "--row", *name] for name in names}, 1)
     write("reach", {"rounds": results}, table(results))

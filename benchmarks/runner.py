@@ -11,7 +11,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -44,6 +45,20 @@ def row(arguments: Sequence[str]) -> dict:
             text=True,
         )
     return result(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespace:
+    """Returns the typed options. In a process that `measure` has started, prints the row's result instead, and ends.
+
+    Args:
+        measured: measures the row. It gets the words after `--row`.
+    """
+    parser.add_argument("--row", nargs="*", help="measure one row in this process")
+    options = parser.parse_args()
+    if options.row is not None:
+        print(json.dumps(measured(*options.row)), flush=True)
+        sys.exit()
+    return options
 
 
 def environment(folder: str | Path) -> dict[str, str]:
@@ -82,6 +97,12 @@ def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key
 
 def machine() -> dict[str, object]:
     return {"processor": processor(), "cores": os.cpu_count(), "system": platform.system(), "versions": versions()}
+
+
+def stored(name: str) -> dict:
+    """Returns the results that `write` has stored; {} if there are none."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def write(name: str, result: Mapping, table: str) -> None:

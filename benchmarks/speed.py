@@ -5,10 +5,9 @@ python -m benchmarks.speed               # about a quarter of an hour on two cor
 """
 
 import argparse
-import json
 
 from benchmarks.loops import shape
-from benchmarks.runner import RESULTS, measure, medians, ratio, run_train, write
+from benchmarks.runner import measure, medians, options_of, ratio, run_train, stored, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 # A row of 16k tokens, where attention takes most of the time
@@ -137,15 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", nargs="*", choices=ROWS, help="measure these rows; keep the others")
-    parser.add_argument("--row", help="run one row in this process; 'alone': the loss by itself")
-    options = parser.parse_args()
-    if options.row is not None:
-        print(json.dumps(loss_alone() if options.row == "alone" else row(options.row)), flush=True)
-        return
+    options = options_of(parser, lambda name: loss_alone() if name == "alone" else row(name))
     names = options.add or [*ROWS, "alone"]
     results = measure({name: ["-m", "benchmarks.speed", "--row", name] for name in names}, options.rounds)
     if options.add:
-        before = json.loads((RESULTS / "speed.json").read_text())
+        before = stored("speed")
         results = before["rounds"] | {"alone": before["alone"]} | results
     alone = results.pop("alone")
     middle = sorted(alone, key=lambda figures: figures["time"])[len(alone) // 2]

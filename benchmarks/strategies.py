@@ -9,7 +9,6 @@ need cards, and are not tested here.
 """
 
 import argparse
-import json
 import logging
 import multiprocessing
 import sys
@@ -17,7 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.runner import RESULTS, ROOT, machine, write
+from benchmarks.runner import ROOT, machine, stored, write
 
 TESTS = ROOT / "tests" / "support"
 WORST = 300  # time limit of a case in seconds, enough for one that compiles on a busy machine
@@ -127,8 +126,7 @@ def main() -> None:
         help="keep results of the others",
     )
     options = parser.parse_args()
-    file = RESULTS / "strategies.json"
-    results = json.loads(file.read_text())["strategies"] if file.exists() else {}
+    results = stored("strategies").get("strategies", {})
     with tempfile.TemporaryDirectory() as folder:
         rows = matrix.written(Path(folder))
         for strategy in options.only:

@@ -11,7 +11,6 @@ Without --part all of them run, one after the other. Each leaves the results of 
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from statistics import median
 import psutil
 
 from benchmarks import anatomy, capacity, turns
-from benchmarks.runner import RESULTS, ROOT, environment, machine, measure, result, write
+from benchmarks.runner import ROOT, environment, machine, measure, options_of, result, stored, write
 from lowmem.plan.target import Target
 from lowmem.system.units import GIB, MIB
 
@@ -480,15 +479,9 @@ ROWS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--row", nargs="+", help="measure one row in this process")
     parser.add_argument("--table", action="store_true", help="only the tables again, from earlier measurements")
-    options = parser.parse_args()
-    if options.row:
-        kind, *arguments = options.row
-        print(json.dumps(ROWS[kind](*arguments)), flush=True)
-        return
-    file = RESULTS / "streamed.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    options = options_of(parser, lambda kind, *arguments: ROWS[kind](*arguments))
+    results = stored("streamed")
     for part in [] if options.table else options.part:
         results |= {part: PARTS[part][0](), "machine": machine()}
         write("streamed", results, "\n\n".join(PARTS[name][1](results[name]) for name in PARTS if name in results))

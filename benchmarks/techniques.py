@@ -7,14 +7,13 @@ python -m benchmarks.techniques --table  # a minute: only the refused pairs agai
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import isnan, nan
 from statistics import median
 
 from benchmarks.loops import shape
-from benchmarks.runner import RESULTS, measure, medians, run_train, write
+from benchmarks.runner import measure, medians, options_of, run_train, stored, write
 from lowmem.config.declarations import SHARED, groups, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import run_of
@@ -47,7 +46,7 @@ CHOICES = [choice for choice in CHOICES if choice not in SHIPPED] + ["optim.in_b
 ROWS = {BASE: []} | {choice: [choice, *WITH.get(choice, [])] for choice in CHOICES}
 
 
-def row(arguments: list[str]) -> dict:
+def row(*arguments: str) -> dict:
     """Runs train.py on `tiny` once and returns peaks in bytes and tokens/s."""
     summary = run_train([*shape("tiny"), "logger=none", *arguments])
     return {
@@ -113,13 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", nargs="*", help="measure these rows and the shipped one; keep the others")
-    parser.add_argument("--row", nargs="*", help="run one row in this process")
     parser.add_argument("--table", action="store_true", help="only the refused pairs again; keep all measurements")
-    options = parser.parse_args()
-    if options.row is not None:
-        print(json.dumps(row(options.row)), flush=True)
-        return
-    before = json.loads((RESULTS / "techniques.json").read_text())
+    options = options_of(parser, row)
+    before = stored("techniques")
     known, where = before["rounds"], {"machine": before["machine"]} if options.table else {}
     if options.table:
         results = {name: known[name] for name in ROWS if name in known}

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import streamed, turns
 from benchmarks.runner import machine, measure, options_of, stored, write
-from benchmarks.streamed import QUIET, WARM_UP, Progress, running, watched
+from benchmarks.streamed import QUIET, WARM_UP, Progress, figures_of, recording, running, watched
 from lowmem.offload.drive import SwapFiles
 from lowmem.system.scratch_file import Drive, buffer
 from lowmem.system.units import GIB
@@ -87,23 +87,16 @@ def train_three_steps(model: str, *more: str) -> dict:
 
     from lowmem.training import watchers
 
-    tell, losses, moments, moved, digest = Progress(), [], [], [], sha256()
+    moved, digest = [], sha256()
 
-    class Telling(watchers.Stop):
-        def on_fit_start(self, *_) -> None:
-            tell("the model is built, and its weights have moved in")
-
+    class Moving(recording(Progress())):
         def on_train_start(self, trainer, module) -> None:
             super().on_train_start(trainer, module)
-            moments.append(time.perf_counter())
             moved.append(_moved(module))
 
-        def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
-            losses.append(float(outputs["loss"]))
-            moments.append(time.perf_counter())
+        def on_train_batch_end(self, trainer, module, *outputs) -> None:
             moved.append(_moved(module))
-            tell(f"step {trainer.global_step}: loss {losses[-1]:.6f}")
-            super().on_train_batch_end(trainer, module)
+            super().on_train_batch_end(trainer, module, *outputs)
 
         def on_train_end(self, trainer, module) -> None:
             plugin = trainer.precision_plugin
@@ -112,17 +105,12 @@ def train_three_steps(model: str, *more: str) -> dict:
             for p in module.parameters() if sum(p.numel() for p in module.parameters()) < 2e9 else ():
                 digest.update(plugin.full_precision(p).detach().view(torch.uint8).numpy())
 
-    watchers.Stop = Telling
-    tell("starts")
+    watchers.Stop = Moving
     with running([*_of_folder(Path(model)), *MASTERS, "weights=streamed", *more]) as run:
         return {
-            "parameters": sum(p.numel() for p in run.module.parameters()),
-            "losses": losses,
-            "seconds_per_step": [after - before for before, after in pairwise(moments)],
+            **figures_of(run),
             "read_written": [[b - a for a, b in zip(x, y, strict=True)] for x, y in pairwise(moved)],
-            "peak_bytes": run.watchers.meter.peak_bytes,
             "drive_bytes": sum(t.nbytes for t in run.module.weights.drive_tensors()),
-            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.watchers.meter.rows()),
             "digest": digest.hexdigest(),
         }
 

@@ -75,41 +75,56 @@ class Progress:
         print(f"{seconds:7.1f} s  {resident / GIB:5.2f} GiB  {message}", file=sys.stderr, flush=True)
 
 
-def eight(more: Sequence[str] = ()) -> dict:
+def recording(tell: Progress) -> type:
+    """Returns a `watchers.Stop` that also tells the progress of a run, and records its steps for `figures_of`."""
     from lowmem.training import watchers
 
-    tell, losses, moments = Progress(), [], []
-
-    class Telling(watchers.Stop):
+    class Recording(watchers.Stop):
         def on_fit_start(self, *_) -> None:
+            self.losses, self.moments = [], []
             tell("the model is built, and its weights have moved in")
 
         def on_train_start(self, trainer, module) -> None:
             super().on_train_start(trainer, module)
-            moments.append(time.perf_counter())
+            self.moments.append(time.perf_counter())
 
         def on_before_backward(self, trainer, module, loss) -> None:
             tell(f"step {trainer.global_step + 1}: forward done")
 
         def on_train_batch_end(self, trainer, module, outputs: dict, *_) -> None:
-            losses.append(float(outputs["loss"]))
-            moments.append(time.perf_counter())
-            tell(f"step {trainer.global_step}: loss {losses[-1]:.4f}")
+            self.losses.append(float(outputs["loss"]))
+            self.moments.append(time.perf_counter())
+            tell(f"step {trainer.global_step}: loss {self.losses[-1]:.6f}")
             super().on_train_batch_end(trainer, module)
 
-    watchers.Stop = Telling
     tell("starts")
+    return Recording
+
+
+def figures_of(run: "Training") -> dict:  # noqa: F821
+    """Returns the losses, the seconds and the memory of a run with `recording`."""
+    stop, meter = run.watchers.stop, run.watchers.meter
+    return {
+        "parameters": sum(p.numel() for p in run.module.parameters()),
+        "losses": stop.losses,
+        "seconds_per_step": [after - before for before, after in pairwise(stop.moments)],
+        "peak_bytes": meter.peak_bytes,
+        "host_tensors": max(row.get("host_tensor_bytes", 0) for row in meter.rows()),
+    }
+
+
+def eight(more: Sequence[str] = ()) -> dict:
+    from lowmem.training import watchers
+
+    tell = Progress()
+    watchers.Stop = recording(tell)
     with running([*EIGHT, *more]) as run:
         tell("trained")
         return {
-            "parameters": sum(p.numel() for p in run.module.parameters()),
-            "losses": losses,
-            "seconds_per_step": [after - before for before, after in pairwise(moments)],
+            **figures_of(run),
             "seconds": time.perf_counter() - tell.start,
-            "peak_bytes": run.watchers.meter.peak_bytes,
             "peak_bytes_by_phase": run.watchers.meter.by_phase(),
             "peak_bytes_by_category": run.watchers.meter.by_category(),
-            "host_tensors": max(row.get("host_tensor_bytes", 0) for row in run.watchers.meter.rows()),
             "rss_before_model": run.rss_before_model,
         }
 

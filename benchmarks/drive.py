@@ -99,11 +99,10 @@ def train_three_steps(model: str, *more: str) -> dict:
             super().on_train_batch_end(trainer, module, *outputs)
 
         def on_train_end(self, trainer, module) -> None:
-            plugin = trainer.precision_plugin
-            plugin.arrived()
+            module.arrived()
             # not for 8B: pages of the drive that are read outside of steps would count as resident memory
             for p in module.parameters() if sum(p.numel() for p in module.parameters()) < 2e9 else ():
-                digest.update(plugin.full_precision(p).detach().view(torch.uint8).numpy())
+                digest.update(module.full_precision(p).detach().view(torch.uint8).numpy())
 
     watchers.Stop = Moving
     with running([*_of_folder(Path(model)), *MASTERS, "weights=streamed", *more]) as run:

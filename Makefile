@@ -50,6 +50,7 @@ lint: .venv/installed
 	$(BIN)/python tests/support/prose.py src/lowmem benchmarks tests
 	$(BIN)/python tests/support/prose.py --texts src/lowmem conf docs README.md
 	$(BIN)/python tests/support/house.py src/lowmem conf
+	$(BIN)/python tests/support/repeated.py --most 6 src/lowmem benchmarks
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -7,12 +7,13 @@ import re
 import statistics
 import subprocess
 import sys
+from argparse import ArgumentParser
 
 import pytest
 import torch
 from benchmarks import published, turns
 from benchmarks.loops import RECIPES
-from benchmarks.runner import RESULTS, ROOT
+from benchmarks.runner import RESULTS, ROOT, options_of
 from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +78,18 @@ def test_single_benchmark_loop_does_not_wait(monkeypatch):
     alone.next()
     alone.next()
     assert len(alone.seconds) == 1
+
+
+def test_row_of_a_benchmark_is_printed_and_ends_the_process(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--row", "tiny", "seq_len=8"])
+    with pytest.raises(SystemExit) as end:
+        options_of(ArgumentParser(), lambda *words: {"words": words})
+    assert end.value.code is None and json.loads(capsys.readouterr().out) == {"words": ["tiny", "seq_len=8"]}
+
+
+def test_benchmark_without_a_row_returns_its_options(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    assert options_of(ArgumentParser(), pytest.fail).row is None
 
 
 def test_speed_ratio_is_the_median_of_pairs_after_the_warm_up():

@@ -78,9 +78,10 @@ def test_exported_experts_are_opened_by_peft_with_equal_logits_and_gradients(tmp
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("modules", [["q_proj"], []])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_folder_that_peft_has_written_is_continued(tmp_path, family):
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], target_parameters=STACKS)
+def test_folder_that_peft_has_written_is_continued(tmp_path, family, modules):
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=modules, target_parameters=STACKS)
     theirs = moved(get_peft_model(made(family), config))
     theirs.save_pretrained(tmp_path)
     ours = made(family)
@@ -88,7 +89,11 @@ def test_folder_that_peft_has_written_is_continued(tmp_path, family):
     load(ours, str(tmp_path))
     assert (logits(ours) - logits(theirs)).abs().max() < FP32_REORDERED * logits(theirs).abs().max()
     expected, found = gradients(theirs), gradients(ours)
-    assert len(found) == len(expected) == 2 * (2 + 4)
+    assert len(found) == len(expected) == 2 * (2 * len(modules) + 4)
+    (tmp_path / "again").mkdir()
+    write_adapter(ours, tmp_path / "again", None, "base", Weights(ours))
+    again = PeftModel.from_pretrained(made(family), tmp_path / "again")
+    assert (logits(again) - logits(ours)).abs().max() < FP32_REORDERED * logits(ours).abs().max()
 
 
 @pytest.mark.wrong

@@ -40,6 +40,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
+WITH_EXPERTS = {"none": False, "lora": True}  # values of the argument `experts`
 # Keys of a folder's config whose value changes no more than which layers have matrices, their ranks and their scaling.
 UNDERSTOOD = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
@@ -85,16 +86,16 @@ class LoRA(Adapter):
         # Imported here: it takes seconds, and a trace builds models without it.
         from peft import LoraConfig
 
-        self.target, self.path, self.experts = target, path, experts
+        self.target, self.path, self.adapts_experts = target, path, WITH_EXPERTS.get(experts)
         if path is not None:
             self.config = self._of_folder(Path(path).expanduser(), r, alpha)
         else:
             r = r or RANK
             self.config = LoraConfig(r=r, lora_alpha=alpha or 2 * r, use_dora=self.magnitudes, task_type="CAUSAL_LM")
         self.config.lora_dropout = dropout
-        if self.experts is None:
-            self.experts = "lora" if _stacks_of(self.config) else "none"
-        if self.experts == "lora" and (dropout or self.magnitudes):
+        if self.adapts_experts is None:
+            self.adapts_experts = bool(_stacks_of(self.config))
+        if self.adapts_experts and (dropout or self.magnitudes):
             key = "adapter.dropout=0" if dropout else "adapter=lora"
             raise Refused(
                 "adapter.experts=lora: the matrices of experts are added to their weights, which allows neither "
@@ -109,12 +110,12 @@ class LoRA(Adapter):
             names = _chosen(model, linear, ALL if self.target is None else self.target)
         else:
             names = self._names_of_folder(model, linear)
-        if not names and self.path:
+        if not names and self.path and not stacks:
             raise Refused(
                 f"adapter.path={self.path}: {CONFIG} names no layer of {type(model).__name__}. Type the model= that "
                 "the adapter was trained on."
             )
-        if not names:
+        if not names and not stacks:
             raise Refused("adapter.target=[]: this names no layer. Type adapter.target=all-linear, or adapter=none.")
         config = deepcopy(self.config)
         config.fan_in_fan_out = any(isinstance(layer, Conv1D) for layer in linear.values())
@@ -143,9 +144,9 @@ class LoRA(Adapter):
         """Returns the names of modules with fused experts, each with the names of the stacks that get matrices.
 
         Raises:
-            Refused: the model has no fused experts, or not those of a folder.
+            Refused: the model has no fused experts, or lacks some that a folder names.
         """
-        if self.experts != "lora":
+        if not self.adapts_experts:
             return {}
         every = stacks_of(model)
         full_names = [f"{name}.{key}" for name, keys in every.items() for key in keys]
@@ -196,10 +197,10 @@ class LoRA(Adapter):
             kind, instead = ("DoRA", "dora") if config.use_dora else ("LoRA", plain)
             raise Refused(f"{line}: this is a {kind} adapter. Type adapter={instead}.")
         self._check_base(folder)
-        experts = "lora" if _stacks_of(config) else "none"
-        stored = {"r": (r, config.r), "alpha": (alpha, config.lora_alpha), "experts": (self.experts, experts)}
-        for name, (typed, value) in stored.items():
-            if typed not in (None, value):
+        if self.adapts_experts not in (None, bool(_stacks_of(config))):
+            raise self._decided_by_folder(f"adapter.experts={'lora' if self.adapts_experts else 'none'}")
+        for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
+            if typed not in (None, stored):
                 raise self._decided_by_folder(f"adapter.{name}={typed}")
         config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
         log.info(f"{line}: this adapter was trained on {config.base_model_name_or_path or 'an unnamed base model'}.")
@@ -362,6 +363,10 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
     from peft import inject_adapter_in_model
 
     config.target_modules, config.target_parameters = set(), None
+    if not names:  # experts alone have an adapter
+        model.requires_grad_(False)
+        model.peft_config = {"default": config}
+        return
     try:
         with warnings.catch_warnings(action="ignore"):  # about Conv1D, whose matrix is transposed, and the empty target
             inject_adapter_in_model(

@@ -48,8 +48,8 @@ class Technique:
             nothing.
         tried: the planner may choose it on its own: it needs no other lr and keeps the quality of updates.
         advised: the first of its group to recommend when memory runs out.
-        generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card.
-        compiles_blocks: it compiles blocks, whose allocations cannot be traced.
+        generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card. The
+            allocations of generated code cannot be traced.
     precision:
         tried_without_bf16: the planner may choose it for a card without bf16 matmuls.
     optim:
@@ -61,7 +61,6 @@ class Technique:
         needs_whole: it must step a matrix as a whole; a step on some rows gives another result.
         cpu_factor: time of its update on a CPU, relative to the time that memory bandwidth alone would need.
     gradient_checkpointing:
-        keeps_all: it stores every activation and recomputes nothing.
         joins_blocks: it recomputes several blocks at once.
         inputs_on_host: the inputs of blocks are offloaded to host memory.
         sees_operators: it decides for each operator of a block whether its result is stored.
@@ -82,11 +81,9 @@ class Technique:
     steps_on_shapes: bool = False
     cpu_factor: float = 1.0
     generates_code: bool = False
-    keeps_all: bool = False
     joins_blocks: bool = False
     inputs_on_host: bool = False
     sees_operators: bool = False
-    compiles_blocks: bool = False
     of_rated: bool = False
     one_process: bool = False
     needs_whole: bool = False

@@ -137,7 +137,7 @@ REFUSALS = (
         "bf16-sr and other kinds of gradient_checkpointing that recompute blocks also work), or weights=resident.",
     ),
     Refusal(
-        lambda run: run.streams and run.masters and run.checkpointing.keeps_all and not run.several,
+        lambda run: run.streams and run.masters and not run.checkpointing.saves and not run.several,
         "weights=streamed: without gradient checkpointing, backward reads every block's weights again, after the "
         "weights of other blocks have overwritten them on the device. Type gradient_checkpointing=every_layer.",
     ),

@@ -113,7 +113,7 @@ class Run(schema.Keys):
     @property
     def compiles_blocks(self) -> bool:
         """Returns whether torch.compile compiles each block, which hides its allocations from the meter."""
-        return self.technique("compile").compiles_blocks
+        return self.technique("compile").generates_code
 
     @property
     def checkpointing(self) -> Technique:

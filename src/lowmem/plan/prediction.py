@@ -128,7 +128,7 @@ def predict(
     """
     compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:
-        run = run.replacing("compile", choice("compile", "none") | {"declares": {"compiles_blocks": True}})
+        run = run.replacing("compile", choice("compile", "none") | {"declares": {"generates_code": True}})
     traces = partial(other or trace, run, on_card=target.on_card, capability=target.capability)
     try:
         rank_0 = traces()

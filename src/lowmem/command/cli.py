@@ -269,7 +269,7 @@ def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed:
     check_places(run)
     if run.generate is not None:
         return _generate(run)
-    if run.devices > 1 and not rank_environment.is_rank() and not run.technique("strategy").one_process:
+    if run.devices > 1 and run.several and not rank_environment.is_rank():
         return _ranks(output_dir, run.devices)
     with undisturbed():
         from lowmem.fit import fit  # imports torch

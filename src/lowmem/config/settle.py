@@ -149,8 +149,9 @@ class Run(schema.Keys):
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device."""
-        return self.strategy_class.several
+        """Returns whether there may be several processes, one per device. (The class says so too, but importing it
+        imports torch.)"""
+        return not self.technique("strategy").one_process
 
     @property
     def loads_once(self) -> bool:

@@ -70,7 +70,7 @@ REFUSED = {
     "data=/tmp/talks.jsonl": "Type data=jsonl data.path=/tmp/talks.jsonl.",
     "data=somebody/talks": "Type data=hub data.path=somebody/talks.",
     "learning_rate=1e-4": "Type lr=1e-4.",
-    "precision.declares.tried_without_bf16=nan": "a run cannot change what a technique declares",
+    "precision.declares.tried=nan": "a run cannot change what a technique declares",
     "-m optim=sgd,adamw optim.declares={}": "a run cannot change what a technique declares",
     "warmup_steps=3": "Type scheduler.warmup_steps=3.",
     "hydra.run.dri=x": "Type hydra.run.dir=x.",

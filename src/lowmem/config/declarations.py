@@ -50,8 +50,6 @@ class Technique:
         advised: the first of its group to recommend when memory runs out.
         generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card. The
             allocations of generated code cannot be traced.
-    precision:
-        tried_without_bf16: the planner may choose it for a card without bf16 matmuls.
     optim:
         update_of: the optimizer with the same update and another state; None: the update is its own.
         state_bits: bits per element of its state.
@@ -72,7 +70,6 @@ class Technique:
 
     saves: Mapping[str, float] = field(default_factory=dict)
     tried: bool = False
-    tried_without_bf16: bool = False
     advised: bool = False
     update_of: str | None = None
     state_bits: int = 32

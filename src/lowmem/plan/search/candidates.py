@@ -18,7 +18,7 @@ from hydra.errors import ConfigCompositionException
 
 from lowmem.config.accumulation import divisors
 from lowmem.config.cards import Card
-from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, choice, techniques
+from lowmem.config.declarations import CHANGEABLE, COMPUTED, PLACED, SHARED, choice, class_of, techniques
 from lowmem.config.refusals import refused
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import CONF, as_mapping, chosen_by, is_group
@@ -179,7 +179,7 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
     """Returns the trainings to try, without duplicates. Args: card: the target; None: every dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
-    for precision in _choices(typed, "precision", card):
+    for precision in _precisions(typed, card):
         if not typed.takes({"precision": precision}):
             continue
         run = typed.config({"precision": precision})
@@ -249,15 +249,17 @@ def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
     return on_host or optim
 
 
-def _choices(typed: Typed, group: str, card: Card | None = None) -> list[str]:
+def _precisions(typed: Typed, card: Card | None) -> list[str]:
+    """Returns the precisions to try. A card with bf16 matmuls needs no loss scale."""
+    first, *others = _choices(typed, "precision")
+    with_bf16 = card is None or card.multiplies("bfloat16")
+    return [first, *(name for name in others if not (with_bf16 and class_of("precision", name).scales_loss))]
+
+
+def _choices(typed: Typed, group: str) -> list[str]:
     kept = typed.keeps(group) or (group == "loss" and typed.run.loss_class.of_pairs)
-    return list(dict.fromkeys([typed.named[group], *(() if kept else _tried(group, card))]))
-
-
-def _tried(group: str, card: Card | None) -> list[str]:
-    without_bf16 = card is not None and not card.multiplies("bfloat16")
-    known = techniques(group).items()
-    return [name for name, technique in known if technique.tried or (technique.tried_without_bf16 and without_bf16)]
+    tried = (name for name, technique in techniques(group).items() if technique.tried)
+    return list(dict.fromkeys([typed.named[group], *(() if kept else tried)]))
 
 
 def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:

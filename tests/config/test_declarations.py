@@ -28,6 +28,7 @@ def test_each_group_advises_one_technique_and_host_variants_exist(group):
     )
     for technique in every.values():
         assert technique.on_host is None or technique.on_host in every
+        assert technique.steps_by in (None, "element", "matrix")
 
 
 def test_unknown_declaration_is_refused(tmp_path, monkeypatch, config):

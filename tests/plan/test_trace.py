@@ -87,7 +87,7 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
     found, phases = measured(folder), traced(cfg).phases
     for phase in PHASES:
         beyond = phases[phase].total - found[phase]["live_peak_bytes"]
-        if not cfg.technique("optim").steps_on_shapes:  # state and scratch from a probe's rates
+        if cfg.technique("optim").steps_by is None:  # state and scratch from a probe's rates
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             allowed = SCALARS if choice.startswith("accumulation") else ANSWERS if full_rows[0] in typed else 0

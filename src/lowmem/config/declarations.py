@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from hydra.utils import get_object
@@ -55,8 +56,8 @@ class Technique:
         state_bits: bits per element of its state.
         on_host: the optimizer with the same state that steps masters in host memory.
         pages: its state moves to host memory by itself.
-        steps_on_shapes: its step consists of torch operators, which also run on tensors without memory.
-        needs_whole: it must step a matrix as a whole; a step on some rows gives another result.
+        steps_by: "element" or "matrix" if its step consists of torch operators, which also run on tensors without
+            memory. By matrix, a step on some rows gives another result. None: it has kernels of its own.
         cpu_factor: time of its update on a CPU, relative to the time that memory bandwidth alone would need.
     gradient_checkpointing:
         joins_blocks: it recomputes several blocks at once.
@@ -75,7 +76,7 @@ class Technique:
     state_bits: int = 32
     on_host: str | None = None
     pages: bool = False
-    steps_on_shapes: bool = False
+    steps_by: Literal["element", "matrix"] | None = None
     cpu_factor: float = 1.0
     generates_code: bool = False
     joins_blocks: bool = False
@@ -83,7 +84,6 @@ class Technique:
     sees_operators: bool = False
     of_rated: bool = False
     one_process: bool = False
-    needs_whole: bool = False
 
 
 @cache

@@ -92,7 +92,7 @@ REFUSALS = (
     Refusal(
         lambda run: (
             run.strategy_class.shards_matrices
-            and (run.technique("optim").needs_whole or run.technique("optim").state_bits < 32)
+            and (run.technique("optim").steps_by == "matrix" or run.technique("optim").state_bits < 32)
         ),
         "strategy: it shards each matrix, but this optim takes means over rows of the full matrix or quantizes its "
         "state in blocks, so its update of a shard would differ. Type optim=adamw, or strategy=ddp.",

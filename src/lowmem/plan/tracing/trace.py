@@ -286,7 +286,7 @@ def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     """Returns (factory of an optimizer that can step fake tensors, bytes per element of temporary memory inside the
     real optimizer's operators)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
-    if not run.technique("optim").steps_on_shapes:
+    if run.technique("optim").steps_by is None:
         # CUDA kernels need no temporary memory. Compiled code does, assumed to be as much as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)

@@ -52,6 +52,11 @@ class DrawnPairs(random_tokens.Drawn):
             labels[row, 5 + index % 7 :] = IGNORED  # pairs differ in their tokens
         return Pairs(rows.input_ids, labels, margin=torch.from_numpy(np.repeat(indices % 3 / 10, 2)).float())
 
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> Pairs:
+        rows = super().example(2 * batch_size, seq_len)
+        return Pairs(rows.input_ids, rows.labels, margin=torch.zeros(2 * batch_size))
+
 
 class PairSource(random_tokens.Random):
     def opened(self, wanted: Wanted) -> Opened:
@@ -60,9 +65,8 @@ class PairSource(random_tokens.Random):
         return Opened(text.tokens, pairs[0], {"": pairs[1]})
 
     @classmethod
-    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> Pairs:
-        rows = super().example(data, 2 * batch_size, seq_len)
-        return Pairs(rows.input_ids, rows.labels, margin=torch.zeros(2 * batch_size))
+    def rows_class(cls, data: Mapping) -> type[DrawnPairs]:
+        return DrawnPairs
 
 
 class PairLoss(Loss):

@@ -15,7 +15,7 @@ from lowmem.config.accumulation import fixed
 from lowmem.data.loader import IGNORED, Share, WindowLoader
 from lowmem.data.mix import Mix, Mixed
 from lowmem.data.opening import Wanted
-from lowmem.data.packing import example, rows, with_positions
+from lowmem.data.packing import rows, rows_class, with_positions
 from lowmem.data.random_tokens import Drawn
 from lowmem.data.sources.jsonl import jsonl
 from lowmem.data.token_store import load_bpe, train_bpe
@@ -87,7 +87,7 @@ def test_mixed_micro_batch_has_the_rows_of_its_parts_in_order():
 def test_planner_example_has_the_tensors_of_a_mixture(second):
     mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
     data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
-    real, found = mixed.micro_batch(np.arange(4)), example(data, 4, T)
+    real, found = mixed.micro_batch(np.arange(4)), rows_class(data).example(4, T)
     assert real.tensors.keys() == found.tensors.keys()
     assert found.input_ids.shape == real.input_ids.shape and found.input_ids.is_contiguous()
 

@@ -70,7 +70,7 @@ def layout(batch):
 def test_planner_example_has_the_layout_of_full_rows(kind, other):
     """The example has full rows, each with one document. The example of another kind differs."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
-    found = layout(packing.example({"packing": other or kind}, 4, SEQ_LEN))
+    found = layout(packing.rows_class({"packing": other or kind}).example(4, SEQ_LEN))
     assert (found == layout(made.micro_batch(np.arange(4)))) == (other in (None, kind))
 
 

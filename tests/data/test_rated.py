@@ -206,7 +206,7 @@ def test_ratings_of_one_kind_only_are_reported_with_advice(caplog, name, good, t
 def test_packing_rated_answers_is_refused():
     for make in (
         lambda: rated.rows(drawn()[0], SEQ_LEN, "documents", "drop", "val"),
-        lambda: rated.example({"packing": "documents"}, 1, 8),
+        lambda: rated.rows_class("documents"),
     ):
         with pytest.raises(Refused, match=r"data\.packing=documents: rated answers must be padded.*=padded"):
             make()

@@ -40,7 +40,7 @@ class Mix(Openable):
                     f"data.parts.{name}: a stream has an unknown number of rows, and a mixture needs this number. "
                     f"Type data.parts.{name}.streaming=false."
                 )
-            if type(source).example.__func__ is not Openable.example.__func__:
+            if type(source).rows_class.__func__ is not Openable.rows_class.__func__:
                 raise Refused(
                     f"data.parts.{name}: a mixture can only combine rows of tokens and labels, which excludes sources "
                     "such as data=preference. Remove this part."

@@ -8,7 +8,7 @@ from hydra.utils import get_object
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data import packing
-from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.loader import Rows
 from lowmem.data.packing import rows
 from lowmem.data.sources.source import Source, SplitName
 from lowmem.data.token_store import Split, Tokens, tokenize
@@ -42,10 +42,10 @@ class Openable(Source):
     """The base class of sources that `training/build.py` and a mixture can open."""
 
     @classmethod
-    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros, with the class and the memory of real rows. The planner traces them, and a loss
-        is asked whether it accepts them. Args: data: the arguments of this class."""
-        return packing.example(data, batch_size, seq_len)
+    def rows_class(cls, data: Mapping) -> type[Rows]:
+        """Returns the class of this source's rows. The planner traces its `example`, and a loss is asked whether it
+        accepts that. Args: data: the arguments of this class."""
+        return packing.rows_class(data)
 
     def opened(self, wanted: Wanted) -> Opened:
         """Opens the source.

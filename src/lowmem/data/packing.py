@@ -289,12 +289,12 @@ def describe_split(report: Mapping, name: str, packing: str, unit: str = "docume
     return f"data.packing={packing}, {name}: {units} in {in_rows}{filled}{notes}."
 
 
-def example(data: Mapping, batch_size: int, seq_len: int) -> MicroBatch:
-    """Returns an example of the micro-batches of a source. Args: data: arguments of the source; for a mixture, rows are
-    plain tokens."""
+def rows_class(data: Mapping) -> type[Rows]:
+    """Returns the class of the rows of a source, or for a mixture one with the same tensors. Args: data: arguments of
+    the source."""
     if "parts" in data:
-        return (Documents if with_positions(data) else Rows).example(batch_size, seq_len)
-    return PACKINGS[data.get("packing", "joined")].example(batch_size, seq_len)
+        return Documents if with_positions(data) else Rows
+    return PACKINGS[data.get("packing", "joined")]
 
 
 def with_positions(data: Mapping) -> bool:

@@ -10,7 +10,6 @@ with a reference model its log-probabilities (`training/reference.py`).
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowmem.data.loader import MicroBatch, Rows
+from lowmem.data.loader import MicroBatch
 from lowmem.data.packing import Documents, NothingToLearn, Padded, Pieces, TooLong, describe_split, labels_that_count
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
@@ -93,6 +92,15 @@ class AnswerRows:
     fits: str  # for a refusal: the tokens that have to fit into seq_len
     batch: type[AnswerBatch]
     reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
+
+    @classmethod
+    def example(cls, batch_size: int, seq_len: int) -> AnswerBatch:
+        rows, in_a_row = batch_size * cls.batch.ROWS, cls.batch.ANSWERS // cls.batch.ROWS
+        return cls.batch(
+            **super().example(rows, seq_len).tensors,
+            lengths=torch.full((rows, in_a_row), seq_len // in_a_row),
+            reference=torch.zeros(rows, in_a_row, dtype=torch.float64),
+        )
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
         """Returns the documents of each unit, (units, ANSWERS).
@@ -218,10 +226,6 @@ class PaddedPairs(_Pairs, PaddedAnswers):
         both = (2 * np.asarray(indices)[:, None] + [0, 1]).ravel()
         return self._batch(super().micro_batch(both), np.asarray(indices)[:, None])
 
-    @classmethod
-    def example(cls, batch_size: int, seq_len: int) -> PairBatch:
-        return _example(PairBatch, Padded, 2 * batch_size, seq_len, 1)
-
 
 class PackedPairs(_Pairs, Documents):
     """Rows of complete pairs."""
@@ -255,10 +259,6 @@ class PackedPairs(_Pairs, Documents):
             pairs[row, : len(own)] = own
         return self._batch(super().micro_batch(indices), pairs)
 
-    @classmethod
-    def example(cls, batch_size: int, seq_len: int) -> PackedPairBatch:
-        return _example(PackedPairBatch, Documents, batch_size, seq_len, 2)
-
 
 PACKINGS = {"padded": PaddedPairs, "documents": PackedPairs}
 PairRows = PaddedPairs | PackedPairs
@@ -273,29 +273,15 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     Raises:
         Refused: see `AnswerRows` and `_Pairs`.
     """
-    made = _kind(packing)(split, seq_len, too_long, name)
+    made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pair"))
     return made
 
 
-def example(data: Mapping, batch_size: int, seq_len: int) -> PairBatch:
-    """Returns full rows of zeros. Args: data: the arguments of the source."""
-    return _kind(data["packing"]).example(batch_size, seq_len)
-
-
-def _kind(packing: str) -> type[PairRows]:
+def rows_class(packing: str) -> type[PairRows]:
     if packing not in PACKINGS:
         raise Refused(
             f"data.packing={packing}: pairs support {' and '.join(PACKINGS)} only. Type data.packing="
             f"{' or data.packing='.join(PACKINGS)}."
         )
     return PACKINGS[packing]
-
-
-def _example(batch: type[PairBatch], tokens: type[Rows], rows: int, seq_len: int, in_a_row: int) -> PairBatch:
-    lengths = torch.full((rows, in_a_row), seq_len // in_a_row)
-    return batch(
-        **tokens.example(rows, seq_len).tensors,
-        lengths=lengths,
-        reference=torch.zeros(rows, in_a_row, dtype=torch.float64),
-    )

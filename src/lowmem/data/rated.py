@@ -10,7 +10,6 @@ prompt never changes, so that a reference model reads it once. Mismatched rows a
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowmem.data.loader import IGNORED
-from lowmem.data.packing import FILLER, Padded, describe_split
+from lowmem.data.packing import FILLER, describe_split
 from lowmem.data.pairs import AnswerBatch, PaddedAnswers
 from lowmem.data.token_store import Split
 from lowmem.system.errors import Refused
@@ -124,16 +123,13 @@ class RatedAnswers(PaddedAnswers):
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> RatedBatch:
-        own, mismatched = (Padded.example(batch_size, seq_len).tensors for _ in range(2))
-        column = torch.zeros(batch_size, 1, dtype=torch.float64)
-        return RatedBatch(
-            **own,
-            lengths=torch.full((batch_size, 1), seq_len),
+        own, mismatched = super().example(batch_size, seq_len), super().example(batch_size, seq_len)
+        return replace(
+            own,
             desirable=torch.ones(batch_size, 1, dtype=torch.bool),
-            mismatched_ids=mismatched["input_ids"],
-            mismatched_labels=mismatched["labels"],
-            reference=column,
-            mismatched_reference=column.clone(),
+            mismatched_ids=mismatched.input_ids,
+            mismatched_labels=mismatched.labels,
+            mismatched_reference=mismatched.reference,
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -185,8 +181,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     Raises:
         Refused: see `RatedAnswers`.
     """
-    _check(packing)
-    made = RatedAnswers(split, seq_len, too_long, name)
+    made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "answer"))
     desirable = int(made.desirable.sum())
     log.info(f"{name}: desirable answers: {desirable:,}, undesirable: {len(made) - desirable:,}.")
@@ -196,15 +191,10 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     return made
 
 
-def example(data: Mapping, batch_size: int, seq_len: int) -> RatedBatch:
-    """Returns full rows of zeros. Args: data: the arguments of the source."""
-    _check(data["packing"])
-    return RatedAnswers.example(batch_size, seq_len)
-
-
-def _check(packing: str) -> None:
+def rows_class(packing: str) -> type[RatedAnswers]:
     if packing != "padded":
         raise Refused(
             f"data.packing={packing}: rated answers must be padded, because loss=kto also scores each prompt with a "
             "mismatched answer. Type data.packing=padded, or loss=dpo if the data has pairs."
         )
+    return RatedAnswers

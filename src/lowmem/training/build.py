@@ -329,7 +329,7 @@ def callbacks(run: Run) -> list[Callback]:
 def _loss(run: Run) -> Loss:
     """Creates the loss. Raises: Refused: the loss and the data do not match, such as loss=dpo for plain text."""
     loss, data = as_loss(instantiate(run.loss)), run.data
-    makes = type(source_class(data.target).example(data.arguments, 1, 1))
+    makes = type(source_class(data.target).rows_class(data.arguments).example(1, 1))
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
         raise Refused(
             f"loss._target_={run.loss.target}: this loss averages over {loss.needs.UNIT} and needs a "

@@ -147,8 +147,8 @@ class Preference(Records):
         super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
 
     @classmethod
-    def example(cls, data: Mapping, batch_size: int, seq_len: int) -> pairs.AnswerBatch:
-        return (rated if data.get("rated") else pairs).example(data, batch_size, seq_len)
+    def rows_class(cls, data: Mapping) -> type[pairs.AnswerRows]:
+        return (rated if data.get("rated") else pairs).rows_class(data["packing"])
 
     def make_rows(self, split: Split, seq_len: int, name: SplitName) -> pairs.AnswerRows:
         return (rated if self.rated else pairs).rows(split, seq_len, self.packing, self.too_long, name)

@@ -143,10 +143,10 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         trainer = _trainer(
             plugins, [recorder, *build.callbacks(run), steady, *module.own_loss.callbacks()], ranks, before + 1
         )
-        example = source_class(run.data.target).example
+        rows = source_class(run.data.target).rows_class(run.data.arguments)
         several = run.windows.largest if run.overlaps else 2 if ranks.several and run.accumulates else 1
         mode.micro_batches = several
-        micro_batches = [example(run.data.arguments, run.batch_size, run.seq_len) for _ in range(several)]
+        micro_batches = [rows.example(run.batch_size, run.seq_len) for _ in range(several)]
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
         of_shard = of_shard or _of_shard(module)  # now the weights have the precision's dtype

@@ -126,6 +126,14 @@ def test_resume_drops_overrides_that_belong_to_a_replaced_choice(earlier):
     ]
 
 
+@pytest.mark.parametrize("logger", ["none", "csv", "tensorboard"])
+def test_resume_with_another_logger_drops_the_keys_of_the_replaced_logger(earlier, logger):
+    (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["logger=wandb", "logger.wandb.name=mine"]))
+    typed = [f"resume={earlier}", f"logger={logger}"]
+    assert cli.prepare(typed) == typed
+    assert cli.prepare(typed[:1]) == ["logger=wandb", "logger.wandb.name=mine", *typed[:1]]
+
+
 @pytest.mark.parametrize("value", ["true", "Yes", "200GB", "http://x"])
 def test_drive_value_that_is_not_a_folder_is_refused(value):
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")

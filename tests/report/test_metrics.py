@@ -102,8 +102,8 @@ def test_loss_that_is_nan_stops_the_run_before_it_saves(fit, monkeypatch, tmp_pa
     assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
-def test_logger_none_keeps_evaluations_and_the_last_step(fit, tmp_path):
-    _, run = fit("logger=none", "log_every=4", "max_steps=4", "val_every=2")
+def test_metrics_have_rows_of_evaluations_and_of_the_first_and_last_step(fit):
+    _, run = fit("log_every=4", "max_steps=4", "val_every=2")
     rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
     assert [(row[0], bool(row[3]), bool(row[4])) for row in rows] == [
         ("1", True, False),

@@ -6,7 +6,6 @@ is computed at every start anyway, at half that speed.) The returned data are ma
 checked, so another process may replace the folder meanwhile.
 """
 
-import errno
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from lowmem.system.atomic_files import atomic_cache_write
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -98,21 +98,14 @@ def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:
 def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
     """Fills a draft folder, then renames it: neither a second job nor Ctrl-C leaves a partial folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-    try:
+    with atomic_cache_write(folder) as draft:
+        draft.mkdir(mode=0o700)  # texts may be private
         meta, sums = fill(draft), {}
         for file in sorted(draft.iterdir()):
             with file.open("rb") as stream:
                 sums[file.name] = _checksum(stream)
         written = {"meta": meta, "files": sums, "sum": _sum_of(meta, sums)}
         (draft / META).write_text(json.dumps(written), encoding="utf-8")
-        try:
-            os.replace(draft, folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another job was faster, and wrote equal bytes
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

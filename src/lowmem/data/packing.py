@@ -16,8 +16,6 @@ one integer.
 
 import hashlib
 import logging
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -31,6 +29,7 @@ import torch
 
 from lowmem.data.loader import IGNORED, MicroBatch, Rows
 from lowmem.data.token_store import Split
+from lowmem.system.atomic_files import atomic_cache_write
 from lowmem.system.errors import Refused
 from lowmem.system.units import quantity
 
@@ -418,11 +417,9 @@ def _digest(split: Split) -> str:
 
 
 def _save(file: Path, **arrays: np.ndarray) -> None:
-    """Writes a draft file, then renames it, so that another job never reads a partial file."""
     try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as draft:
+        with atomic_cache_write(file) as draft:
             np.savez(draft, **arrays)
-        os.replace(draft.name, file)
     except OSError as error:
         raise Refused(
             f"cache_dir: cannot write the packed rows to {file.parent} ({error.strerror}). Free some space, or type "

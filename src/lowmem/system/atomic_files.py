@@ -1,12 +1,17 @@
-"""Writes files and folders atomically: a draft is written beside the target, synced, and renamed to the target's
-name."""
+"""Writes files and folders atomically: a draft is written beside the target, and renamed to the target's name.
 
+`atomic_write` is for files that only one process writes and that must survive a power cut: the draft is synced.
+`atomic_cache_write` is for files that several processes may write at once, all with equal bytes.
+"""
+
+import errno
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lowmem.system.errors import DENIED, FULL
 
@@ -39,6 +44,23 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise
     _sync(path.parent)  # makes the rename itself durable (POSIX)
     delete(old_of(path))
+
+
+@contextmanager
+def atomic_cache_write(path: Path) -> Iterator[Path]:
+    """Yields a draft path of this process, for a file or a folder of a cache. When the `with` ends, the draft is
+    renamed to `path`. A folder `path` that another process has filled meanwhile stays.
+
+    Nothing is synced: a reader checks what it finds. After an error the draft is deleted.
+    """
+    with TemporaryDirectory(prefix=".writing-", dir=path.parent, ignore_cleanup_errors=True) as folder:
+        draft = Path(folder) / path.name
+        yield draft
+        try:
+            os.replace(draft, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def put_back(path: Path) -> None:

@@ -11,12 +11,13 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lowmem.system.atomic_files import atomic_cache_write
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,9 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
     built = cache / f"{source.stem}-{key}.so"
     if not _intact(built):
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:  # two processes may build at the same time
-            draft = Path(folder) / built.name
+        with atomic_cache_write(built) as draft:  # two processes may build at the same time
             _compile([compiler, *flags, str(source), "-o", str(draft)])
             _checksum_of(built).write_text(_checksum(draft), encoding="utf-8")
-            os.replace(draft, built)
     return built
 
 

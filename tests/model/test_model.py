@@ -58,6 +58,14 @@ def test_loaded_weights_have_the_requested_dtype_and_training_mode(folder):
             assert torch.equal(ours, theirs.to(dtype)), name
 
 
+def test_weights_that_transformers_keeps_in_fp32_are_rounded_with_a_message(tmp_path, caplog):
+    network("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16).save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        loaded = built(spec(tmp_path), torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert "such as model.layers.1.mlp.gate.weight. They are rounded to bfloat16" in caplog.text
+
+
 @pytest.mark.rows("llama")
 def test_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
     code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")

@@ -15,6 +15,7 @@ FAMILIES = {
     "qwen3_next": "a gate of shared experts, linear attention",
     "llama4_text": "every expert computes all tokens",
     "mixtral": "fused stacks alone",
+    "ernie4_5_moe": "a router that transformers keeps in fp32",
 }
 
 

@@ -362,11 +362,14 @@ def load(
     model = _with_attention(spec.attention, load_with)
     if described.added and spec.pretrained:
         vocabulary.grow(model, described.added)
-    wrong = {p.dtype for p in model.parameters()} - {weights_dtype}
-    if wrong:
-        raise Refused(
-            f"model.name={spec.name}: requested {weights_dtype} weights, but some were loaded as {wrong}. Type "
-            "precision=32 weights=resident."
+    others = {name: p for name, p in model.named_parameters() if p.dtype != weights_dtype}
+    for p in others.values():  # such as routers, which transformers keeps in fp32
+        p.data = p.data.to(weights_dtype)
+    if others:
+        dtype = str(weights_dtype).removeprefix("torch.")
+        log.info(
+            f"model.name={spec.name}: transformers keeps {len(others)} weights in fp32, such as {next(iter(others))}. "
+            f"They are rounded to {dtype} like all weights. Type precision=32 or bf16 to keep them in fp32."
         )
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()

@@ -29,6 +29,7 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"num_experts": 4},  # experts are joined from the files' matrices
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # experts have biases
     "mixtral": {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, **EXPERTS},  # routers stay in fp32
 }
 
 

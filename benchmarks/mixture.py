@@ -94,7 +94,11 @@ def table(rows: dict[str, dict]) -> str:
         seconds = figures["seconds_per_step"]
         lines.append(f"| {name} | {losses} | {figures['digest'][:8]} | {sizes} | {seconds:.0f} |")
     count = rows[FIRST]["parameters"]
-    return "\n".join([f"{count:,} parameters, on a CPU, where the device's memory is host memory too.", "", *lines])
+    about = (
+        f"{count:,} parameters, on a CPU, where the device's memory is host memory too. QLoRA's resident memory "
+        "contains the pages of the model's files, which the system may drop."
+    )
+    return "\n".join([about, "", *lines])
 
 
 def main() -> None:

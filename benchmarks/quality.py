@@ -23,7 +23,8 @@ from statistics import mean
 
 import transformers
 
-from benchmarks.runner import ROOT, options_of, row, run_train, stored, write
+from benchmarks.runner import ROOT, machine, options_of, row, run_train, stored, write
+from lowmem.system.process import processor
 
 STEPS, SEEDS = 30, (0, 1, 2)
 PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # with several seeds
@@ -114,6 +115,9 @@ def table(results: Mapping[str, dict]) -> str:
         lines.append(
             f"| `{name}` | {figures['new']:.4f} | {change[0]} | {figures['old']:.4f} | {change[1]} | {seconds} |"
         )
+    elsewhere = [f"`{name}` ({figures['processor']})" for name, figures in results.items() if "processor" in figures]
+    if elsewhere:
+        lines += ["", f"Measured on another processor: {', '.join(elsewhere)}."]
     return "\n".join([*lines, "", *seeds(results)])
 
 
@@ -143,14 +147,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this many minutes")
     options = options_of(parser, train)
     end = time.monotonic() + 60 * options.minutes
-    results = stored("quality").get("rows", {})
+    before = {"machine": machine(), **stored("quality")}
+    results, first = before.get("rows", {}), before["machine"]
     for part, rows in PARTS.items():
         for name, lines in rows.items():
             if name not in results and part == (options.only or part) and time.monotonic() < end:
-                results[name] = row(["-m", "benchmarks.quality", "--row", *lines])
+                here = {} if processor() == first["processor"] else {"processor": processor()}
+                results[name] = row(["-m", "benchmarks.quality", "--row", *lines]) | here
                 print(f"{name:<48}{results[name]}", flush=True)
                 ordered = {name: results[name] for part in PARTS.values() for name in part if name in results}
-                write("quality", {"steps": STEPS, "rows": ordered}, table(ordered))
+                write("quality", {"machine": first, "steps": STEPS, "rows": ordered}, table(ordered))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lowmem.config.typed_lines import CONF, replaced
 from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.prediction import Need, Prediction
-from lowmem.plan.search import recipes
+from lowmem.plan.search import candidates, recipes
 from lowmem.plan.search.candidates import Training, Typed, micro_batches, routes, stands_alone, trainings
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
@@ -492,3 +492,14 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
     none = next(recipe for recipe in plan.recipes if recipe.overrides == ("weights=streamed",))
     assert none.seconds > plan.chosen.seconds and none.prediction.device.total < plan.chosen.prediction.device.total
     assert planned(none.prediction.device.total // 2).chosen is None
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked", "tiled"])
+def test_choices_are_tried_from_most_to_least_memory_whatever_the_experiment_chooses(loss):
+    """The last one is taken for the smallest recipe: two equal shares would leave that to the order of the config."""
+    asked = replace(typed(f"loss={loss}"), lines=())  # as an experiment does, nothing is typed
+    for group in COMPUTED:
+        tried = [name for name, technique in techniques(group).items() if technique.tried]
+        shares = [techniques(group)[name].saves.get("activations", 1.0) for name in tried]
+        assert len({*shares}) == len(shares), f"{group}: two of {tried} declare the same share"
+    assert candidates._fastest_first(asked, "loss") == ["full", "chunked", "tiled"]

@@ -224,7 +224,8 @@ def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",))
 
 
 def _fastest_first(typed: Typed, group: str) -> list[str]:
-    """Returns the choices of a group, sorted by the activation memory that they save, the least first."""
+    """Returns the choices of a group, fastest first: those that leave the most activation memory. `saves` is the share
+    that remains."""
     known = techniques(group)
     return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 

@@ -83,7 +83,7 @@ def test_plan_table_is_as_wide_as_the_terminal(planned, monkeypatch):
     assert command == " ".join(["python train.py", *written["chosen"]])  # in one line: it is there to be copied
     assert max(map(len, table)) <= 80
     (head,) = [line for line in table if line.startswith("time  ")]
-    assert head.split() == ["time", "device", "room", "reserves", "host", "peak", "in"]
+    assert head.split() == ["time", "device", "spare", "PyTorch", "host", "peak", "in"]
     changes = table[table.index(head) + 1]
     assert changes.startswith("as typed:")
     first = table[table.index(head) + 2].split()
@@ -98,10 +98,10 @@ def test_plan_table_names_the_changes_of_each_recipe(planned):
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
     code, said, written = planned("gpu=2GiB", *fixed)
     assert code == 0 and {tuple(recipe["changes"]) for recipe in written["recipes"]} == {()}
-    assert "None changes what is computed. may_change=precision,optim" in said
+    assert "No recipe changes the training. Type may_change=precision,optim" in said
     _, said, written = planned("gpu=2GiB", *fixed, "may_change=precision,optim")
     changed = {tuple(recipe["changes"]) for recipe in written["recipes"]}
-    assert {(), ("bf16",), ("bf16", "8-bit state")} <= changed and "None changes" not in said
+    assert {(), ("bf16",), ("bf16", "8-bit state")} <= changed and "No recipe changes" not in said
     assert not any("may_change" in line for line in written["chosen"])
     assert ("bf16-sr",) not in changed  # another training: for where nothing else fits
 
@@ -109,7 +109,7 @@ def test_plan_table_names_the_changes_of_each_recipe(planned):
 def test_plan_without_a_fit_names_the_missing_memory(planned):
     code, said, written = planned("gpu=1MiB", "ram=64GiB", *FOUR)
     assert code == 2 and written["chosen"] is None
-    assert "Nothing fits. The smallest recipe lacks 0.5 GiB of the card" in said and "does not fit" in said
+    assert "Nothing fits. The smallest recipe exceeds the card by 0.5 GiB" in said and "does not fit" in said
 
 
 @pytest.mark.matrix
@@ -134,7 +134,7 @@ def test_plan_keeps_typed_keys_of_optimizer_and_loss(planned):
     typed = ("precision=bf16", "loss=chunked", "loss.rows=16", "optim=adamw", "optim.betas=[0.8,0.9]", "batch_size=4")
     code, said, written = planned("gpu=RTX3060", "ram=64GiB", *typed)
     assert code == 0 and {"optim.betas=[0.8,0.9]", "loss.rows=16"} <= {*written["chosen"]}, said
-    assert "rtx3060, as torch reports it" in said
+    assert "rtx3060 (11.63 GiB, as torch reports it)" in said
 
 
 @pytest.mark.matrix
@@ -160,8 +160,8 @@ def test_plan_with_device_cpu_ignores_a_present_card(planned, monkeypatch):
 @pytest.mark.matrix
 def test_plan_accepts_a_card_by_name(planned):
     code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)
-    assert code == 0 and "0.45 GiB for CUDA's context and kernels" in said
-    assert "the card: rtx3060, as torch reports it: 11.63 GiB." in said and "gpu=" not in said.splitlines()[0]
+    assert code == 0 and "include 0.45 GiB for the CUDA context" in said
+    assert "Card: rtx3060 (11.63 GiB, as torch reports it)." in said and "gpu=" not in said.splitlines()[0]
     assert written["gpu_bytes"] == round(11.63 * 2**30)
     auto = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=4")
     assert planned("gpu=rtx3060", "ram=64GiB", *FOUR, *auto)[2]["chosen"]

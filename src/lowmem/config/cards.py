@@ -88,8 +88,9 @@ def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
         return None
     if str(name_or_size).lower() in cards():
         return named(str(name_or_size).lower())
-    size, says = cap.parse_bytes(name_or_size, key, plain=False), f"{name_or_size}, {SPARE:.0%} of it kept free"
-    return Card(round((1 - SPARE) * size), f"{says}, with the times of an {REFERENCE} if none is here", CONTEXT)
+    usable = round((1 - SPARE) * cap.parse_bytes(name_or_size, key, plain=False))
+    says = f"{name_or_size} ({usable / GIB:.2f} GiB usable, {SPARE:.0%} kept free), with the speed of an {REFERENCE}"
+    return Card(usable, f"{says} unless this machine has a card", CONTEXT)
 
 
 def here() -> Card:
@@ -106,8 +107,9 @@ def here() -> Card:
             "for a card of that size."
         )
     major, minor = torch.cuda.get_device_capability()
-    says = "what is free on the card of this machine, without CUDA's context"
-    return Card(torch.cuda.mem_get_info()[0], says, LATER, capability=major + minor / 10)
+    free, _ = torch.cuda.mem_get_info()
+    says = f"that of this machine ({free / GIB:.2f} GiB are free, CUDA context excluded)"
+    return Card(free, says, LATER, capability=major + minor / 10)
 
 
 def named(name: str) -> Card:
@@ -120,7 +122,7 @@ def named(name: str) -> Card:
         "network": 1e9 * section["network"],
     }
     context_bytes = section["context_mib"] * MIB + LATER
-    says = f"{name}, as torch reports it"
+    says = f"{name} ({section['total_gib']:.2f} GiB, as torch reports it)"
     return Card(round(section["total_gib"] * GIB), says, context_bytes, rates, section["capability"], name)
 
 

@@ -46,7 +46,7 @@ def of_answer(line: str, found: Plan | str) -> str:
 def of_plan(plan: Plan, rows: int) -> str:
     """Formats the table of recipes, grouped under headings that say how the training changes. Each row has the numbers
     of a recipe, and the overrides to type after the heading's overrides."""
-    head = ("time", "device", "room", "reserves", "host", "peak in")
+    head = ("time", "device", "spare", "PyTorch", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     lines, rows_left = [_line(head, widths)], iter(cells)
@@ -57,7 +57,7 @@ def of_plan(plan: Plan, rows: int) -> str:
         for recipe in recipes:
             fits = "" if plan.fits(recipe) else "does not fit: "
             own = [line for line in recipe.overrides if line not in shared]
-            lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or '(as above)'}"]
+            lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or '(nothing to add)'}"]
     return "\n".join([*lines, *_notes(plan)])
 
 
@@ -66,19 +66,19 @@ def nothing_fits(plan: Plan) -> str:
     need, gpu, ram = least.prediction, plan.target.device_memory, plan.target.host_memory
     short = []
     if gpu is not None and need.device.total > gpu:
-        short.append(f"{(need.device.total - gpu) / GIB:.1f} GiB of the card")
+        short.append(f"the card by {(need.device.total - gpu) / GIB:.1f} GiB")
     host = need.host.total
     if ram is not None and host > ram:
-        short.append(f"{(host - ram) / GIB:.1f} GiB of the host")
+        short.append(f"the host by {(host - ram) / GIB:.1f} GiB")
     if plan.target.drive is not None and need.drive.total > plan.target.drive.size:
-        short.append(f"{(need.drive.total - plan.target.drive.size) / GIB:.1f} GiB of the drive")
-    drive = ", or drive=200GB for what a drive may hold" if host > (ram or host) and plan.target.drive is None else ""
+        short.append(f"the drive by {(need.drive.total - plan.target.drive.size) / GIB:.1f} GiB")
+    drive = ", or drive=200GB to also use a drive" if host > (ram or host) and plan.target.drive is None else ""
     return "\n".join(
         [
-            f"Nothing fits. The smallest recipe lacks {' and '.join(short)}:",
+            f"Nothing fits. The smallest recipe exceeds {' and '.join(short)}:",
             f"  {command(plan.typed.lines, least)}",
-            f"It needs {need.device.total / GIB:.1f} GiB of a card and {host / GIB:.1f} GiB of host memory. "
-            f"Type a smaller seq_len or model{drive}; batch_size is 1 in the smallest.",
+            f"It needs a card of {need.device.total / GIB:.1f} GiB and {host / GIB:.1f} GiB of host memory, with "
+            f"batch_size=1. Type a smaller seq_len or model{drive}.",
         ]
     )
 
@@ -104,7 +104,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 def _notes(plan: Plan) -> list[str]:
     counted = f"{len(plan.fitting)} of {len(plan.recipes)} recipes fit"
     if plan.too_large:
-        counted += f"; {plan.too_large} more ways to train were not tried, since what they need at least is too large"
+        counted += f"; {plan.too_large} other combinations were skipped, since their lower bounds exceed the memory"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
     advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
     lines = [f"{counted}.", *_facts(plan), *_others(plan)]
@@ -116,16 +116,20 @@ def _others(plan: Plan) -> list[str]:
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
-        return ["Nothing closer to what was typed fits: each heading says what its recipes change."]
-    return ["None changes what is computed. may_change=precision,optim also ranks recipes that do."]
+        return ["No recipe with the typed training fits. Each heading names what its recipes change."]
+    return ["No recipe changes the training. Type may_change=precision,optim to include recipes that do."]
 
 
 def _facts(plan: Plan) -> list[str]:
     if not plan.recipes[0].prediction.on_card:
-        return ["GiB. Device and host share one memory: device is what the tensors take, host all resident memory."]
+        return [
+            "Sizes are in GiB. On a CPU, device and host share one memory: device is the tensors, host all resident "
+            "memory."
+        ]
     notes = [
-        "GiB. device: the smallest card that works; reserves: what CUDA's allocator takes of one with room; both with "
-        f"{_context(plan.recipes[0].prediction)}. time: relative, counted from operations and bytes."
+        "Sizes are in GiB. device: the smallest card that works; PyTorch: what it reserves if there is room; both "
+        f"include {_context(plan.recipes[0].prediction)}. spare: what the card has left. time: relative to the "
+        "fastest recipe, computed from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:
         notes.append(_paged(plan.recipes[0].prediction))
@@ -136,17 +140,19 @@ def _facts(plan: Plan) -> list[str]:
     if plan.recipes[0].prediction.devices > 1:
         notes.append(_ranks(plan.recipes[0].prediction))
     card = plan.target.card
-    return notes if card is None else [*notes, f"the card: {card.says}: {card.size / GIB:.2f} GiB."]
+    return notes if card is None else [*notes, f"Card: {card.says}."]
 
 
 def _context(prediction: Prediction) -> str:
-    users = "CUDA's context, kernels and NCCL's buffers" if prediction.devices > 1 else "CUDA's context and kernels"
+    users = "the CUDA context and NCCL's buffers" if prediction.devices > 1 else "the CUDA context"
     return f"{prediction.device.context / GIB:.2f} GiB for {users}"
 
 
 def _ranks(prediction: Prediction) -> str:
     inside, between = (size / GIB for size in prediction.traffic)
-    shared = f"{prediction.devices} devices: device is for each, host for the {prediction.on_host} that share one"
+    shared = (
+        f"{prediction.devices} devices: device is per device, host is for all {prediction.on_host} devices of a host"
+    )
     if not any(prediction.traffic):  # the strategy was not traced
         return shared
     return (

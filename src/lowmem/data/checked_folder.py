@@ -29,7 +29,7 @@ BLOCK = 1 << 20  # bytes
 ATTEMPTS = 4  # another process may replace the folder while it is opened
 
 
-class Stored(NamedTuple):
+class FolderContents(NamedTuple):
     """The contents of a folder. Args: meta: values stored with the files; files: (bytes,) uint8, by file name."""
 
     meta: dict
@@ -40,11 +40,11 @@ class _Damaged(Exception):
     """A file differs from what was written."""
 
 
-def stored(folder: Path, fill: Callable[[Path], dict]) -> Stored:
+def stored(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
     """Opens a folder. If it does not exist or is damaged, it is filled first; damage is logged.
 
     Args:
-        fill: writes the files into an empty folder and returns values for `Stored.meta`.
+        fill: writes the files into an empty folder and returns values for `FolderContents.meta`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -74,7 +74,7 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _opened(folder: Path) -> Stored:
+def _opened(folder: Path) -> FolderContents:
     try:
         written = json.loads((folder / META).read_text(encoding="utf-8"))
         meta, sums = written["meta"], written["files"]
@@ -82,7 +82,7 @@ def _opened(folder: Path) -> Stored:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(META) from error
-    return Stored(meta, {name: _mapped(folder / name, *sums[name]) for name in sums})
+    return FolderContents(meta, {name: _mapped(folder / name, *sums[name]) for name in sums})
 
 
 def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.checked_folder import Stored, stored
+from lowmem.data.checked_folder import FolderContents, stored
 from lowmem.data.sources.framing import dress, framing_of
 from lowmem.data.sources.source import OLDER, Encoded, Source, SplitName
 from lowmem.system.errors import Refused
@@ -130,7 +130,7 @@ def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase
     return _split(made, "val")
 
 
-def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> Stored:
+def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> FolderContents:
     """Opens the folder of a source. If it is missing or damaged, it is filled first.
 
     Args:
@@ -159,13 +159,13 @@ def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> Stored:
     return made
 
 
-def _split(made: Stored, split: SplitName) -> Split:
+def _split(made: FolderContents, split: SplitName) -> Split:
     ids, ends, text = (made.files[f"{split}{name}.bin"] for name in ("", "_ends", "_text_bytes"))
     bits = made.files.get(f"{split}_learnt.bin")
     return Split(ids.view(made.meta["dtype"]), ends.view("int64"), text.view("int64"), bits)
 
 
-def _bpe(made: Stored, source: Source) -> PreTrainedTokenizerFast:
+def _bpe(made: FolderContents, source: Source) -> PreTrainedTokenizerFast:
     return _as_bpe({"tokenizer_object": Tokenizer.from_buffer(made.files["tokenizer.json"].tobytes())}, source)
 
 

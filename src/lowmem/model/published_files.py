@@ -28,7 +28,7 @@ _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)
 _TRAINABLE = {"F64", "F32", "F16", "BF16"}
 
 
-class Stored(NamedTuple):
+class TensorHeader(NamedTuple):
     """The header of a tensor in a file."""
 
     file: Path
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 _compared: dict[tuple, Compared] = {}
 
 
-def headers(folder: Path) -> dict[str, Stored]:
+def headers(folder: Path) -> dict[str, TensorHeader]:
     """Returns name -> header of the tensors that transformers would read from a folder, which has a single file, or
     several files with an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -68,16 +68,16 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 @cache  # called many times in a search for a recipe
-def _header(file: Path, size: int, changed: int) -> dict[str, Stored]:
+def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
     """Returns name -> header of the tensors of a file. Args: size, changed: size and modification time, as part of the
     cache key."""
     with safe_open(file, "pt") as tensors:
         names = tensors.keys()
         parts = {name: tensors.get_slice(name) for name in names}
-        return {name: Stored(file, part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+        return {name: TensorHeader(file, part.get_shape(), part.get_dtype()) for name, part in parts.items()}
 
 
-def quantised_as(stored: dict[str, Stored]) -> str | None:
+def quantised_as(stored: dict[str, TensorHeader]) -> str | None:
     """Returns the first dtype of weights that cannot be trained; None: all weights can be trained."""
     kinds = (tensor.dtype for name, tensor in stored.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
@@ -116,7 +116,7 @@ def joins_tensors(config: PretrainedConfig) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def _compare(config: PretrainedConfig, stored: dict[str, Stored]) -> Compared:
+def _compare(config: PretrainedConfig, stored: dict[str, TensorHeader]) -> Compared:
     tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
     kinds = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     kind = kinds[0] if isinstance(kinds, Sequence) else kinds
@@ -149,7 +149,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _own_head(model: PreTrainedModel, stored: dict[str, Stored]) -> bool:
+def _own_head(model: PreTrainedModel, stored: dict[str, TensorHeader]) -> bool:
     """Returns True if the config ties two tensors that are different in the files."""
 
     def in_files(name: str) -> str | None:
@@ -160,7 +160,7 @@ def _own_head(model: PreTrainedModel, stored: dict[str, Stored]) -> bool:
     return any(_differ(stored, *pair) for pair in pairs if None not in pair)
 
 
-def _differ(stored: dict[str, Stored], name: str, other: str) -> bool:
+def _differ(stored: dict[str, TensorHeader], name: str, other: str) -> bool:
     """Returns True if two tensors of the files differ. Both are read in pieces."""
     one, two = stored[name], stored[other]
     if name == other or one.shape != two.shape:

@@ -67,7 +67,7 @@ def goes_to_drive(tensor: object) -> bool:
     return tensor.nbytes >= PAGE
 
 
-class Stored(NamedTuple):
+class SwapFileEntry(NamedTuple):
     """The location of a tensor on the drive. Threads other than the host thread can read it."""
 
     file: ScratchFile
@@ -181,11 +181,11 @@ class SwapFile:
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
-    def stored(self, key: Key) -> Stored:
+    def stored(self, key: Key) -> SwapFileEntry:
         """Waits for the write in progress. Returns: a tensor's location in the file. Raises: OSError."""
         self.wait()
         place = self._places[key]
-        return Stored(self._file, place.start, place.size)
+        return SwapFileEntry(self._file, place.start, place.size)
 
     def tensors(self) -> list[Tensor]:
         return list(self._tensors.values())  # a copy, since another thread may add tensors
@@ -263,7 +263,7 @@ class SwapFiles:
                 with failures_told(self.drive):
                     self._unpin()
 
-    def stored(self, swap_file: SwapFile, weight: str, name: str) -> Stored:
+    def stored(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
         """Waits until a tensor's last update is written. Returns: its location on the drive. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
@@ -424,7 +424,7 @@ class OnDrive:
             self._weights.pin(self._weights_of[p])
         self._weights.put(self._weights_of[p], BLOCK, {WEIGHTS: flat})
 
-    def weights(self, p: Tensor) -> Stored:
+    def weights(self, p: Tensor) -> SwapFileEntry:
         """Waits until a block's 16-bit weights are written. Args: p: any weight of the block. Returns: their location
         on the drive. Raises: DriveFailed."""
         return self._weights.stored(self._weights_of[p], BLOCK, WEIGHTS)

@@ -92,8 +92,8 @@ def _tied(module: LightningModule) -> dict[str, str]:
 def load(folder: Path) -> dict:
     """Returns the checkpoint whose parts `tensors_and_rest` separated.
 
-    Its tensors have no memory and are read when a shard needs them: `state_dict` is a `checkpoint_folder.Stored`, and
-    so is `stored` in the optimizer's state.
+    Its tensors have no memory and are read when a shard needs them: `state_dict` is a `CheckpointTensors`, and so is
+    `stored` in the optimizer's state.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -136,7 +136,7 @@ def _fill(
     Args:
         widened: joins the upper and lower halves of a weight, if a checkpoint file stores them separately.
     """
-    if not isinstance(tensors, checkpoint_folder.Stored):
+    if not isinstance(tensors, checkpoint_folder.CheckpointTensors):
         shard.copy_(ranks.shard_of(p, widened(tensors[name])))
         return
     placed = ranks.as_dtensor(p, shard)

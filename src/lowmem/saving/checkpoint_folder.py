@@ -151,7 +151,7 @@ def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex,
 # --- read ------------------------------------------------------------------------------------------------------------
 
 
-class Stored(Mapping[str, Tensor]):
+class CheckpointTensors(Mapping[str, Tensor]):
     """Maps names to the tensors of a folder, which have shape and dtype but no memory. `read` copies from the files."""
 
     def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
@@ -207,10 +207,10 @@ class Stored(Mapping[str, Tensor]):
         return mapped[piece.start : piece.start + piece.bytes].view(entry["dtype"]).view(sizes), mapped
 
 
-def load(folder: Path) -> tuple[dict, Stored]:
+def load(folder: Path) -> tuple[dict, CheckpointTensors]:
     """Returns the content and the tensors that `save` wrote."""
     index = torch.load(folder / INDEX, map_location="cpu", weights_only=True, mmap=True)
-    return index["content"], Stored(folder, index["tensors"])
+    return index["content"], CheckpointTensors(folder, index["tensors"])
 
 
 def has_its_end(folder: Path) -> bool:
@@ -225,14 +225,14 @@ def has_its_end(folder: Path) -> bool:
         return False
 
 
-def _ends(stored: Stored) -> dict[str, int]:
+def _ends(stored: CheckpointTensors) -> dict[str, int]:
     ends: dict[str, int] = {}
     for piece in _pieces(stored):
         ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)
     return ends
 
 
-def _pieces(stored: Stored) -> Iterator[Piece]:
+def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
     return (Piece(*piece) for entry in stored.tensors.values() for *_, piece in entry["pieces"])
 
 

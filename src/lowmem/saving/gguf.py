@@ -175,7 +175,7 @@ def _write(folder: Path, file: Path) -> None:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of the GGUF file. Args: name: its name in transformers; dtype: in the file; read: returns its values."""
 
     name: str
@@ -188,7 +188,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[Stored]:
+def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[GgufTensor]:
     """Yields the tensors of the file, with the dtypes of the folder. Vectors are in fp32, as llama.cpp requires."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -201,11 +201,11 @@ def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator
                     heads = config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
                     change = partial(_in_pairs, heads=heads)
                 dtype = torch.float32 if len(shape) == 1 else dtype
-                yield Stored(name, tuple(shape), dtype, partial(_read, file, name, change))
+                yield GgufTensor(name, tuple(shape), dtype, partial(_read, file, name, change))
     if _rope(config) == "llama3":
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)  # (head_dim / 2,)
         plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(scaled)) / len(scaled))
-        yield Stored("rope_freqs.weight", tuple(scaled.shape), torch.float32, lambda: plain / scaled)
+        yield GgufTensor("rope_freqs.weight", tuple(scaled.shape), torch.float32, lambda: plain / scaled)
 
 
 def _read(file: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> Tensor:

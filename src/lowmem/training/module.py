@@ -27,7 +27,7 @@ from lowmem.offload.master_weights import MasterWeights
 from lowmem.offload.micro_batches import Generators
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.saving import by_name, random_states
-from lowmem.saving.checkpoint_folder import Stored
+from lowmem.saving.checkpoint_folder import CheckpointTensors
 from lowmem.step.fp32_halves import joined
 from lowmem.step.gradients import Gradients
 from lowmem.step.optimizer import WindowOptimizer
@@ -355,7 +355,7 @@ class CausalLM(LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
         """Loads the weights of a checkpoint, whose masters may be split into two halves. Sharded models and sharded
         checkpoints are loaded one weight at a time."""
-        if self.ranks.divides or isinstance(state_dict, Stored):
+        if self.ranks.divides or isinstance(state_dict, CheckpointTensors):
             by_name.load_weights(self, state_dict, self._rests)
             self._rests = {}
             return None

@@ -26,7 +26,7 @@ from lowmem.plan.search.recipes import Plan, Recipe
 from lowmem.plan.target import Target
 from lowmem.plan.tracing import as_card as card
 from lowmem.plan.tracing import attend, attention
-from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, kernel
+from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, kernel
 from lowmem.plan.tracing.operator_cost import work_of
 from lowmem.plan.tracing.trace import trace
 from lowmem.system import torch_private
@@ -44,7 +44,7 @@ TRANSFORMERS = HEADERS / "native" / "transformers"
 
 
 def call(dtype, head, **more):
-    return Call(dtype, head, more.pop("value", head), **more)
+    return AttentionCall(dtype, head, more.pop("value", head), **more)
 
 
 GROUPED, MASK, DROPS = {"grouped": True}, {"mask": True, "causal": False}, {"dropout": 0.1}

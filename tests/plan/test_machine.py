@@ -171,7 +171,7 @@ def test_unwritable_rates_folder_does_not_stop_a_plan(measurements):
 
 def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
     """Another process stores its rates between the write and the rename of this one; no draft is left."""
-    here = Machine("any", {"float32": 1.0}, 1.0, link=cards.Link(2.0, 3.0, 0.5))
+    here = Machine("any", {"float32": 1.0}, 1.0, link=cards.LinkBandwidth(2.0, 3.0, 0.5))
     write, pid, others = Path.write_text, os.getpid(), iter([1])
 
     def interrupted(path, text, encoding):

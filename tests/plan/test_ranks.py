@@ -23,7 +23,7 @@ from lowmem.plan.table import command
 from lowmem.plan.target import Target
 from lowmem.plan.tracing import shapes
 from lowmem.plan.tracing.trace import trace
-from lowmem.plan.tracing.traffic import EARLIER, NODE, Sent, Traffic, by_phase, of_window, traffic
+from lowmem.plan.tracing.traffic import EARLIER, NODE, Collective, Traffic, by_phase, of_window, traffic
 from lowmem.system.units import GIB
 from lowmem.techniques.strategy.pipeline import Pipeline
 
@@ -159,13 +159,13 @@ def test_command_for_several_hosts_starts_equal_ranks_on_each(devices, hosts, ea
 
 def test_collective_traffic_is_split_between_node_and_network_links():
     pair, nodes = tuple(range(2)), tuple(range(16))
-    assert traffic(Sent("gather", pair, False), 100, 8) == Traffic(50, 0)
-    assert traffic(Sent("both", pair, False), 100, 8) == Traffic(100, 0)
+    assert traffic(Collective("gather", pair, False), 100, 8) == Traffic(50, 0)
+    assert traffic(Collective("both", pair, False), 100, 8) == Traffic(100, 0)
     between = 1600 * (1 - 1 / 2) / 8  # the other node's half, over eight links
-    assert traffic(Sent("gather", nodes, False), 1600, 8) == Traffic(1600 * 15 / 16 - between, between)
-    assert traffic(Sent("gather", nodes[::8], False), 100, 8) == Traffic(0, 50)
-    assert traffic(Sent("send", (7, 8), False), 100, 8) == Traffic(0, 100)
-    assert traffic(Sent("gather", (3,), False), 100, 8) == Traffic(0, 0)
+    assert traffic(Collective("gather", nodes, False), 1600, 8) == Traffic(1600 * 15 / 16 - between, between)
+    assert traffic(Collective("gather", nodes[::8], False), 100, 8) == Traffic(0, 50)
+    assert traffic(Collective("send", (7, 8), False), 100, 8) == Traffic(0, 100)
+    assert traffic(Collective("gather", (3,), False), 100, 8) == Traffic(0, 0)
 
 
 def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(config):
@@ -179,10 +179,10 @@ def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(confi
         return window(machine, cfg, shapes, taken, 1).transfers - taken["sum"]
 
     whole = 4e9  # half of it comes, in two seconds
-    assert waits({("backward", Sent("gather", pair, False)): whole}) == pytest.approx(1.0)
-    assert waits({("backward", Sent("gather", pair, True)): whole}) == pytest.approx(2.0)
-    assert waits({("backward", Sent("gather", (0, 8), True)): whole}) == pytest.approx(20.0)
-    assert by_phase({("step", Sent("both", pair, False)): 8}, 8) == {("step", False): Traffic(8, 0)}
+    assert waits({("backward", Collective("gather", pair, False)): whole}) == pytest.approx(1.0)
+    assert waits({("backward", Collective("gather", pair, True)): whole}) == pytest.approx(2.0)
+    assert waits({("backward", Collective("gather", (0, 8), True)): whole}) == pytest.approx(20.0)
+    assert by_phase({("step", Collective("both", pair, False)): 8}, 8) == {("step", False): Traffic(8, 0)}
 
 
 def test_host_memory_is_multiplied_by_the_processes_on_it():

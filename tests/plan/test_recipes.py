@@ -17,7 +17,7 @@ from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.machine import Machine
 from lowmem.plan.prediction import Need, Prediction
 from lowmem.plan.search import candidates, recipes
-from lowmem.plan.search.candidates import Training, Typed, micro_batches, routes, stands_alone, trainings
+from lowmem.plan.search.candidates import PrecisionAndOptimizer, Typed, micro_batches, routes, stands_alone, trainings
 from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import trace
 from lowmem.system.errors import Refused
@@ -55,7 +55,7 @@ class Candidate:
 
     option: dict
     run: Run
-    training: Training
+    training: PrecisionAndOptimizer
 
     @property
     def streams(self):

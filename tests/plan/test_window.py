@@ -11,7 +11,7 @@ from lowmem.config.settle import run_of
 from lowmem.offload.drive import Sizes
 from lowmem.plan.cost import step_time
 from lowmem.plan.cost.machine import COMPUTE, Machine, machine
-from lowmem.plan.cost.step_time import Load, Window
+from lowmem.plan.cost.step_time import Load, WindowTime
 from lowmem.plan.job import resolved
 from lowmem.plan.tracing.operator_cost import Work
 from lowmem.plan.tracing.traces import WorkTrace
@@ -27,7 +27,7 @@ def cfg(*typed):
 def card(link, bandwidth=1.0, duplex=1.0, **rates):
     """Returns a card whose link has this rate both ways, with a host of this bandwidth. Rates are per second."""
     host = Machine("host", FLOPS, bandwidth, 0.0, **rates)
-    return Machine("card", FLOPS, 1.0, 0.0, link=cards.Link(link, link, duplex), host=host, **rates)
+    return Machine("card", FLOPS, 1.0, 0.0, link=cards.LinkBandwidth(link, link, duplex), host=host, **rates)
 
 
 def shapes(**said):
@@ -41,13 +41,13 @@ def shapes(**said):
 def test_window_time_on_a_cpu_is_the_sum_of_all_parts():
     taken = TAKEN | {"sum": 0.25}
     found = step_time.window(card(1.0).host, cfg("precision=bf16-master"), shapes(), taken, 3)
-    assert found == Window(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5
+    assert found == WindowTime(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5
 
 
 def test_offloaded_boundaries_overlap_with_forward_and_backward():
     """6 bytes at 2 a second take 3 seconds: a forward pass of 2 waits for 1, a backward pass of 4 for none."""
     found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6), TAKEN, 2)
-    assert found == Window(2 * (2 + 4), 2 * 1, 0.5 + 3)
+    assert found == WindowTime(2 * (2 + 4), 2 * 1, 0.5 + 3)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_boundaries_and_streamed_weights_share_the_link():
 )
 def test_half_duplex_link_slows_copies_up_while_copies_run_down(duplex, up, down, takes):
     """A share of 0.5: in 4 seconds 2 of 6 seconds' bytes have gone up, and the other 4 follow alone."""
-    assert Load(up=up, down=down).seconds(cards.Link(1.0, 1.0, duplex)) == takes
+    assert Load(up=up, down=down).seconds(cards.LinkBandwidth(1.0, 1.0, duplex)) == takes
 
 
 def test_streamed_weights_slow_down_while_gradients_leave():

@@ -33,7 +33,7 @@ WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large workspac
 REFERENCE = "rtx3060"  # its speeds are assumed for a bare size if this machine has no card
 
 
-class Link(NamedTuple):
+class LinkBandwidth(NamedTuple):
     """The link between host and card.
 
     Args:
@@ -117,7 +117,7 @@ def named(name: str) -> Card:
     rates = {
         "flops": {dtype: 1e12 * rate for dtype, rate in section["tflops"].items()},
         "bandwidth": 1e9 * section["bandwidth"],
-        "link": Link(1e9 * section["link"], 1e9 * section["link"], section["duplex"]),
+        "link": LinkBandwidth(1e9 * section["link"], 1e9 * section["link"], section["duplex"]),
         "peer": 1e9 * section["peer"],
         "network": 1e9 * section["network"],
     }

@@ -50,7 +50,7 @@ class Machine:
     flops: dict[str, Rate]  # dtype -> FLOP/s of matrix products
     bandwidth: Rate  # bytes per second of device memory
     launch: Rate = LAUNCH
-    link: cards.Link | None = None  # between host and device; None: host and device share memory
+    link: cards.LinkBandwidth | None = None  # between host and device; None: host and device share memory
     peer: Rate | None = None  # bytes per second from other devices of the node; None: `bandwidth`
     network: Rate | None = None  # bytes per second from other nodes; None: `peer`
     drive_read: Rate = drives.READ  # bytes per second
@@ -128,7 +128,7 @@ def measured(on_card: bool) -> Machine:
     if on_card:
         pinned = torch.empty(memory.shape, pin_memory=True)
         up, down = fastest(lambda: memory.copy_(pinned), True), fastest(lambda: pinned.copy_(memory), True)
-        found = replace(found, link=cards.Link(pinned.nbytes / up, pinned.nbytes / down, DUPLEX))
+        found = replace(found, link=cards.LinkBandwidth(pinned.nbytes / up, pinned.nbytes / down, DUPLEX))
         del memory
         torch.cuda.empty_cache()  # return the memory of the measurement
     store(found, on_card)

@@ -18,7 +18,7 @@ overlap with the pass that starts them.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lowmem.config.cards import Link
+from lowmem.config.cards import LinkBandwidth
 from lowmem.config.settle import Run
 from lowmem.plan.cost.machine import COMPUTE, Machine
 from lowmem.plan.tracing.traces import WorkTrace
@@ -30,7 +30,7 @@ SUM_BYTES = 4  # bytes per element of a sum of gradients
 REACHED = 0.65  # share of a card's peak FLOP/s that a full pass reaches; published values are 0.5 to 0.9
 
 
-class Window(NamedTuple):
+class WindowTime(NamedTuple):
     """Seconds of a window: the passes, and the part of copies and update that does not overlap with the passes."""
 
     passes: float
@@ -54,7 +54,7 @@ class Load(NamedTuple):
     def __add__(self, other: "Load") -> "Load":
         return Load(*map(sum, zip(self, other, strict=True)))
 
-    def seconds(self, link: Link | None) -> float:
+    def seconds(self, link: LinkBandwidth | None) -> float:
         """Returns the seconds until all resources are done. While the link copies down at its full rate, copies up have
         only the share `link.duplex` of their rate. Without a link all work except the drive's is sequential."""
         if link is None:
@@ -62,7 +62,7 @@ class Load(NamedTuple):
         return max(*self, self.up + (1 - link.duplex) * self.down)
 
 
-def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> Window:
+def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> WindowTime:
     """Returns the seconds of a window. Args: node: devices per node."""
     return window(machine, run, trace, seconds(machine, trace), run.windows.largest, node)
 
@@ -78,7 +78,7 @@ def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
 
 def window(
     machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int, node: int = NODE
-) -> Window:
+) -> WindowTime:
     """Returns the seconds of a window.
 
     Args:
@@ -97,7 +97,7 @@ def window(
     for (phase, at_once), received in by_phase(trace.sent, node).items():
         hidden = 0.0 if at_once else taken.get(phase.removeprefix(EARLIER), 0.0)
         transfers += how_often(phase, micro_batches) * max(0.0, machine.exchange(received) - hidden)
-    return Window(passes, transfers, _step(machine, run, trace, taken, (forward, backward)))
+    return WindowTime(passes, transfers, _step(machine, run, trace, taken, (forward, backward)))
 
 
 def _passes(

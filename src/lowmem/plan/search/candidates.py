@@ -1,8 +1,8 @@
 """Lists the recipes that a plan compares. All recipes keep the typed overrides and the effective batch size.
 
-    Typed       the typed overrides, and the groups that a recipe may change
-    Training    a precision with an optimizer
-    Route       a training, with a strategy and a place for the weights
+    Typed                    the typed overrides, and the groups that a recipe may change
+    PrecisionAndOptimizer    a precision with an optimizer
+    Route                    both, with a strategy and a place for the weights
 
 Micro-batch size, checkpointing and loss of a route are chosen by `climb.py`.
 """
@@ -116,7 +116,7 @@ class Typed:
 
 
 @dataclass(frozen=True)
-class Training:
+class PrecisionAndOptimizer:
     """A precision with an optimizer. Args: chosen: group of CHANGEABLE -> technique; changes: differences from the
     typed training."""
 
@@ -130,7 +130,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Route:
-    """A training with a strategy and a place for its weights, and the choices that are still open.
+    """A precision and an optimizer with a strategy and a place for the weights, and the choices that are still open.
 
     Args:
         training: precision and optimizer.
@@ -141,7 +141,7 @@ class Route:
         sums: a step has several micro-batches, so masters on the host need fp32 sums of gradients.
     """
 
-    training: Training
+    training: PrecisionAndOptimizer
     option: Mapping[str, str]
     run: Run
     micro_batches: Sequence[MicroBatches]
@@ -175,8 +175,9 @@ class Route:
         return replace(self, option=option, run=run)
 
 
-def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
-    """Returns the trainings to try, without duplicates. Args: card: the target; None: every dtype is allowed."""
+def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimizer]:
+    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: the target; None: every
+    dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _precisions(typed, card):
@@ -188,13 +189,15 @@ def trainings(typed: Typed, card: Card | None = None) -> list[Training]:
         for optim in optimizers:
             optim = _where_it_steps(typed, run, optim)
             chosen = {"precision": precision, "optim": optim}
-            by_choice[precision, optim] = Training(chosen, tuple(changes(typed.run, run, typed.named, chosen)))
+            by_choice[precision, optim] = PrecisionAndOptimizer(
+                chosen, tuple(changes(typed.run, run, typed.named, chosen))
+            )
     return list(by_choice.values())
 
 
-def routes(typed: Typed, training: Training, names: Collection[str] = ("auto",)) -> Iterator[Route]:
-    """Yields the routes of a training: all strategies and places for the weights, with all micro-batches that keep the
-    effective batch size.
+def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str] = ("auto",)) -> Iterator[Route]:
+    """Yields the routes of a precision with an optimizer: all strategies and places for the weights, with all
+    micro-batches that keep the effective batch size.
 
     With host masters, several micro-batches per step and a single micro-batch are separate routes: several need fp32
     sums of gradients on the host, a single one needs more device memory. Streamed weights have a route for each

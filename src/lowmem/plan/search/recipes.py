@@ -26,7 +26,17 @@ from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.host_bytes import CUDA_ON_HOST
 from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, predict
-from lowmem.plan.search.candidates import DRIVE, ORDER, RESIDENT, Route, Training, Typed, routes, strategies, trainings
+from lowmem.plan.search.candidates import (
+    DRIVE,
+    ORDER,
+    RESIDENT,
+    PrecisionAndOptimizer,
+    Route,
+    Typed,
+    routes,
+    strategies,
+    trainings,
+)
 from lowmem.plan.search.changes import Change, Tier
 from lowmem.plan.search.climb import Climb, Settings
 from lowmem.plan.search.extend import extended, network
@@ -140,7 +150,7 @@ class _Search:
         self.trainings = trainings(typed, target.card)
         if not self.trainings and target.card and not target.card.multiplies("bfloat16"):
             raise Refused(NO_BF16)
-        self.by_rank: dict[int, list[Training]] = {}
+        self.by_rank: dict[int, list[PrecisionAndOptimizer]] = {}
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
@@ -374,7 +384,7 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
             yield replace(route, checkpointings=names)
 
 
-def _rank(training: Training, may_change: Collection[str] | None) -> int:
+def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -> int:
     """Returns the rank of a training; rank 1 is tried first. If `may_change` names any group, close trainings have the
     rank of the typed one."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier

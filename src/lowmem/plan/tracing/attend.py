@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, SHORT, Call, advice, kernel
+from lowmem.plan.tracing.attention import CUDNN, EFFICIENT, FLASH, SHORT, AttentionCall, advice, kernel
 from lowmem.system.torch_private import ATTENTION_CUDNN, ATTENTION_EFFICIENT, ATTENTION_FLASH, ATTENTION_MATH
 
 
@@ -60,9 +60,11 @@ def _by_autocast(tensor: Tensor | None) -> Tensor | None:
     return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> Call:
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool
+) -> AttentionCall:
     tensors = (query, key, value)
-    return Call(
+    return AttentionCall(
         dtype=query.dtype,
         head=query.shape[-1],
         value=value.shape[-1],
@@ -76,7 +78,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropou
     )
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, scale: float | None) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: AttentionCall, scale: float | None) -> Tensor:
     """Calls flash attention. Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
     short = -call.head % 8
     padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
@@ -85,7 +87,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Call, sc
     return out[..., : call.head] if short else out
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None):
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall, scale: float | None
+):
     """Calls efficient attention. A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
     if mask is not None:
         short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
@@ -95,7 +99,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, c
     return out
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, scale: float | None) -> Tensor:
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall, scale: float | None
+) -> Tensor:
     out = ATTENTION_CUDNN(query, key, value, mask, call.trains, call.dropout, call.causal, scale=scale)[0]
     _while_backward(out, cudnn_scratch(query, key))
     return out

@@ -23,7 +23,7 @@ COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", 
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The properties of a call of `F.scaled_dot_product_attention` that torch's choice depends on.
 
     Args:
@@ -48,7 +48,7 @@ class Call:
     plain: bool = True
 
 
-def kernel(call: Call, capability: float) -> str:
+def kernel(call: AttentionCall, capability: float) -> str:
     """Returns the first kernel that supports the call, like select_sdp_backend, in the order of sdp_priority_order
     (ATen/Context.h)."""
     able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
@@ -56,7 +56,7 @@ def kernel(call: Call, capability: float) -> str:
     return next((name for name in order if call.plain and able[name](call, capability)), MATH)
 
 
-def _flash(call: Call, capability: float) -> bool:
+def _flash(call: AttentionCall, capability: float) -> bool:
     """Follows can_use_flash_attention. Head sizes are padded to a multiple of 8 (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
@@ -68,7 +68,7 @@ def _flash(call: Call, capability: float) -> bool:
     return True
 
 
-def _efficient(call: Call, capability: float) -> bool:
+def _efficient(call: AttentionCall, capability: float) -> bool:
     """Follows can_use_mem_efficient_attention. Up to torch 2.14, check_batch_size_and_num_heads_dense refuses grouped
     heads. torch 2.15 may accept them, which has not been tested on a card: the math kernel, which needs more memory, is
     predicted."""
@@ -86,7 +86,7 @@ def _alignment(dtype: torch.dtype, capability: float) -> int:
     return 4 if capability >= 8.0 else 1
 
 
-def _cudnn(call: Call, capability: float) -> bool:
+def _cudnn(call: AttentionCall, capability: float) -> bool:
     """Follows can_use_cudnn_attention. torch 2.11 accepts any dropout, and larger heads on 9.0. Later versions accept
     only multiples of 1/16 (check_cudnn_dropout), and heads of up to 256 with a newer cuDNN; flash needs about as much
     memory for these."""
@@ -98,7 +98,7 @@ def _cudnn(call: Call, capability: float) -> bool:
     return call.head % 8 == call.value % 8 == 0 and max(call.head, call.value) <= largest
 
 
-def advice(call: Call, capability: float) -> str | None:
+def advice(call: AttentionCall, capability: float) -> str | None:
     """Returns a sentence with the override that avoids the math kernel; None: torch uses another kernel anyway."""
     if kernel(call, capability) != MATH:
         return None
@@ -111,7 +111,7 @@ def advice(call: Call, capability: float) -> str | None:
     )
 
 
-def _cure(call: Call, capability: float) -> str:
+def _cure(call: AttentionCall, capability: float) -> str:
     for dtype, override in COMPUTES_IN.items():
         if kernel(replace(call, dtype=dtype), capability) != MATH:
             return override

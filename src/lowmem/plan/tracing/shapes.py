@@ -16,7 +16,7 @@ from torch import Tensor
 from lowmem.memory import tracker
 from lowmem.plan.tracing import traffic
 from lowmem.plan.tracing.operator_cost import Work, work_of
-from lowmem.plan.tracing.traffic import Sent
+from lowmem.plan.tracing.traffic import Collective
 from lowmem.system.torch_private import (
     ADDS_IN_PARTS,
     ASKS_FOR_DEVICE,
@@ -44,7 +44,7 @@ PLAIN = frozenset(
 NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
-class TooLong(Exception):
+class TraceTooLong(Exception):
     """A trace takes too many operators, and might never end."""
 
 
@@ -79,7 +79,7 @@ class ShapeMode(LeanFakeTensorMode):
         self.over_gloo = over_gloo
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
-        self.sent: Counter[tuple[str, Sent]] = Counter()  # bytes
+        self.sent: Counter[tuple[str, Collective]] = Counter()  # bytes
         self.operators = 0  # number of operators outside of updates, which may use thousands per parameter
         self.micro_batches = 1  # micro-batches of a window
         self.spread = False  # True: tokens were assumed to be spread evenly over experts
@@ -97,7 +97,9 @@ class ShapeMode(LeanFakeTensorMode):
         if func.namespace == "aten" and self.phase != "update":
             self.operators += 1
             if self.operators > OPERATORS * self.micro_batches:
-                raise TooLong(f"more than {OPERATORS:,} operators, or a loop that ends only on certain tensor values")
+                raise TraceTooLong(
+                    f"more than {OPERATORS:,} operators, or a loop that ends only on certain tensor values"
+                )
         if func is READ_A_NUMBER and isinstance(args[0], FakeTensor):
             return _yes(args[0].dtype)
         if func in COMPARES:

@@ -50,7 +50,7 @@ from lowmem.plan.cost.allocator import from_the_start
 from lowmem.plan.tracing import as_card
 from lowmem.plan.tracing.one_rank import as_rank
 from lowmem.plan.tracing.recorder import Recorder, by_place, of_phases
-from lowmem.plan.tracing.shapes import ShapeMode, TooLong
+from lowmem.plan.tracing.shapes import ShapeMode, TraceTooLong
 from lowmem.plan.tracing.stand_in import StandIn, stand_in, unseen
 from lowmem.plan.tracing.traces import Trace
 from lowmem.plan.tracing.traffic import EARLIER
@@ -80,7 +80,7 @@ def untraceable(error: Exception) -> str:
     cause = error
     while cause.__cause__ is not None:  # a pipeline schedule wraps the errors of a stage
         cause = cause.__cause__
-    if not isinstance(cause, TooLong) and not _raised_by_a_model(cause):
+    if not isinstance(cause, TraceTooLong) and not _raised_by_a_model(cause):
         error.add_note("This is a bug in the planner. Type plan=off to start without a prediction.")
         raise error
     return f"this model cannot be traced by shape ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lowmem.memory.tracker import Point
 from lowmem.offload.drive import Sizes
 from lowmem.plan.tracing.operator_cost import Work
-from lowmem.plan.tracing.traffic import Sent
+from lowmem.plan.tracing.traffic import Collective
 
 
 @dataclass
@@ -61,7 +61,7 @@ class WorkTrace(ModelSizes):
     # gradients) and travel (weights are copied for it). Phases of a window: step (gradient norm and other work before
     # the update) and update. The prefix EARLIER marks a micro-batch that is not the last of its window.
     work: Counter[tuple[str, Work]]
-    sent: Counter[tuple[str, Sent]]  # (phase, kind of collective) -> bytes
+    sent: Counter[tuple[str, Collective]]  # (phase, kind of collective) -> bytes
 
 
 @dataclass

@@ -35,7 +35,7 @@ KINDS = {
 }
 
 
-class Sent(NamedTuple):
+class Collective(NamedTuple):
     """A kind of collective, or a send. Args: ranks: the participating ranks; waits: the device waits for the result."""
 
     kind: str
@@ -59,7 +59,7 @@ class Traffic(NamedTuple):
 NOTHING = Traffic()
 
 
-def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | None:
+def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
     """Returns (kind of collective, bytes of the full tensor); None: the operator is not a collective."""
     if func.namespace not in SPACES:
         return None
@@ -72,10 +72,10 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Sent, int] | No
     if kind in ENDS:
         ranks = (dist.get_rank(), ranks[arguments.get("dst", arguments.get("src"))])
     full = max(sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, out))
-    return Sent(kind, ranks, func.namespace != "c10d"), full
+    return Collective(kind, ranks, func.namespace != "c10d"), full
 
 
-def traffic(call: Sent, full: float, node: int) -> Traffic:
+def traffic(call: Collective, full: float, node: int) -> Traffic:
     """Returns the bytes that one device receives in a collective. Args: full: bytes of the full tensor; node: devices
     per node; consecutive ranks share a node."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
@@ -86,7 +86,7 @@ def traffic(call: Sent, full: float, node: int) -> Traffic:
     return once.times(2) if call.kind == BOTH else once
 
 
-def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[str, bool], Traffic]:
+def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[tuple[str, bool], Traffic]:
     """Returns (phase, True if the device waits) -> traffic. Args: calls: (phase, kind of collective) -> full bytes;
     node: devices per node."""
     received: dict[tuple[str, bool], Traffic] = {}
@@ -96,7 +96,7 @@ def by_phase(calls: Mapping[tuple[str, Sent], float], node: int) -> dict[tuple[s
     return received
 
 
-def of_window(calls: Mapping[tuple[str, Sent], float], micro_batches: int, node: int) -> Traffic:
+def of_window(calls: Mapping[tuple[str, Collective], float], micro_batches: int, node: int) -> Traffic:
     """Returns the bytes that a device receives in an optimizer step."""
     phases = by_phase(calls, node).items()
     return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)

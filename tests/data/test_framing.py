@@ -15,7 +15,7 @@ from lowmem.data import token_store
 from lowmem.data.bits_per_byte import bits_per_byte
 from lowmem.data.loader import IGNORED, Share, ValidationLoader
 from lowmem.data.mix import Mix
-from lowmem.data.opening import Wanted
+from lowmem.data.opening import RowSettings
 from lowmem.data.packing import Joined
 from lowmem.data.sources import framing, jsonl, pieces, text_files
 from lowmem.data.sources.bad_record import BadRecord
@@ -258,7 +258,7 @@ def test_parts_of_a_mixture_with_different_data_bos_are_refused(tmp_path):
         Mix(typed)
     made = tokenizer("bpe", "byte level")
     opened = Mix(parts | {"b": text_files.text(str(tmp_path / "b.txt"), "*", 0.2, bos=True)}).opened(
-        Wanted(tmp_path / "cache", 16, 0, made, [])
+        RowSettings(tmp_path / "cache", 16, 0, made, [])
     )
     assert [int(part.split.ids[0]) for part in opened.train.parts] == [IDS[BOS]] * 2
 

@@ -19,7 +19,7 @@ from conftest import SMALL
 from lowmem.data import random_tokens
 from lowmem.data.loader import IGNORED, MicroBatch, Share
 from lowmem.data.mix import Mix
-from lowmem.data.opening import Opened, Wanted
+from lowmem.data.opening import Opened, RowSettings
 from lowmem.fit import fit
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import Loss
@@ -59,7 +59,7 @@ class DrawnPairs(random_tokens.Drawn):
 
 
 class PairSource(random_tokens.Random):
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         text = super().opened(wanted)
         pairs = [DrawnPairs(**vars(rows)) for rows in (text.train, text.val[""])]
         return Opened(text.tokens, pairs[0], {"": pairs[1]})

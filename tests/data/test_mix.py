@@ -14,7 +14,7 @@ from documents import split
 from lowmem.config.accumulation import fixed
 from lowmem.data.loader import IGNORED, Share, WindowLoader
 from lowmem.data.mix import Mix, Mixed
-from lowmem.data.opening import Wanted
+from lowmem.data.opening import RowSettings
 from lowmem.data.packing import rows, rows_class, with_positions
 from lowmem.data.random_tokens import Drawn
 from lowmem.data.sources.jsonl import jsonl
@@ -164,7 +164,7 @@ def test_documents_of_all_mixture_parts_end_in_one_token(tmp_path, names):
     make = parts_of(tmp_path)
     parts = {name: make[name](**({"messages": "messages"} if name == "talk" else {})) for name in names}
     train_bpe(["yes"], 300, tmp_path / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
-    wanted = Wanted(tmp_path / "cache", 32, 0, load_bpe(tmp_path / "tokenizer.json"), [])
+    wanted = RowSettings(tmp_path / "cache", 32, 0, load_bpe(tmp_path / "tokenizer.json"), [])
     of = Mix(parts).opened(wanted)
     notes = of.train.parts[names.index("notes")].split
     ends = {of.tokens.tokenizer.convert_ids_to_tokens(int(notes.ids[end - 1])) for end in notes.ends}
@@ -195,7 +195,7 @@ def nested(folder, names):
     """A mixture of mixtures. Args: names: of each part, and of the only part below it; "" for a part without parts."""
     notes = parts_of(folder)["notes"]
     train_bpe(["note"], 300, folder / "tokenizer.json", [])
-    wanted = Wanted(folder / "cache", 32, 0, load_bpe(folder / "tokenizer.json"), [])
+    wanted = RowSettings(folder / "cache", 32, 0, load_bpe(folder / "tokenizer.json"), [])
     parts = {part: Mix({below: notes()}) if below else notes() for part, below in names.items()}
     return Mix(parts).opened(wanted)
 

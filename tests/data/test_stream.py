@@ -14,7 +14,7 @@ from pyarrow import parquet
 import tokenizers_of_all_kinds
 from lowmem.config.accumulation import fixed
 from lowmem.data.loader import Position, Share
-from lowmem.data.opening import Wanted
+from lowmem.data.opening import RowSettings
 from lowmem.data.sources.hub import hub
 from lowmem.data.token_store import load_bpe, train_bpe
 from lowmem.fit import fit
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory):
 
 def loader(folder, tokenizer, position=None, seed=7, **how):
     source = hub(str(folder), streaming=True, **{"block": 5, "val_rows": 3, "too_long": "cut"} | how)
-    of = source.opened(Wanted(folder, 32, 0, load_bpe(tokenizer / "tokenizer.json"), []))
+    of = source.opened(RowSettings(folder, 32, 0, load_bpe(tokenizer / "tokenizer.json"), []))
     return of.train.loader(Share(2), fixed(2), seed, *([position] if position else []))
 
 
@@ -74,7 +74,7 @@ def test_stream_resumes_bit_exactly_from_any_window_twice(folder, tokenizer, pac
 def test_streamed_text_equals_the_tokenizer_call(folder, bos):
     made, begins = tokenizers_of_all_kinds.tokenizer("bpe", "byte level", "eos"), bos is True
     source = hub(str(folder), streaming=True, block=5, val_rows=3, bos=bos)
-    source.opened(Wanted(folder, 32, 0, made, []))
+    source.opened(RowSettings(folder, 32, 0, made, []))
     (document,) = source.documents([{"text": "shard 7: x = self"}], 0, "val")
     assert document.ids.tolist() == made("shard 7: x = self")["input_ids"]
     assert (document.ids[0] == made.bos_token_id) == begins

@@ -174,7 +174,7 @@ def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, 
     """It computes what it lacks, in the same micro-batches: to the bit."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
-    store, stored = reference.Wanted.store, []
+    store, stored = reference.ReferenceLogProbs.store, []
 
     def ends_at_the_third(self, numbers):
         """The first is that of the start. What a killed run did not store then is lost."""
@@ -186,7 +186,7 @@ def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, 
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(reference, "STORED_EVERY", 0)
-        patch.setattr(reference.Wanted, "store", ends_at_the_third)
+        patch.setattr(reference.ReferenceLogProbs, "store", ends_at_the_third)
         fit_run(preferring("max_steps=20", *lines), tmp_path / "ended")
     unknown = int(np.isnan(numbers(tmp_path, "train")).any(1).sum())
     asked = computed()
@@ -250,7 +250,7 @@ class OfTwoPairs:
 
 
 def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_path, caplog):
-    wanted, numbers = object.__new__(reference.Wanted), np.array([[1.0, 2.0], [3.0, np.nan]])
+    wanted, numbers = object.__new__(reference.ReferenceLogProbs), np.array([[1.0, 2.0], [3.0, np.nan]])
     wanted.rows, wanted.file = OfTwoPairs(), tmp_path / "train_reference.npy"
     wanted.store(numbers)
     assert np.array_equal(wanted.read(), numbers, equal_nan=True)

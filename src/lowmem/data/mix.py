@@ -14,7 +14,7 @@ import torch
 
 from lowmem.config.values import checked_shares
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opening import Openable, Opened, Wanted, openable
+from lowmem.data.opening import Openable, Opened, RowSettings, openable
 from lowmem.data.sources.framing import dress
 from lowmem.data.sources.source import ChatFormat, SplitName
 from lowmem.data.token_store import train_tokenizer
@@ -81,7 +81,7 @@ class Mix(Openable):
         for source in self.parts.values():
             yield from source.texts()
 
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         dress(tokenizer, self)  # before any source is read: the documents of all begin and end in the same tokens
         wanted = wanted._replace(tokenizer=tokenizer)
@@ -104,7 +104,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
     return sets
 
 
-def _opened(name: str, source: Openable, wanted: Wanted) -> Opened:
+def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
     """Opens a source of the mixture, and adds its name to refusals."""
     try:
         return source.opened(wanted)

@@ -15,7 +15,7 @@ from lowmem.data.token_store import Split, Tokens, tokenize
 from lowmem.system.errors import Refused
 
 
-class Wanted(NamedTuple):
+class RowSettings(NamedTuple):
     """The settings for making rows.
 
     Args:
@@ -47,7 +47,7 @@ class Openable(Source):
         accepts that. Args: data: the arguments of this class."""
         return packing.rows_class(data)
 
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         """Opens the source.
 
         Raises:
@@ -80,7 +80,7 @@ def openable(source: object, typed: str) -> Openable:
 class StoredSource(Openable):
     """A source whose documents are tokenized once, into the token store."""
 
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         tokens = tokenize(self, wanted.cache_dir, wanted.bpe_size, wanted.tokenizer, wanted.special_tokens)
         train, val = (
             self.rows(split, wanted.seq_len, name) for name, split in (("train", tokens.train), ("val", tokens.val))

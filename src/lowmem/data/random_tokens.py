@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lowmem.data.loader import MicroBatch, Rows
-from lowmem.data.opening import Openable, Opened, Wanted
+from lowmem.data.opening import Openable, Opened, RowSettings
 from lowmem.data.token_store import NOTHING, Tokens, rows_of, train_tokenizer
 
 BYTES = 257  # vocabulary size: one token per byte, and the end of text
@@ -41,7 +41,7 @@ class Random(Openable):
     def texts(self) -> Iterator[str]:
         return iter(())
 
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, BYTES, wanted.special_tokens)
         train, val = (
             Drawn((self.seed, split), count, rows_of(tokenizer), wanted.seq_len)

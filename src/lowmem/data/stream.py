@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowmem.data.loader import MicroBatch, Position, Rows, Window, WindowLoader
-from lowmem.data.opening import Openable, Opened, Wanted
+from lowmem.data.opening import Openable, Opened, RowSettings
 from lowmem.data.packing import Documents, Joined, NothingToLearn, describe_split
 from lowmem.data.sources.framing import dress
 from lowmem.data.sources.reading import ahead
@@ -48,7 +48,7 @@ class Stream(Openable):
         self.table, self.packing = records.reader, records.packing
         self.chat, self.bos = records.chat, records.bos
 
-    def opened(self, wanted: Wanted) -> Opened:
+    def opened(self, wanted: RowSettings) -> Opened:
         if wanted.tokenizer is None:
             raise Refused(
                 "data.streaming=true: a tokenizer cannot be trained on a stream. Type tokenizer=<a folder or hub id>, "
@@ -75,7 +75,7 @@ class Stream(Openable):
             return Joined(split, self.seq_len, name)
         return Documents(split, self.seq_len, self.records.too_long, name)
 
-    def blocks(self, state: dict | None) -> Iterator["Block"]:
+    def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
         """Yields the blocks that have rows. Args: state: of the stream; None begins after the validation rows."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.alone else 0
@@ -92,7 +92,7 @@ class Stream(Openable):
             if not number & number - 1:  # log at powers of two, less and less often
                 self._tell(f"{title} {seen:,}", counts)
             if rows:
-                yield Block(state, number - 1, rows)
+                yield RowBlock(state, number - 1, rows)
             tail = _tail(split, self.seq_len) if self.packing == "joined" else []
             state = {"block": number, "stream": stream.state_dict(), "tail": tail}
         if number & number - 1:
@@ -136,7 +136,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
     return [(split.ids[a:b].tolist(), split.learnt(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """A block of rows. Args: state: of the stream before the block; None for the first block."""
 
     state: dict | None

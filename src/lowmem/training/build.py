@@ -43,7 +43,7 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.schema import Node
 from lowmem.config.settle import Run
 from lowmem.data.loader import START, Position, Rows, Share, ValidationLoader, WindowLoader
-from lowmem.data.opening import Openable, Wanted, openable, source_class
+from lowmem.data.opening import Openable, RowSettings, openable, source_class
 from lowmem.data.packing import Joined, with_positions
 from lowmem.data.sources import framing
 from lowmem.data.sources.source import OLDER
@@ -113,7 +113,7 @@ def open_texts(run: Run) -> Texts:
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
     bpe_size = min(BPE_VOCABULARY, config.vocab_size)
-    wanted = Wanted(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
+    wanted = RowSettings(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
     tokens, train, val = source.opened(wanted)
     if added is None:
         check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 STORED_EVERY = 60  # seconds between writes during the pass
 
 
-class Wanted:
+class ReferenceLogProbs:
     """The reference log-probabilities of one split, and their cache file.
 
     Args:
@@ -164,12 +164,12 @@ def _check(run: Run, start: str | None, saved: Saved | None) -> None:
         )
 
 
-def _wanted(run: Run, data: build.Data, start: str) -> Iterator[Wanted]:
+def _wanted(run: Run, data: build.Data, start: str) -> Iterator[ReferenceLogProbs]:
     key = [start, run.weights_dtype, {"_target_": run.precision.target, **run.precision.arguments}]
     if run.evaluate is None:
-        yield Wanted(data.train.sequences, "train", _read_in_training(run, data.train), key)
+        yield ReferenceLogProbs(data.train.sequences, "train", _read_in_training(run, data.train), key)
     for loader in data.val:
-        yield Wanted(loader.sequences, "val", np.arange(loader.count), key)
+        yield ReferenceLogProbs(loader.sequences, "val", np.arange(loader.count), key)
 
 
 def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
@@ -183,7 +183,7 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
     return every if position.epoch else np.sort(train.between(START, position))
 
 
-def _compute(run: Run, built: CausalLM, split: Wanted, missing: np.ndarray) -> None:
+def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.ndarray) -> None:
     """Computes the log-probabilities of the missing rows, divided among the ranks."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
@@ -225,7 +225,7 @@ class _Collector(Callback):
     """Collects the log-probabilities of this rank. Rank 0 stores its values every `STORED_EVERY` seconds, because the
     pass may take hours."""
 
-    def __init__(self, split: Wanted, known: np.ndarray, batches: "_Batches") -> None:
+    def __init__(self, split: ReferenceLogProbs, known: np.ndarray, batches: "_Batches") -> None:
         self.split, self.known, self.batches = split, known, batches
         self.micro_batches, self.stored_at = 0, time.monotonic()
 

@@ -54,7 +54,7 @@ class Rendered(NamedTuple):
 
 
 @dataclass
-class Row:
+class RenderedPrefix:
     """A rendered text from which some answers are learned.
 
     Args:
@@ -142,7 +142,7 @@ class ChatTemplate:
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = everyone if answers is None else answers
         messages, text, tags = self._spelled(messages, tools)
-        full = Row(text, tags, len(messages))
+        full = RenderedPrefix(text, tags, len(messages))
         spans = [span for span in tags if span[0] < span[1]]
         is_whole = self.tagged and answers == everyone and not _unsaid(messages, answers, text, spans)
         if is_whole and not self._missing(messages, tools, full, answers):
@@ -158,7 +158,9 @@ class ChatTemplate:
         self._check_roles(messages, tools, text)
         return [self._rendered(messages, row) for row in reversed(rows)]
 
-    def _rows(self, messages: Messages, tools: list | None, answers: Sequence[int], full: Row) -> list[Row]:
+    def _rows(
+        self, messages: Messages, tools: list | None, answers: Sequence[int], full: RenderedPrefix
+    ) -> list[RenderedPrefix]:
         """Returns the rows of a conversation, the longest first.
 
         Args:
@@ -179,7 +181,7 @@ class ChatTemplate:
             rows = [row for row in [*rows, *([own] if row is own else [])] if row.spans]
         return rows
 
-    def _rendered(self, messages: Messages, row: Row) -> Rendered:
+    def _rendered(self, messages: Messages, row: RenderedPrefix) -> Rendered:
         spans = [row.spans[i] for i in sorted(row.spans)]
         written = [
             start
@@ -193,20 +195,22 @@ class ChatTemplate:
             raise BadRecord(f"{line} is missing from the text that {self.name} renders")
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
-    def _own_row(self, messages: Messages, tools: list | None, i: int, full: Row) -> Row:
+    def _own_row(self, messages: Messages, tools: list | None, i: int, full: RenderedPrefix) -> RenderedPrefix:
         """Returns the row that ends with answer `i`."""
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
             text, tags = self.rendering(messages[: i + 1], tools)
         prompt = self.rendering(messages[:i], tools, True)[0]
-        row = Row(text, tags, i + 1)
+        row = RenderedPrefix(text, tags, i + 1)
         if text.startswith(prompt):
             row.spans[i] = len(prompt), len(text)
             return row
         return self._asked_otherwise(messages, tools, i, prompt, row)
 
-    def _asked_otherwise(self, messages: Messages, tools: list | None, i: int, prompt: str, row: Row) -> Row:
+    def _asked_otherwise(
+        self, messages: Messages, tools: list | None, i: int, prompt: str, row: RenderedPrefix
+    ) -> RenderedPrefix:
         """Returns the row of an answer whose rendering does not begin with its generation prompt. There are two cases.
         If only the header differs (for example, because the prompt opens a thought), the answer begins where the two
         texts differ. If the template renders the context differently, the answer is appended to the prompt, as in
@@ -283,7 +287,7 @@ class ChatTemplate:
             return messages, text
 
     def _missing(
-        self, messages: Messages, tools: list | None, row: Row, answers: Collection[int]
+        self, messages: Messages, tools: list | None, row: RenderedPrefix, answers: Collection[int]
     ) -> MessagePart | None:
         """Returns the first part of the conversation that is missing from a row. A part is present if a rendering in
         which all parts are replaced contains its replacement, or if replacing this part alone changes the text. The
@@ -315,14 +319,14 @@ class ChatTemplate:
                     return part
         return None
 
-    def _shown(self, other: Replaced, row: Row) -> tuple[str, list[Span]]:
+    def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
         """Renders another conversation in the form of a row."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
         return text, tags
 
-    def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: Row) -> bool:
+    def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: RenderedPrefix) -> bool:
         """Returns whether another conversation renders to the text of the row."""
         try:
             return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)

@@ -141,7 +141,7 @@ class Preference(Records):
             _check_unused(typed, path, "a local file or folder", "Leave")
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
-        encoder = Answers(fields, assistant, template, lambda: _first_record(reader, fields), bos)
+        encoder = AnswerEncoder(fields, assistant, template, lambda: _first_record(reader, fields), bos)
         # a loss of rated answers pairs each answer with another prompt, so it needs at least two prompts
         by_prompt = ByPrompt(reader, fields, least=2 if rated else 1)
         super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
@@ -219,7 +219,7 @@ def _first_record(reader: Reader, fields: Fields) -> dict:
     return next((values for values in usable if fields.answered(values)), {})
 
 
-class Answers(Encoder):
+class AnswerEncoder(Encoder):
     """The encoder of records with two answers or a single rated answer. It makes two documents of a record, the better
     answer first.
 

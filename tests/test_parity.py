@@ -209,7 +209,7 @@ def test_exchanged_answers_exceed_the_tolerance_of_every_precision(config, monke
         answers, real = right(self, model, batch)
         if kind is preference.KTO:
             return answers._replace(desirable=~answers.desirable), real
-        return preference.Answers(*(values.flip(1) for values in answers[:3])), real
+        return preference.AnswerLogProbs(*(values.flip(1) for values in answers[:3])), real
 
     monkeypatch.setattr(kind, "answers", wrong)
     found = deviations(config, loss)

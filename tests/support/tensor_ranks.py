@@ -22,7 +22,7 @@ from lowmem.techniques.loss.cross_entropy import Chunked, Function, full
 from lowmem.techniques.loss.tiled import Tiled
 from lowmem.techniques.strategy import tensor_parallel
 from lowmem.techniques.strategy.fsdp_tensor_parallel import FullyShardTensorParallel
-from lowmem.techniques.strategy.parallel_styles import Share
+from lowmem.techniques.strategy.parallel_styles import HeadShard
 from lowmem.techniques.strategy.several import Divided
 from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
@@ -197,5 +197,5 @@ WRONG = {
     "counted twice": ((TensorParallel, "holders", lambda *_: 1),),
     "not summed": ((TensorParallel, "gather_gradients", Divided.gather_gradients),),  # nor compared
     "no sum in the plan": ((TensorParallel, "laid_out", without_sums),),
-    "own tiles": ((Share, "joined", lambda _, *of_tiles: of_tiles),),
+    "own tiles": ((HeadShard, "joined", lambda _, *of_tiles: of_tiles),),
 }

@@ -43,7 +43,7 @@ Barrier = tuple[str, int]  # ("forward" or "backward", index of the block)
 END: Barrier = ("end", 0)
 
 
-class Ended(Exception):
+class MicroBatchCancelled(Exception):
     """Raised in a micro-batch's thread to end it after another micro-batch has failed. Must derive from `Exception`:
     torch runs always_call hooks for no other class."""
 
@@ -146,14 +146,14 @@ class ByLayer:
     def _take(self, number: int) -> None:
         self._may_run[number].acquire()
         if self._error is not None:
-            raise Ended
+            raise MicroBatchCancelled
         self.current = number
         self.enter(number, len(self.runs))
         self.generators.resume(number)
 
     def _arrive(self, barrier: Barrier) -> None:
         if self._error is not None:
-            raise Ended
+            raise MicroBatchCancelled
         if self.current == self._alive[0]:
             self._reached = barrier
         elif barrier != self._reached and not (END in (barrier, self._reached) and self._end_alone):

@@ -85,7 +85,7 @@ class Gradient(NamedTuple):
     complete: Mark
 
 
-class Source(Protocol):
+class FileBytes(Protocol):
     """Bytes that are read from a file instead of memory."""
 
     nbytes: int
@@ -128,7 +128,7 @@ class Staging:
             self._slots.append((slot, after))
         return after
 
-    def read(self, source: Source, to: Tensor, after: Mark) -> Mark:
+    def read(self, source: FileBytes, to: Tensor, after: Mark) -> Mark:
         """Copies the bytes of a source to the device, like `send`. Args: to: (bytes,), on the device."""
         for start, piece in pieces(to, self.slot_bytes):
             slot, free = self._slots.popleft()

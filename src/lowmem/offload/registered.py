@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from lowmem.offload.copy_lanes import Lane, Mark
-from lowmem.offload.link import SLOT_BYTES, Source, Staging
+from lowmem.offload.link import SLOT_BYTES, FileBytes, Staging
 from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
 
@@ -66,14 +66,14 @@ class Registered:
     def mark(self) -> Mark:
         return self.lane.mark()
 
-    def copy(self, to: Tensor, source: Tensor | Source, after: Mark) -> Mark:
+    def copy(self, to: Tensor, source: Tensor | FileBytes, after: Mark) -> Mark:
         if self._through_thread:  # one thread does all copies, so that they keep their order
             self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
             self._last = self.lane.copy(to, source, after)
         return self._last
 
-    def _send(self, to: Tensor, source: Tensor | Source, after: Mark) -> Mark:
+    def _send(self, to: Tensor, source: Tensor | FileBytes, after: Mark) -> Mark:
         if not isinstance(source, Tensor):
             return self._staging.read(source, to, _queued(after))
         if storage_key(source) in self._unregistered:

@@ -37,7 +37,7 @@ from lowmem.offload.copy_lanes import Lane, Mark, lane_of
 from lowmem.offload.drive import OnDrive, Sizes
 from lowmem.offload.edges import Edge, GradientSink
 from lowmem.offload.host_block import HostBlock, nowhere
-from lowmem.offload.link import Source
+from lowmem.offload.link import FileBytes
 from lowmem.offload.micro_batches import Generators
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.offload.registered import Registered
@@ -337,7 +337,7 @@ class StreamedWeights(WeightsOnDevice):
         self.fetched += 1
         return True
 
-    def _source(self, host_block: HostBlock) -> Tensor | Source:
+    def _source(self, host_block: HostBlock) -> Tensor | FileBytes:
         """Returns a block's weights: a host tensor, or a reader of the drive."""
         if not self._reads:
             return host_block.flat

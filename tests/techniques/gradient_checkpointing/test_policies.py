@@ -61,14 +61,14 @@ def test_checkpointing_gives_the_same_gradient_bits_on_any_architecture(model_ty
 def test_recomputation_without_the_random_state_is_caught(batch, monkeypatch):
     """The deliberately wrong variant: the repetition draws other dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
-    again = checkpointing.Call.again
+    again = checkpointing.BlockCall.again
 
     def forgetful(self, hidden):
         self.random_states = [torch.get_rng_state()]
         torch.rand(1)
         return again(self, hidden)
 
-    monkeypatch.setattr(checkpointing.Call, "again", forgetful)
+    monkeypatch.setattr(checkpointing.BlockCall, "again", forgetful)
     model = shaped("gpt2", dropout=0.3)
     checkpointing.segments(model)
     assert not all(torch.equal(a, b) for a, b in zip(kept, gradients(model, batch), strict=True))

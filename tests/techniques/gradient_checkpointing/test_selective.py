@@ -281,7 +281,7 @@ def attending():
     return nn.Sequential(*(Attends() for _ in range(3))).train()
 
 
-class First(selective.Sent):
+class First(selective.OffloadedTensor):
     """The first wrong variant: each block gets the results of the first one."""
 
     of_first: ClassVar[dict] = {}
@@ -290,7 +290,7 @@ class First(selective.Sent):
         super().__init__(self.of_first.setdefault(tensor.shape, tensor.detach()), send)
 
 
-class Flat(selective.Sent):
+class Flat(selective.OffloadedTensor):
     """The second: the memory comes back in another order of dimensions."""
 
     def __init__(self, tensor, send):
@@ -305,7 +305,7 @@ class Flat(selective.Sent):
 def test_offloaded_attention_results_are_not_recomputed(monkeypatch, wrong):
     kept = gradients(attending, checkpointing.none)
     if wrong is not None:
-        monkeypatch.setattr(selective, "Sent", wrong)
+        monkeypatch.setattr(selective, "OffloadedTensor", wrong)
     with Counts() as counts:
         again = gradients(attending, checkpointing.offload_attention)
     assert (counts.forward, counts.backward) == (3, 3)

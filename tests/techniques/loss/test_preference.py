@@ -179,7 +179,7 @@ def test_preference_loss_learns_the_preference(fit, tmp_path, loss):
 def test_dpo_with_exchanged_answers_lowers_the_accuracy(fit, tmp_path, monkeypatch):
     """The deliberately wrong variant: the loss takes the rejected answer for the chosen one, the accuracy does not."""
     losses = preference.DPO.losses
-    flipped = lambda self, answers: losses(self, preference.Answers(*(each.flip(1) for each in answers[:3])))  # noqa: E731
+    flipped = lambda self, answers: losses(self, preference.AnswerLogProbs(*(each.flip(1) for each in answers[:3])))  # noqa: E731
     monkeypatch.setattr(preference.DPO, "losses", flipped)
     summary = trained(fit, preferences(tmp_path), "loss=dpo")
     assert summary["validation"][0]["accuracy"] < 0.5

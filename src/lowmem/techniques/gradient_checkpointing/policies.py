@@ -84,7 +84,7 @@ class Recomputed:
 
     _repeating = False
 
-    def _repeat(self, boundary: Boundary, calls: list["Call"]) -> None:
+    def _repeat(self, boundary: Boundary, calls: list["BlockCall"]) -> None:
         self._repeating = True
         try:
             hidden = boundary.fetch()
@@ -117,7 +117,7 @@ class Alone(Recomputed):
         if self._repeating or not self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
-        boundary, call = self.boundary(_hidden(args, kwargs)), Call(self.block, args, kwargs)
+        boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
         # Popped before the call, because the arguments refer to the block's input, which only the boundary may keep.
         first_call = [partial(self.forward, *args, **kwargs)]
 
@@ -133,7 +133,7 @@ class Segment(Recomputed):
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
-        self._calls: list[Call] = []
+        self._calls: list[BlockCall] = []
         self._output: Tensor | None = None  # output of the previous block, to detect changes between blocks
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -152,7 +152,7 @@ class Segment(Recomputed):
             repeat = partial(self._repeat, OnDevice(entered), self._calls)
             self._pass = open_checkpoint(repeat)
             next(self._pass)
-        self._calls.append(Call(block, args, kwargs))
+        self._calls.append(BlockCall(block, args, kwargs))
 
     def _after(self, block: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         if self._pass is None or self._repeating:
@@ -169,7 +169,7 @@ class Segment(Recomputed):
             closing.close()
 
 
-class Call:
+class BlockCall:
     """The arguments of a block's call, except the hidden states, and the random state before the call."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:

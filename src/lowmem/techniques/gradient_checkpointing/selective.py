@@ -85,7 +85,7 @@ class SentResult(KeptResult):
     """A result that is stored elsewhere, such as in host memory. Args: send: stores a tensor, returns a `Boundary`."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
-        super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(Sent, send=send), out))
+        super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))
 
     def see(self, tensor: Tensor) -> None:
         """Overridden to do nothing, because the stored copy cannot be changed."""
@@ -94,10 +94,10 @@ class SentResult(KeptResult):
         return self._out
 
     def hand_back(self) -> object:
-        return tree_map_only(Sent, Sent.fetch, super().hand_back())
+        return tree_map_only(OffloadedTensor, OffloadedTensor.fetch, super().hand_back())
 
 
-class Sent:
+class OffloadedTensor:
     """A tensor that is stored elsewhere, in the order of its strides, because attention's results are transposed."""
 
     def __init__(self, tensor: Tensor, send: Callable[[Tensor], Boundary]) -> None:

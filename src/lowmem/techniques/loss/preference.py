@@ -24,7 +24,7 @@ from lowmem.techniques.loss.mismatched import MismatchedPass
 from lowmem.techniques.loss.tiled import Tiled
 
 
-class Answers(NamedTuple):
+class AnswerLogProbs(NamedTuple):
     """The inputs of a loss. Each is (pairs, 2) with the chosen answer first, or (answers, 1) for rated answers."""
 
     # fp64, log-probability of each answer, the sum over its tokens. In fp32 the rounding error of a long answer would
@@ -57,7 +57,7 @@ class PreferenceLoss(Tiled):
     def __init__(self, beta: float, columns: int) -> None:
         super().__init__(columns)
         self.beta = _positive("beta", beta)
-        self._seen: tuple[Answers, Tensor] | None = None
+        self._seen: tuple[AnswerLogProbs, Tensor] | None = None
 
     def __call__(self, model: PreTrainedModel, batch: AnswerBatch) -> Tensor:
         answers, real = self.answers(model, batch)
@@ -65,7 +65,7 @@ class PreferenceLoss(Tiled):
             self._seen = answers, real
         return self.losses(answers).where(real, 0.0).sum().float()
 
-    def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[Answers, Tensor]:
+    def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
         """Returns the answers of a micro-batch, and a mask of real pairs without padding, (pairs,) bool."""
         losses, learnt = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
@@ -73,7 +73,7 @@ class PreferenceLoss(Tiled):
         sums = losses.new_zeros(batch.lengths.numel(), dtype=torch.float64)
         logp = -sums.index_add(0, answer, losses.double()).view_as(tokens)
         reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view_as(tokens)
-        return Answers(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
+        return AnswerLogProbs(logp, tokens.clamp(min=1), reference), (tokens > 0).all(1)
 
     def verify(self, model: PreTrainedModel, batch: AnswerBatch) -> None:
         if not agrees(model, batch.inputs, tiled=True):
@@ -82,15 +82,15 @@ class PreferenceLoss(Tiled):
                 "own, so training would optimize a different function. Type another model=."
             )
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         """Returns the loss of each pair, (pairs,)."""
         raise NotImplementedError
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         """Returns the implicit rewards (pairs, 2), which the loss makes larger for the chosen answer."""
         raise NotImplementedError
 
-    def take(self) -> tuple[Answers, Tensor]:
+    def take(self) -> tuple[AnswerLogProbs, Tensor]:
         """Returns the answers of the last micro-batch that was computed without gradients, and the mask of real pairs,
         and drops the reference to them."""
         seen, self._seen = self._seen, None
@@ -118,10 +118,10 @@ class DPO(PreferenceLoss):
         super().__init__(beta, columns)
         self.label_smoothing = _below_half(label_smoothing)
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         return _logistic(_difference(self.rewards(answers)), self.label_smoothing)
 
 
@@ -134,10 +134,10 @@ class IPO(PreferenceLoss):
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio / answers.tokens
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         return (_difference(answers.log_ratio / answers.tokens) - 1 / (2 * self.beta)).square()
 
 
@@ -148,10 +148,10 @@ class ORPO(PreferenceLoss):
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.mean
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         mean = answers.mean
         log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # log of p / (1 - p), with p < 1
         return -mean[:, 0] + self.beta * _logistic(_difference(log_odds))
@@ -167,10 +167,10 @@ class SimPO(PreferenceLoss):
         super().__init__(beta, columns)
         self.gamma, self.label_smoothing = _number("gamma", gamma), _below_half(label_smoothing)
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.mean
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         return _logistic(_difference(self.rewards(answers)) - self.gamma, self.label_smoothing)
 
 
@@ -200,7 +200,7 @@ class KTO(PreferenceLoss):
             )
         self._kl = torch.zeros(())  # z
 
-    def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[Answers, Tensor]:
+    def answers(self, model: PreTrainedModel, batch: RatedBatch) -> tuple[AnswerLogProbs, Tensor]:
         answers, real = super().answers(model, batch)
         return answers._replace(desirable=batch.desirable), real
 
@@ -217,10 +217,10 @@ class KTO(PreferenceLoss):
         total, count = mismatched
         self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # a row without room for its answer has none
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio
 
-    def losses(self, answers: Answers) -> Tensor:
+    def losses(self, answers: AnswerLogProbs) -> Tensor:
         above = self.rewards(answers) - self.beta * self._kl
         desirable, undesirable = self.weights
         losses = torch.where(answers.desirable, desirable * torch.sigmoid(-above), undesirable * torch.sigmoid(above))

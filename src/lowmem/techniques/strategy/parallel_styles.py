@@ -1,10 +1,10 @@
 """The styles in which tensor parallelism shards a layer: each rank of a group computes with its shard.
 
     style        input                   output                           all-reduce
-    Columns      replicated              sharded by features              of the input's gradient, in backward
-    Rows         sharded by features     replicated                       of the output, in forward
+    Colwise      replicated              sharded by features              of the input's gradient, in backward
+    Rowwise      sharded by features     replicated                       of the output, in forward
     Embedding    token ids               replicated                       of the output: one rank has the token's row
-    head         replicated              gathered logits; sharded for a loss in tiles (`Share`)
+    head         replicated              gathered logits; sharded for a loss in tiles (`HeadShard`)
 
 torch's `parallelize_module` applies the styles; parameters are DTensors, and DTensor does the collectives. Matrix
 products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
@@ -81,7 +81,7 @@ def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
     return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-class Columns(ParallelStyle):
+class Colwise(ParallelStyle):
     """Shards a linear layer along its output features: x (..., in), equal on all ranks -> (..., out / N).
 
     Args:
@@ -110,7 +110,7 @@ class Columns(ParallelStyle):
         return layer
 
 
-class Rows(ParallelStyle):
+class Rowwise(ParallelStyle):
     """Shards a linear layer along its input features: x (..., in / N) -> (..., out). Every rank has the full bias.
 
     Args:
@@ -158,7 +158,7 @@ class Embedding(ParallelStyle):
         return embedding
 
 
-class Share(ResidentHead):
+class HeadShard(ResidentHead):
     """This rank's shard of a head's matrix, as a source of tiles (`HeadSource`)."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:

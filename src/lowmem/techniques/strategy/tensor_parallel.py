@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.system.errors import Refused
 from lowmem.techniques.strategy import load_in_parts
-from lowmem.techniques.strategy.parallel_styles import Columns, Embedding, Group, Rows, Share, swapped
+from lowmem.techniques.strategy.parallel_styles import Colwise, Embedding, Group, HeadShard, Rowwise, swapped
 from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
@@ -149,11 +149,11 @@ def _refused(network: nn.Module, why: str) -> Refused:
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
     """Returns the styles of all layers, and of the adapter matrix (A or B in x A B) on the sharded side of each."""
     made = {
-        "colwise": Columns(group),
-        QKV: Columns(group, FUSED),
-        "colwise_gather_output": Columns(group, gathered=True),
-        "rowwise": Rows(group),
-        "rowwise_split_input": Rows(group, split=True),
+        "colwise": Colwise(group),
+        QKV: Colwise(group, FUSED),
+        "colwise_gather_output": Colwise(group, gathered=True),
+        "rowwise": Rowwise(group),
+        "rowwise_split_input": Rowwise(group, split=True),
     }
     plan = {}
     for name, style in ((name, style) for name, style in styles.items() if style != SUMMED):
@@ -177,8 +177,8 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> None:
         return
     tied = embedding.weight is head.weight
     parallelize_module(embedding, group.mesh, Embedding(group), src_data_rank=None)
-    parallelize_module(head, group.mesh, Columns(group, gathered=True), src_data_rank=None)
-    head.source = Share(head, group)  # for a loss in tiles
+    parallelize_module(head, group.mesh, Colwise(group, gathered=True), src_data_rank=None)
+    head.source = HeadShard(head, group)  # for a loss in tiles
     if tied:
         embedding.weight = head.weight
 

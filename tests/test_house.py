@@ -52,6 +52,13 @@ def test_code_without_technique_names_is_not_reported(found, line):
     assert not found(line)
 
 
+def test_two_classes_with_equal_names_are_found(found, tmp_path):
+    (tmp_path / "beside.py").write_text("class Ours: pass\n\n\nclass Others:\n    class Theirs: pass\n")
+    (tmp_path / "inside.py").write_text("class Theirs: pass\n")
+    (line,) = found("None")
+    assert "ours.py:1: " in line and "beside.py has a class Ours too" in line
+
+
 def test_technique_names_checked_by_lint_come_from_conf():
     names = house.techniques(ROOT / "src" / "lowmem", ROOT / "conf")
     assert {"bf16-master", "adafactor", "streamed"} <= names and not {"stdlib", "gpt2", "wandb"} & names

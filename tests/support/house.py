@@ -1,14 +1,14 @@
-"""Checks two rules of the architecture that ruff does not know; `make lint` runs it.
+"""Checks three rules of the architecture that ruff does not know; `make lint` runs it.
 
 No code compares a value with the name of a technique, or looks for a word in the name of its class: a technique
 declares what others must know of it. No code asks an object by name for what a class of ours offers
 (`hasattr(x, "chat")`): it stands in the base class, with a default. The object of another library is asked with
-`# theirs` behind the line.
+`# theirs` behind the line. Two top-level classes never share a name, so that a search for a name finds one class.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
@@ -28,6 +28,7 @@ def wrong(source: Path, names: set[str]) -> Iterator[str]:
     files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
     trees = {file: ast.parse(text) for file, text in files.items()}
     own = {name for tree in trees.values() for name in members(tree)}
+    yield from same_names(trees)
     for file, tree in trees.items():
         lines = files[file].splitlines()
         for node in ast.walk(tree):
@@ -39,6 +40,15 @@ def wrong(source: Path, names: set[str]) -> Iterator[str]:
                 yield f"{file}:{node.lineno}: the name of a class is looked into. Let it declare what is asked here."
             for name in asked(node) & own:
                 yield f"{file}:{node.lineno}: {name} is a member of our classes. Give their base class a default."
+
+
+def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
+    """Yield a line for each top-level class with the name of an earlier one. Args: trees: file -> its syntax tree."""
+    first: dict[str, Path] = {}
+    for file, tree in trees.items():
+        for ours in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            if first.setdefault(ours.name, file) != file:
+                yield f"{file}:{ours.lineno}: {first[ours.name]} has a class {ours.name} too. Rename one of them."
 
 
 def compared(node: ast.AST) -> set[str]:
@@ -90,7 +100,7 @@ def members(tree: ast.AST) -> Iterator[str]:
 
 def main(source: str, conf: str) -> int:
     found = list(wrong(Path(source), techniques(Path(source), Path(conf))))
-    print("\n".join(found) or "No code asks for a technique, or for a member of our classes, by its name.")
+    print("\n".join(found) or "No code asks for a technique or a member by its name, and no two classes share a name.")
     return bool(found)
 
 

@@ -276,14 +276,14 @@ def _place(name: str, key: str = "model.name") -> str:
     return name
 
 
-def read_in(run: Run, described: Described, narrow: bool = False, plans: bool = False) -> torch.dtype:
+def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
     """Returns the dtype into which a run's weights are read: with a drive in 16 bits where no bit is lost, since the
-    host has no room for more. Args: narrow: the numbers do not matter; plans: no weight will be loaded, so that nothing
-    is asked over the network."""
+    host has no room for more. Args: in_16_bits: a checkpoint will replace the numbers, so 16 bits are always enough;
+    plans: no weight will be loaded, so that nothing is asked over the network."""
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
         return wide
-    return products if narrow or stored_in(described, plans) == products else wide
+    return products if in_16_bits or stored_in(described, plans) == products else wide
 
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:

@@ -42,14 +42,14 @@ class HostWeight:
         self.host_block: HostBlock | None = None  # stores the 16-bit weight, if it is streamed
         self.sum: Tensor | None = None  # flat; sum of the window's gradients, still multiplied by the loss scale
         self.complete = False  # True: `sum` contains at least one full gradient of this window
-        self.alone = False  # True: `sum` is a single gradient
+        self.single_gradient = False  # True: `sum` is a single gradient
         self.borrowed = False  # True: `sum` is not a reusable buffer, so `used` drops it
-        self._narrow(dtype)
+        self._round_weight(dtype)
 
-    def _narrow(self, dtype: torch.dtype) -> None:
+    def _round_weight(self, dtype: torch.dtype) -> None:
         """Rounds the weight to 16 bits. After an earlier fit it already has 16 bits."""
         self.wide.data = self.wide.data.float().contiguous()
-        self.weight.data = narrowed(self.wide.data, dtype)
+        self.weight.data = rounded_to(self.wide.data, dtype)
 
     def leave_file(self) -> None:
         """Copies a master that may still be a view of a memory-mapped weight file. A file's pages stay resident as long
@@ -106,13 +106,13 @@ class HostWeight:
                 target.add_(piece)
             else:
                 target.copy_(piece)
-            self.alone = not self.complete
+            self.single_gradient = not self.complete
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
         """Like `add`, for a full gradient that is stepped at once: the first gradient of a window is not copied."""
         if self.sum is None:
-            self.sum, self.complete, self.alone, self.borrowed = piece, True, True, True
+            self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
@@ -132,7 +132,7 @@ class HostWeight:
             if not self.complete:
                 self.sum.zero_()
             self.sum.view(self.wide.shape).index_add_(0, at, rows.to(self.sum.dtype))
-        self.alone, self.complete = not self.complete, True
+        self.single_gradient, self.complete = not self.complete, True
 
     def gradient(self) -> Tensor:
         """Returns the window's gradient as stored: multiplied by the loss scale, in 16 or 32 bits."""
@@ -144,7 +144,7 @@ class HostWeight:
 
         Args: early: the step ran inside backward.
         """
-        if self.alone and (early or self.borrowed):
+        if self.single_gradient and (early or self.borrowed):
             self.sum = None
         self.complete = self.borrowed = False
 
@@ -165,7 +165,7 @@ class HostWeight:
 
     def _write(self, narrow: Tensor) -> None:
         """Called after a step: rounds `wide` into `narrow`, and stores the master."""
-        fp32_halves.narrow(self.wide.data, narrow)
+        fp32_halves.round_into(self.wide.data, narrow)
 
     def _forget(self) -> None:
         """Replaces the data of `wide` by a placeholder without memory. The placeholder is on the CPU, because torch
@@ -182,7 +182,7 @@ class SplitHostWeight(HostWeight):
     """An fp32 master in two halves: the upper 16 bits are the streamed bf16 weight itself, the lower 16 bits are
     `rest`. The fp32 value is exact, and the host stores 4 bytes per parameter instead of 6."""
 
-    def _narrow(self, dtype: torch.dtype) -> None:
+    def _round_weight(self, dtype: torch.dtype) -> None:
         with host_side():
             if self.weight.dtype == dtype:  # loaded in bf16, so the lower half is zero
                 self.rest = torch.zeros(self.weight.shape, dtype=torch.int16)
@@ -229,7 +229,7 @@ class StochasticHostWeight(HostWeight):
         super().__init__(name, weight, dtype)
         self.seed, self.steps = seed, steps
 
-    def _narrow(self, dtype: torch.dtype) -> None:
+    def _round_weight(self, dtype: torch.dtype) -> None:
         self._forget()
         self.own: Tensor | None = None  # host copy of the 16-bit weight, if the weight is on the device
 
@@ -276,9 +276,9 @@ class StochasticHostWeight(HostWeight):
             step.narrow.copy_(stored)
 
 
-def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(wide, dtype=dtype)
-    fp32_halves.narrow(wide, out)
+    fp32_halves.round_into(wide, out)
     return out
 
 

@@ -32,7 +32,7 @@ def rounded(wide: Tensor, out: Tensor) -> None:
     _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
-def narrow(wide: Tensor, out: Tensor) -> None:
+def round_into(wide: Tensor, out: Tensor) -> None:
     """Rounds `wide` (fp32) into `out` as masters are rounded: bf16 half up (also without split halves), fp16 to nearest
     even."""
     if out.dtype == torch.bfloat16:

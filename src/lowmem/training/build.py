@@ -226,7 +226,7 @@ def module(
     complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
     # 16 bits suffice: the checkpoint contains the masters, or their lower halves.
-    built = causal_lm(run, described, partial(_check, run), ranks, narrow=complete and trains)
+    built = causal_lm(run, described, partial(_check, run), ranks, in_16_bits=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
     of_base = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
@@ -271,7 +271,7 @@ def causal_lm(
     described: Described,
     check: Callable[[PreTrainedModel], None] = lambda _: None,
     ranks: OneDevice = ONE_DEVICE,
-    narrow: bool = False,
+    in_16_bits: bool = False,
 ) -> CausalLM:
     """Builds the model with its techniques, in this order: load, adapter and frozen weights, compiled blocks,
     activation checkpointing, slices of tokens, streamed weights.
@@ -281,10 +281,10 @@ def causal_lm(
         described: the model's config and tokenizer.
         check: called with the loaded model on ranks that load weights.
         ranks: the strategy.
-        narrow: a checkpoint will replace the weights, so they are loaded in 16 bits.
+        in_16_bits: a checkpoint will replace the weights, so they are loaded in 16 bits.
     """
     loss = _loss(run)
-    dtype = loading.read_in(run, described, narrow)
+    dtype = loading.read_in(run, described, in_16_bits)
     described = described if ranks.builds else described.at_random
     sends = ranks.builds and ranks.widens and not ranks.in_numbers
     stored = loading.stored_narrower(run, described, dtype) if sends else None

@@ -361,16 +361,16 @@ class CausalLM(LightningModule):
             return None
         held = dict(self.named_parameters())  # tied parameters once
         takes = self.masters is not None
-        narrow = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
+        in_halves = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
-            if name in state_dict and name not in narrow:  # the checkpoint's master is wider than the loaded weight
+            if name in state_dict and name not in in_halves:  # the checkpoint's master is wider than the loaded weight
                 p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():
-            if name not in narrow:
+            if name not in in_halves:
                 held[name].data.copy_(joined(state_dict[name], rest))
         if takes:
-            self.masters.rests = {name: self._rests[name] for name in narrow}
+            self.masters.rests = {name: self._rests[name] for name in in_halves}
         self._rests = {}
         return loaded
 

@@ -327,5 +327,5 @@ def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
     """Returns True if an error says that 16-bit weights were multiplied with fp32 activations."""
-    narrow = any(p.dtype.itemsize == 2 for p in network.parameters())
-    return narrow and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None
+    has_16_bits = any(p.dtype.itemsize == 2 for p in network.parameters())
+    return has_16_bits and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None

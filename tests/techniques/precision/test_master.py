@@ -130,7 +130,7 @@ def tied():
 
 def test_master_at_a_bf16_tie_is_rounded_up_at_start_and_after_a_step(monkeypatch):
     assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
-    monkeypatch.setattr(fp32_halves, "narrow", lambda wide, out: out.copy_(wide))
+    monkeypatch.setattr(fp32_halves, "round_into", lambda wide, out: out.copy_(wide))
     assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowmem.step.fp32_halves import joined, narrow, split_into
+from lowmem.step.fp32_halves import joined, round_into, split_into
 from lowmem.step.gradients import AS_STORED, Reading
 from lowmem.step.one_weight import OnePass, Step
 from lowmem.techniques.optim.compiled import DTYPES, address, library
@@ -90,7 +90,7 @@ class HostAdamW8bit(Optimizer, OnePass):
         if rest is not None:
             split_into(wide, rounded, rest)
         elif rounded is not None:
-            narrow(wide, rounded)
+            round_into(wide, rounded)
 
     def runs_as(self) -> str:
         """Returns the implementation in use, for the run's summary."""

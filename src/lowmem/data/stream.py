@@ -78,7 +78,7 @@ class Stream(Openable):
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
         """Yields the blocks that have rows. Args: state: of the stream; None begins after the validation rows."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
-        held_out = self.val_rows if self.table.alone else 0
+        held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
         number, tail = (state["block"], state.get("tail", [])) if state else (0, [])
         counts, seen = Counter(), held_out + number * self.block

@@ -112,7 +112,12 @@ class Table(Reader):
         super().__init__(splits["val"] is None, val_fraction)
 
     def key(self) -> list:
-        return [self.contents(), self.subset, [*self.splits.values()], self.val_fraction if self.alone else None]
+        return [
+            self.contents(),
+            self.subset,
+            [*self.splits.values()],
+            self.val_fraction if self.val_from_train else None,
+        ]
 
     def contents(self) -> list:
         """Returns values that change with the content of the data set: digests of its files, or its repository's

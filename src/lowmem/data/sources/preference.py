@@ -161,7 +161,7 @@ class ByPrompt(Reader):
     held_out_are = "prompts"
 
     def __init__(self, reader: Reader, fields: Fields, least: int) -> None:
-        super().__init__(reader.alone, reader.val_fraction)
+        super().__init__(reader.val_from_train, reader.val_fraction)
         self.reader, self.fields, self.val_key, self.least = reader, fields, reader.val_key, least
 
     @property

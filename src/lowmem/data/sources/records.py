@@ -49,7 +49,8 @@ class Reader:
     """The base class of readers of records.
 
     Args:
-        alone: both splits come from the same records; the share `val_fraction` of them is held out for validation.
+        val_from_train: both splits come from the same records; the share `val_fraction` of them is held out for
+            validation.
     """
 
     val_key: str  # the key that selects other records for validation
@@ -57,8 +58,8 @@ class Reader:
     least = 1  # minimum number of different items that are held out
     mend = "Fix it"  # advice about a record that cannot be used
 
-    def __init__(self, alone: bool, val_fraction: float) -> None:
-        self.alone, self.val_fraction = alone, val_fraction
+    def __init__(self, val_from_train: bool, val_fraction: float) -> None:
+        self.val_from_train, self.val_fraction = val_from_train, val_fraction
 
     def key(self) -> list:
         """Returns the cache key: lists, texts and numbers that depend on contents, and on settings that change the
@@ -80,7 +81,7 @@ class Reader:
     def records(self, split: SplitName) -> Iterator[Record]:
         """Yields the records of a split."""
         for record in self.all_records(split):
-            if not self.alone or (place(record.identity) < self._held_out) == (split == "val"):
+            if not self.val_from_train or (place(record.identity) < self._held_out) == (split == "val"):
                 yield record
 
     @cached_property
@@ -102,15 +103,15 @@ class FileReader(Reader):
     def __init__(
         self, files: Files, val_fraction: float, settings: list, read: Callable[[Path], Iterator[Record]]
     ) -> None:
-        super().__init__(files.alone, val_fraction)
+        super().__init__(files.val_from_train, val_fraction)
         self.files, self.settings, self.read = files, settings, read
 
     def key(self) -> list:
         contents = [digests(files) for files in (self.files.train, self.files.val)]
-        return [contents, *self.settings, self.val_fraction if self.alone else None]
+        return [contents, *self.settings, self.val_fraction if self.val_from_train else None]
 
     def size(self, split: SplitName) -> int:
-        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.alone else 1
+        share = {"train": 1 - self.val_fraction, "val": self.val_fraction}[split] if self.val_from_train else 1
         return round(share * sum(file.stat().st_size for file in getattr(self.files, split)))
 
     def all_records(self, split: SplitName) -> Iterator[Record]:
@@ -171,7 +172,7 @@ class Records(StoredSource):
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
         self.forget(split)
         yield from self.documents(self.reader.records(split), split, tokenizer)
-        if self.reader.alone and not self._counts[split][1]:
+        if self.reader.val_from_train and not self._counts[split][1]:
             raise Refused(
                 f"data: the {'validation' if split == 'val' else 'training'} split is empty, because data.path has too "
                 f"few distinct {self.reader.held_out_are}. Type data.{self.reader.val_key}, or give more data."

@@ -157,7 +157,7 @@ def text(  # noqa: PLR0913
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
-    return Corpus("text", root, train, val, tail=val_fraction if files.alone else None, **how)
+    return Corpus("text", root, train, val, tail=val_fraction if files.val_from_train else None, **how)
 
 
 class Files(NamedTuple):
@@ -168,7 +168,7 @@ class Files(NamedTuple):
     val: list[Path]
 
     @property
-    def alone(self) -> bool:
+    def val_from_train(self) -> bool:
         """Returns True if a single file provides both splits and has to be cut."""
         return self.train == self.val
 

@@ -100,7 +100,7 @@ def test_measured_rates_of_a_card_are_in_plausible_units(monkeypatch, tmp_path):
     assert all(1e12 < rate < 1e16 for rate in found.flops.values()), found.flops
     assert 1e11 < found.bandwidth < 1e13 and all(1e9 < rate < 1e12 for rate in found.link[:2])
     assert torch.get_float32_matmul_precision() == "highest"
-    assert machine.stored(on_card=True) == found
+    assert machine.stored_rates(on_card=True) == found
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -140,7 +140,7 @@ def test_stored_rates_expire_after_a_week(measurements, days, kept):
     machine.machine(False)
     day = time.time() - days * 24 * 3600 - 60
     os.utime(file(), (day, day))
-    assert (machine.stored(False) is not None) == kept
+    assert (machine.stored_rates(False) is not None) == kept
 
 
 @pytest.mark.parametrize(
@@ -155,18 +155,18 @@ def test_stored_rates_expire_after_a_week(measurements, days, kept):
 def test_implausible_stored_rates_are_measured_again(measurements, damage):
     machine.machine(False)
     whole = json.loads(file().read_text())
-    assert machine.stored(False) is not None
+    assert machine.stored_rates(False) is not None
     file().write_bytes(damage if isinstance(damage, bytes) else json.dumps(whole | damage).encode())
-    assert machine.stored(False) is None
+    assert machine.stored_rates(False) is None
     machine.measured.cache_clear()
     machine.machine(False)
-    assert len(measurements) == 2 and machine.stored(False) is not None
+    assert len(measurements) == 2 and machine.stored_rates(False) is not None
 
 
 def test_unwritable_rates_folder_does_not_stop_a_plan(measurements):
     machine.CACHE.write_text("a file")
     assert machine.machine(False) == machine.machine(False) and measurements == ["cpu"]
-    assert machine.stored(False) is None and machine.CACHE.read_text() == "a file"
+    assert machine.stored_rates(False) is None and machine.CACHE.read_text() == "a file"
 
 
 def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
@@ -183,7 +183,7 @@ def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", interrupted)
     machine.store(here, False)
-    assert machine.stored(False) == here and next(others, None) is None and file().suffix == ".json"
+    assert machine.stored_rates(False) == here and next(others, None) is None and file().suffix == ".json"
 
 
 @pytest.mark.process

@@ -40,7 +40,7 @@ class _Damaged(Exception):
     """A file differs from what was written."""
 
 
-def stored(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
+def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
     """Opens a folder. If it does not exist or is damaged, it is filled first; damage is logged.
 
     Args:

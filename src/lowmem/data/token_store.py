@@ -18,7 +18,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lowmem.data.checked_folder import FolderContents, stored
+from lowmem.data.checked_folder import FolderContents, open_or_fill
 from lowmem.data.sources.framing import dress, framing_of
 from lowmem.data.sources.source import OLDER, Encoded, Source, SplitName
 from lowmem.system.errors import Refused
@@ -111,7 +111,7 @@ def tokenize(
     elif chat := source.chat:
         special_tokens = list(dict.fromkeys([*special_tokens, *chat.tokens]))
     bpe = [vocab_size, *special_tokens] if special_tokens else vocab_size
-    made = _stored(
+    made = _open_or_fill(
         lambda: cache_dir / _key(source, bpe, tokenizer),
         lambda draft: _write(draft, source, vocab_size, tokenizer, special_tokens),
     )
@@ -123,14 +123,14 @@ def tokenize(
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
     """Returns the validation split of a source whose training text belongs to another source."""
-    made = _stored(
+    made = _open_or_fill(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
     )
     return _split(made, "val")
 
 
-def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> FolderContents:
+def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> FolderContents:
     """Opens the folder of a source. If it is missing or damaged, it is filled first.
 
     Args:
@@ -148,7 +148,7 @@ def _stored(place: Callable[[], Path], write: Callable[[Path], dict]) -> FolderC
         return meta
 
     try:
-        made = stored(folder, fill)
+        made = open_or_fill(folder, fill)
     except OSError as error:
         raise Refused(
             f"cache_dir={folder.parent}: cannot write the tokens there ({error.strerror or 'the disk is full'}). Free "
@@ -233,7 +233,7 @@ def train_tokenizer(
         train_bpe(texts, vocab_size, draft / "tokenizer.json", special_tokens)
         return {}
 
-    return _bpe(_stored(lambda: cache_dir / _key(source, [vocab_size, *special_tokens], None), train), source)
+    return _bpe(_open_or_fill(lambda: cache_dir / _key(source, [vocab_size, *special_tokens], None), train), source)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:

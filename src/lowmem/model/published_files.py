@@ -77,9 +77,9 @@ def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
         return {name: TensorHeader(file, part.get_shape(), part.get_dtype()) for name, part in parts.items()}
 
 
-def quantised_as(stored: dict[str, TensorHeader]) -> str | None:
+def quantised_as(tensor_headers: dict[str, TensorHeader]) -> str | None:
     """Returns the first dtype of weights that cannot be trained; None: all weights can be trained."""
-    kinds = (tensor.dtype for name, tensor in stored.items() if name.endswith("weight"))
+    kinds = (tensor.dtype for name, tensor in tensor_headers.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
 
 
@@ -94,14 +94,14 @@ def named(said: dict) -> str:
 def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
     """Returns the differences between a folder's files and the model class. None: the folder has no weight files, the
     class is remote code, or the class cannot be built (`loading.load` reports the reason)."""
-    stored = headers(folder)
-    if not stored or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    tensor_headers = headers(folder)
+    if not tensor_headers or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    files = sorted({tensor.file for tensor in stored.values()})
+    files = sorted({tensor.file for tensor in tensor_headers.values()})
     key = (*((file, *_stamp(file)) for file in files), config.to_json_string(use_diff=False))
     if key not in _compared:
         try:
-            _compared[key] = _compare(config, stored)
+            _compared[key] = _compare(config, tensor_headers)
         except Exception:  # any error of a model class that cannot be built from this config
             return None
     return _compared[key]
@@ -116,8 +116,8 @@ def joins_tensors(config: PretrainedConfig) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def _compare(config: PretrainedConfig, stored: dict[str, TensorHeader]) -> Compared:
-    tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
+def _compare(config: PretrainedConfig, tensor_headers: dict[str, TensorHeader]) -> Compared:
+    tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensor_headers.items()}
     kinds = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     kind = kinds[0] if isinstance(kinds, Sequence) else kinds
     how = {"config": config, "state_dict": tensors, "device_map": "meta", "output_loading_info": True}
@@ -126,7 +126,9 @@ def _compare(config: PretrainedConfig, stored: dict[str, TensorHeader]) -> Compa
     unused = sorted(name for name in unexpected if not _BUFFERS.search(name))
     numbers = {name: _layer_beyond(model, name) for name in sorted(info["unexpected_keys"])}
     beyond = {name: number for name, number in numbers.items() if number is not None}
-    return Compared(unused, next(iter(beyond), None), 1 + max(beyond.values(), default=-1), _own_head(model, stored))
+    return Compared(
+        unused, next(iter(beyond), None), 1 + max(beyond.values(), default=-1), _own_head(model, tensor_headers)
+    )
 
 
 def _layer_beyond(model: PreTrainedModel, name: str) -> int | None:
@@ -149,20 +151,20 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _own_head(model: PreTrainedModel, stored: dict[str, TensorHeader]) -> bool:
+def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -> bool:
     """Returns True if the config ties two tensors that are different in the files."""
 
     def in_files(name: str) -> str | None:
         names = (name, name.removeprefix(f"{model.base_model_prefix}."))
-        return next((each for each in names if each in stored), None)
+        return next((each for each in names if each in tensor_headers), None)
 
     pairs = [(in_files(name), in_files(other)) for name, other in model.all_tied_weights_keys.items()]
-    return any(_differ(stored, *pair) for pair in pairs if None not in pair)
+    return any(_differ(tensor_headers, *pair) for pair in pairs if None not in pair)
 
 
-def _differ(stored: dict[str, TensorHeader], name: str, other: str) -> bool:
+def _differ(tensor_headers: dict[str, TensorHeader], name: str, other: str) -> bool:
     """Returns True if two tensors of the files differ. Both are read in pieces."""
-    one, two = stored[name], stored[other]
+    one, two = tensor_headers[name], tensor_headers[other]
     if name == other or one.shape != two.shape:
         return name != other
     with safe_open(one.file, "pt") as first, safe_open(two.file, "pt") as second:

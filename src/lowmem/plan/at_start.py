@@ -117,7 +117,7 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
     """Returns the estimated seconds of a step on this machine. None: the machine has not been measured, or the estimate
     does not apply to this run."""
     on_card = run.device == "cuda"
-    if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored, {on_card, False})):
+    if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
         return None
     try:
         return of_trace(machine.machine(on_card, products=run.multiplies_in), run, prediction.trace).seconds

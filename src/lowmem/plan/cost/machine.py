@@ -90,7 +90,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
         known = card if card and card.rates else cards.named(cards.REFERENCE)
         found = Machine(known.name, **known.rates)
     else:
-        found = stored(on_card) or measured(on_card)
+        found = stored_rates(on_card) or measured(on_card)
     flops = {dtype: COMPUTE * rate for dtype, rate in found.flops.items()}
     if products == "tensorfloat32":
         flops["float32"] = flops.get(products, flops["float32"])
@@ -98,7 +98,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
     return replace(found, flops=flops, bandwidth=MEMORY * found.bandwidth, host=host)
 
 
-def stored(on_card: bool) -> Machine | None:
+def stored_rates(on_card: bool) -> Machine | None:
     """Returns the stored rates of this machine; None: no rates are stored, or they are older than a week."""
     file = _file(on_card)
     with suppress(OSError, ValueError):  # pydantic's errors are ValueErrors

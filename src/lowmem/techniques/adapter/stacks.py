@@ -52,7 +52,7 @@ class ComputedExperts:
         plain._parameters = dict(self._parameters)
         plain._modules = {name: part for name, part in self._modules.items() if not name.endswith((NF4, LORA))}
         for name in names:
-            shape = stored(self, name).shape
+            shape = stack_weights(self, name).shape
             stack = torch.empty(shape, dtype=dtype, device=device) if device else read(self, name, dtype)
             plain.register_parameter(name, nn.Parameter(stack, requires_grad=False))
         return plain
@@ -93,12 +93,12 @@ def adapt(experts: nn.Module, names: Iterable[str], r: int, scaling: float) -> N
     """Adds LoRA to stacks. Args: names: of 3-D parameters or packed stacks; others: see `StackLoRA`."""
     names = list(names)
     for name in names:
-        stack = StackLoRA(stored(experts, name), getattr(experts, "is_transposed", False), r, scaling)
+        stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
         experts.add_module(name + LORA, stack)
     read_when_used(experts, names)
 
 
-def stored(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
+def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
     """Returns the parameter or the packed module of a stack."""
     return experts._modules.get(name + NF4, experts._parameters.get(name))
 
@@ -131,7 +131,7 @@ def adapted_stacks(model: nn.Module) -> dict[str, list[str]]:
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Computes a stack (experts, rows, columns). Args: dtype: None: that in which it was loaded."""
-    base = stored(experts, name)
+    base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantised(dtype)
     added = experts._modules.get(name + LORA)

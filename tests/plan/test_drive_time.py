@@ -46,7 +46,9 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
 
     def watched(swap_files, swap_file, *args, **kwargs):
         taken = memory(swap_files, swap_file, *args, **kwargs)
-        inside[swap_files] = max(inside[swap_files], swap_files._taken() + (0 if taken is None else swap_file.size))
+        inside[swap_files] = max(
+            inside[swap_files], swap_files._buffer_bytes() + (0 if taken is None else swap_file.size)
+        )
         return taken
 
     monkeypatch.setattr(Streamed, "stop", lambda weights: (ended.append(weights), stop(weights)))

@@ -88,13 +88,13 @@ class SwapFile:
     Args:
         drive: creates the file; None: only sizes are computed.
         buffers: number of buffers of this size that may be in memory while this file is pinned.
-        alone: the file has one weight, so it is unpinned after that weight's step.
+        single_weight: the file has one weight, so it is unpinned after that weight's step.
         stepped: each optimizer step changes the file.
     """
 
-    def __init__(self, drive: Drive, buffers: int, alone: bool, stepped: bool) -> None:
+    def __init__(self, drive: Drive, buffers: int, single_weight: bool, stepped: bool) -> None:
         self.buffers = buffers
-        self.alone = alone
+        self.single_weight = single_weight
         self.stepped = stepped
         # File size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the map's own address.
         self.drive, self.size = drive, PAGE
@@ -103,7 +103,7 @@ class SwapFile:
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Span] = {}
         self._mapped: dict[Key, Tensor] = {}
-        self.early = False  # True: read ahead, or being read ahead, and not pinned yet
+        self.prefetched = False  # True: read ahead, or being read ahead, and not pinned yet
         self._moving: Moving | None = None
         self._bound = False  # True: the tensors' data is in `memory`
 
@@ -181,7 +181,7 @@ class SwapFile:
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
-    def stored(self, key: Key) -> SwapFileEntry:
+    def entry(self, key: Key) -> SwapFileEntry:
         """Waits for the write in progress. Returns: a tensor's location in the file. Raises: OSError."""
         self.wait()
         place = self._places[key]
@@ -222,14 +222,16 @@ class SwapFiles:
         self._spare: list[Tensor] = []  # free buffers, (bytes,) each
         self._follows: dict[SwapFile, SwapFile] = {}  # file -> the file that was pinned after it last time
 
-    def new(self, alone: bool = False, stepped: bool = True) -> SwapFile:
+    def new(self, single_weight: bool = False, stepped: bool = True) -> SwapFile:
         """Creates a swap file.
 
         Args:
-            alone: the file is for one large weight; while it is pinned, no other file needs a buffer.
+            single_weight: the file is for one large weight; while it is pinned, no other file needs a buffer.
             stepped: each optimizer step changes the file.
         """
-        self._every.append(swap_file := SwapFile(self.drive, 1 if alone else self.ahead + 2, alone, stepped))
+        self._every.append(
+            swap_file := SwapFile(self.drive, 1 if single_weight else self.ahead + 2, single_weight, stepped)
+        )
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
@@ -241,7 +243,7 @@ class SwapFiles:
             if self._last is not None:
                 self._follows[self._last] = swap_file
             self._now = self._last = swap_file
-            if swap_file.alone:
+            if swap_file.single_weight:
                 trim()  # returns freed heap memory to the system before the largest buffer is needed
             self._bring(swap_file, waits=True)
             swap_file.wait()
@@ -259,16 +261,16 @@ class SwapFiles:
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
                     swap_file.put((weight, name), tensor)
-            if swap_file.alone and swap_file is self._now:
+            if swap_file.single_weight and swap_file is self._now:
                 with failures_told(self.drive):
                     self._unpin()
 
-    def stored(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
+    def entry(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
         """Waits until a tensor's last update is written. Returns: its location on the drive. Raises: DriveFailed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 self._unpin()
-            return swap_file.stored((weight, name))
+            return swap_file.entry((weight, name))
 
     def finish(self) -> None:
         """Waits until all files are written. Raises: DriveFailed."""
@@ -346,7 +348,7 @@ class SwapFiles:
                 return False
             swap_file.start_reading(memory)
             self._inside.append(swap_file)
-        swap_file.early = not waits
+        swap_file.prefetched = not waits
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
@@ -354,9 +356,9 @@ class SwapFiles:
         Returns: None: there is no room."""
         size = swap_file.size
         # No other buffers next to a large weight: its first step creates optimizer state that is not counted yet.
-        room = size if swap_file.alone else max(size, *(other.buffers * other.size for other in self._every))
-        while self._taken() + size > room:
-            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.early)))
+        room = size if swap_file.single_weight else max(size, *(other.buffers * other.size for other in self._every))
+        while self._buffer_bytes() + size > room:
+            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.prefetched)))
             if self._spare and self._spare[-1].nbytes == size:
                 break
             if self._spare:
@@ -371,14 +373,14 @@ class SwapFiles:
             return self._spare.pop()
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
 
-    def _taken(self) -> int:
+    def _buffer_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.memory())
 
     def _release(self, swap_file: SwapFile) -> None:
         swap_file.wait()
         self._spare.append(swap_file.leave())
         self._inside.remove(swap_file)
-        swap_file.early = False
+        swap_file.prefetched = False
 
 
 class OnDrive:
@@ -397,7 +399,7 @@ class OnDrive:
         self.drive = drive
         # the swap files of a block are pinned in quick succession, so read a full block ahead
         self._masters, self._weights = SwapFiles(drive, ahead=PARTS), SwapFiles(drive)
-        self._masters_of = {edge: self._masters.new(alone=True) for edge in edges}
+        self._masters_of = {edge: self._masters.new(single_weight=True) for edge in edges}
         self._weights_of: dict[Tensor, SwapFile] = {}
         for block in blocks:
             for part in parts(block):
@@ -427,7 +429,7 @@ class OnDrive:
     def weights(self, p: Tensor) -> SwapFileEntry:
         """Waits until a block's 16-bit weights are written. Args: p: any weight of the block. Returns: their location
         on the drive. Raises: DriveFailed."""
-        return self._weights.stored(self._weights_of[p], BLOCK, WEIGHTS)
+        return self._weights.entry(self._weights_of[p], BLOCK, WEIGHTS)
 
     def finish(self) -> None:
         self._masters.finish()

@@ -98,7 +98,7 @@ class StreamedWeights(WeightsOnDevice):
         self.overlaps = by_layer
         self._window: ByLayer | None = None  # the window that is being computed; only with `by_layer`
         self._sink: GradientSink | None = None
-        self._taken = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
+        self._on_host = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self._holds_weights = drive_weights
         self._reads = drive is not None and drive_weights  # the blocks' 16-bit weights are read from the drive
         self._on_drive = None if drive is None else self._stored_by(drive)
@@ -130,7 +130,7 @@ class StreamedWeights(WeightsOnDevice):
         return host_block
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
-        return p in self._taken
+        return p in self._on_host
 
     def host_block(self, p: nn.Parameter) -> HostBlock | None:
         return self._host_block_of.get(p)
@@ -157,11 +157,11 @@ class StreamedWeights(WeightsOnDevice):
         if self._on_drive is not None:
             self._on_drive.put(p, name, tensors)
 
-    def on_drive(self, stored: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes that the host tensors have, or would have, on a drive. Args: stored: the arguments of
+    def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
+        """Returns the sizes that the host tensors have, or would have, on a drive. Args: host_tensors: the arguments of
         `put` for each weight."""
         on_drive = self._stored_by(None)
-        for p, name, tensors in stored:
+        for p, name, tensors in host_tensors:
             on_drive.put(p, name, tensors)
         for host_block in self.host_blocks if self._holds_weights else ():
             on_drive.put_weights(next(iter(host_block.spans)), host_block.flat)

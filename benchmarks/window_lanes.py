@@ -105,12 +105,12 @@ class Clock:
 
     # --- a link -------------------------------------------------------------------------------------------------------
 
-    def fetches(self, gradient: Tensor, take: object) -> None:
-        number = self.numbers.get(id(getattr(getattr(take, "__self__", None), "weight", None)))
+    def fetches(self, gradient: Tensor, receive: object) -> None:
+        number = self.numbers.get(id(getattr(getattr(receive, "__self__", None), "weight", None)))
         if number is not None:
             start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
             self.now = max(self.now, start)  # staging memory has space for one waiting gradient
-        self.fetch(gradient, take)
+        self.fetch(gradient, receive)
 
     def steps(self, host_block: object, compute: object) -> None:
         if id(host_block) in self.host_blocks:

@@ -161,10 +161,10 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
 def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
     fetch, step, stepped = host_optimizer.HostOptimizer._fetch, host_optimizer.HostOptimizer._step, []
 
-    def broken(self, p, take):
+    def broken(self, p, receive):
         if self.masters[p].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
             p.grad.fill_(float("inf"))
-        fetch(self, p, take)
+        fetch(self, p, receive)
 
     def recording(self, one, *how):
         step(self, one, *how)

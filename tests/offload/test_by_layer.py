@@ -176,10 +176,10 @@ def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
     """Returns the bytes of the blocks' gradients that left in a window."""
     sent, fetch = [], Link.fetch
 
-    def counting(self, gradient, take):
-        if ".layers." in getattr(getattr(take, "__self__", None), "name", ""):
+    def counting(self, gradient, receive):
+        if ".layers." in getattr(getattr(receive, "__self__", None), "name", ""):
             sent.append(gradient.nbytes)
-        fetch(self, gradient, take)
+        fetch(self, gradient, receive)
 
     with monkeypatch.context() as patch:
         patch.setattr(Link, "fetch", counting)
@@ -519,7 +519,7 @@ def test_gradient_missing_in_the_last_micro_batch_is_sent_after_the_window():
     sent = []
 
     class Sink:
-        link = type("Link", (), {"fetch": staticmethod(lambda gradient, take: take(gradient))})
+        link = type("Link", (), {"fetch": staticmethod(lambda gradient, receive: receive(gradient))})
 
         @staticmethod
         def sum_of(p):

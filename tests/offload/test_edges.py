@@ -209,9 +209,9 @@ def test_padding_row_has_no_gradient_during_the_next_lookup(started):
     (host_block.spans[edge.weight],) = host_block.spans.values()
 
     class Meanwhile(Link):
-        def fetch(self, gradient, take):
+        def fetch(self, gradient, receive):
             with edge._in_place_of_the_weight(nn.Parameter(gradient)):
-                super().fetch(gradient, take)
+                super().fetch(gradient, receive)
 
     class Held:
         def use_rows(self, at, rows):

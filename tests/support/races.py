@@ -81,9 +81,9 @@ def weight_read_before_it_is_back(patch):
 
 def copy_down_read_without_an_event(patch):
     """As `.to("cpu", non_blocking=True)` that is read at once; so is a step that begins before the copy is complete."""
-    take = StagedLink._take
+    receive = StagedLink._receive
     patch.setattr(
-        StagedLink, "_take", lambda self, to, start, here, _, slot: take(self, to, start, here, AtOnce(), slot)
+        StagedLink, "_receive", lambda self, to, start, here, _, slot: receive(self, to, start, here, AtOnce(), slot)
     )
 
 

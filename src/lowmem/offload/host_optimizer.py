@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lowmem.memory.tracker import belongs, host_side
 from lowmem.offload.host_weight import HostWeight
-from lowmem.offload.link import Link, Take
+from lowmem.offload.link import Link, Receive
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.step.gradients import Gradients, Reading, finite, norm_of
 from lowmem.step.one_weight import Step
@@ -82,11 +82,11 @@ class HostOptimizer(WindowOptimizer):
         self._steps_early = True
         self._submit(self.masters[p], _limited(Reading(), clip_value), early=True)
 
-    def _fetch(self, p: nn.Parameter, take: Take) -> None:
+    def _fetch(self, p: nn.Parameter, receive: Receive) -> None:
         gradient = self.weights.take_gradient(p)
         if gradient is not None:
             belongs(gradient, "gradients")
-            self.link.fetch(gradient, take)
+            self.link.fetch(gradient, receive)
 
     # --- after backward -------------------------------------------------------------------------------------------
 

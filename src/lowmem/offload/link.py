@@ -2,7 +2,7 @@
 
     thread           work                                                                          copy stream
     autograd's       `fetch`: copies a gradient, in pieces, into free pinned staging slots         device to host
-    "host-step"      takes each piece once it has arrived, and frees the slot (`Take`);
+    "host-step"      receives each piece once it has arrived, and frees the slot (`Receive`);
                      steps weights (`update`, `update_block`);
                      sends new weights through other staging slots (`Staging`)                     host to device
     "gradients"      only if `ahead` is set: does the copies of `fetch`, which returns earlier     device to host
@@ -36,7 +36,7 @@ from lowmem.system.scratch_file import pages as full_pages
 # in each direction; a power of two, because torch's pinned allocator rounds sizes up to one
 SLOT_BYTES, SLOTS = 1 << 25, 4
 
-Take = Callable[[int, Tensor], None]  # receives (index of the first element, flat piece in host memory)
+Receive = Callable[[int, Tensor], None]  # receives (index of the first element, flat piece in host memory)
 Compute = Callable[[Tensor], None]  # writes the new weight into its argument
 Job = Callable[[], None]  # work for the host thread
 
@@ -44,13 +44,13 @@ Job = Callable[[], None]  # work for the host thread
 class Link:
     """The link of a CPU, which is device and host: all work is done in place, before the call returns."""
 
-    lends = False  # True: pieces are in staging memory, which is overwritten once `take` has returned
+    lends = False  # True: pieces are in staging memory, which is overwritten once `receive` has returned
     # bytes of gradients that may queue on the device for a staging slot; set before the first gradient is sent
     ahead = 0
 
-    def fetch(self, gradient: Tensor, take: Take) -> None:
-        """Sends a gradient to the host. Args: gradient: on the device; take: receives its pieces, in order."""
-        take(0, gradient.reshape(-1))
+    def fetch(self, gradient: Tensor, receive: Receive) -> None:
+        """Sends a gradient to the host. Args: gradient: on the device; receive: called with its pieces, in order."""
+        receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
         """Computes a new weight on the host after all work queued before, and copies it to the device. Args: weight: on
@@ -77,11 +77,11 @@ class Link:
 
 
 class Gradient(NamedTuple):
-    """A gradient to send. Args: flat: on the device; take: receives its pieces on the host; complete: reached once the
-    device has computed the gradient."""
+    """A gradient to send. Args: flat: on the device; receive: called with its pieces on the host; complete: reached
+    once the device has computed the gradient."""
 
     flat: Tensor
-    take: Take
+    receive: Receive
     complete: Mark
 
 
@@ -194,9 +194,9 @@ class StagedLink(Link):
         self._start()
         (self._leaving if self.ahead else self._jobs).put(job)
 
-    def fetch(self, gradient: Tensor, take: Take) -> None:
+    def fetch(self, gradient: Tensor, receive: Receive) -> None:
         flat = gradient.reshape(-1)  # may copy, so the mark is made after this line
-        leaving = Gradient(flat, take, self.lane.mark())
+        leaving = Gradient(flat, receive, self.lane.mark())
         if self.ahead:
             self._ask(leaving)
             self._waiting += flat.nbytes
@@ -212,7 +212,7 @@ class StagedLink(Link):
             slot = self._down.get()
             host = slot.view(piece.dtype)[: piece.numel()]
             landed = self.lane.copy(host, piece, gradient.complete)
-            self._jobs.put(partial(self._take, gradient.take, start, host, landed, slot))
+            self._jobs.put(partial(self._receive, gradient.receive, start, host, landed, slot))
 
     def _send_all(self) -> None:
         """The loop of the thread "gradients": sends gradients, and passes other jobs on, in order."""
@@ -228,11 +228,11 @@ class StagedLink(Link):
             del job  # the allocator may reuse the gradient's memory as soon as the copy is done
         self._jobs.put(None)
 
-    def _take(self, take: Take, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
+    def _receive(self, receive: Receive, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
         try:
             landed.synchronize()
             if self._failed is None:
-                take(start, host)
+                receive(start, host)
         finally:
             self._down.put(slot)
 

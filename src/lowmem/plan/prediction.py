@@ -232,17 +232,17 @@ def read_by_passes(run: Run, trace: Trace) -> int:
     return 2 * turns * (trace.streamed - block) + block
 
 
-def pages_on_host(paged: int, taken: int, gpu: int | None) -> int:
+def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
     """Returns the bytes of paged optimizer state that do not fit on the card.
 
     CUDA evicts pages when torch reserves memory, so torch never has to release cached segments for pages.
 
     Args:
         paged: bytes of paged state.
-        taken: bytes of torch's reserved memory and the context.
+        in_use: bytes of torch's reserved memory and the context.
         gpu: bytes of the card; None: unlimited.
     """
-    return 0 if gpu is None else min(paged, max(0, paged + taken - gpu))
+    return 0 if gpu is None else min(paged, max(0, paged + in_use - gpu))
 
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:

@@ -51,13 +51,13 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
             received.append(signal.Signals(number))
             handler(received[-1])
 
-    def take() -> None:
+    def install() -> None:
         for sent in ours:
             signal.signal(sent, handle)
 
     try:
-        take()
-        yield take
+        install()
+        yield install
     finally:
         for sent in ours:
             signal.signal(sent, previous[sent])

@@ -24,23 +24,23 @@ class Stop(Callback):
     def __init__(self, keeps: bool = True) -> None:
         self.signal: signal.Signals | None = None  # received by any process, once all processes know of it
         self._sent: signal.Signals | None = None  # received by this process
-        self._keeps, self._trainer, self._alone = keeps, None, True
-        self._take: Callable[[], None] = lambda: None
+        self._keeps, self._trainer, self._single_rank = keeps, None, True
+        self._install: Callable[[], None] = lambda: None
 
     @property
     def interrupted(self) -> bool:
         return self.signal is not None
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._take()  # Lightning has installed a handler before this one, which calls a collective
+        self._install()  # Lightning has installed a handler before this one, which calls a collective
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._take()  # the evaluation may be the only work
+        self._install()  # the evaluation may be the only work
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._take()
+        self._install()
         self._trainer = trainer if self._keeps else None
-        self._alone = not module.ranks.several
+        self._single_rank = not module.ranks.several
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._agree(module)
@@ -64,7 +64,7 @@ class Stop(Callback):
 
         A handler that stays installed would swallow the next signal and keep this callback and its model alive.
         """
-        with signals.handled(self._stop) as self._take:
+        with signals.handled(self._stop) as self._install:
             try:
                 yield
             finally:
@@ -83,7 +83,7 @@ class Stop(Callback):
         if self._trainer is None:
             raise signals.Ended(sent)
         self._sent = sent
-        if self._alone:
+        if self._single_rank:
             self.signal = sent
             self._trainer.should_stop = True  # set here, so that a late signal ends training, too
         log.info(

@@ -54,14 +54,14 @@ def test_masters_never_hold_all_gradients_on_the_device(fit, monkeypatch, wrong)
     """Wrong: they are held until the window ends, as without hooks."""
     fetch, live, most, held = HostOptimizer._fetch, [0], [0], []
 
-    def watched(self, p, take):
+    def watched(self, p, receive):
         size = p.grad.nbytes
         live[0] += size
         most[0] = max(most[0], live[0])
         weakref.finalize(p.grad, lambda: live.__setitem__(0, live[0] - size))
         if wrong:
             held.append(p.grad)
-        fetch(self, p, take)
+        fetch(self, p, receive)
 
     monkeypatch.setattr(HostOptimizer, "_fetch", watched)
     summary, _ = fit("precision=bf16-master", "max_steps=1", *WIDE)
@@ -185,10 +185,10 @@ def broken(monkeypatch):
     def arrange(name, which):
         fetch = HostOptimizer._fetch
 
-        def wrong(self, p, take):
+        def wrong(self, p, receive):
             if self.masters[p].name.endswith(name) and counted[0] in which:
                 p.grad.fill_(float("inf"))
-            fetch(self, p, take)
+            fetch(self, p, receive)
 
         counted, step = [0], CausalLM.training_step
 

@@ -70,14 +70,14 @@ def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
     """Returns the seconds of a trace's operators by phase, at the rates of the device or of the host that runs them."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
-    taken = dict.fromkeys((*PASSES, *STEP), 0.0)
+    durations = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
-        taken[phase] = taken.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
-    return taken
+        durations[phase] = durations.get(phase, 0.0) + times * (host if phase in STEP else machine).operator(work)
+    return durations
 
 
 def window(
-    machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int, node: int = NODE
+    machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int, node: int = NODE
 ) -> WindowTime:
     """Returns the seconds of a window.
 
@@ -85,23 +85,23 @@ def window(
         machine: rates.
         run: the settings.
         trace: the traced work.
-        taken: the result of `seconds`. "forward", "backward" and "sum" are for one micro-batch, or for the full window
-            if its micro-batches overlap.
+        durations: the result of `seconds`. "forward", "backward" and "sum" are for one micro-batch, or for the full
+            window if its micro-batches overlap.
         micro_batches: number of micro-batches of the window.
         node: devices per node.
     """
     turns, link = 1 if run.overlaps else micro_batches, machine.link
-    forward, backward = _passes(machine, run, trace, taken, micro_batches)
+    forward, backward = _passes(machine, run, trace, durations, micro_batches)
     passes = turns * (forward.compute + backward.compute)
     transfers = turns * (forward.seconds(link) + backward.seconds(link)) - passes
     for (phase, at_once), received in by_phase(trace.sent, node).items():
-        hidden = 0.0 if at_once else taken.get(phase.removeprefix(EARLIER), 0.0)
+        hidden = 0.0 if at_once else durations.get(phase.removeprefix(EARLIER), 0.0)
         transfers += how_often(phase, micro_batches) * max(0.0, machine.exchange(received) - hidden)
-    return WindowTime(passes, transfers, _step(machine, run, trace, taken, (forward, backward)))
+    return WindowTime(passes, transfers, _step(machine, run, trace, durations, (forward, backward)))
 
 
 def _passes(
-    machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], micro_batches: int
+    machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int
 ) -> tuple[Load, Load]:
     """Returns the loads of a forward and of a backward pass."""
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
@@ -111,15 +111,17 @@ def _passes(
     gradients = _gradients(run, trace, micro_batches) if trace.steps_on_host else 0
     if trace.waits_on_host and not trace.steps_on_host:  # CPU offload copies all weights for each pass
         head, gradients = head + trace.gradients, trace.gradients
-    copied = 0.0 if machine.link else taken.get(TRAVEL, 0.0)  # copies by the CPU, for both passes
-    forward = Load(taken["forward"], up * (trace.streamed + head) + copied, down * boundaries)
-    backward = Load(taken["backward"], up * (boundaries + again + head), down * gradients, taken["sum"])
+    copied = 0.0 if machine.link else durations.get(TRAVEL, 0.0)  # copies by the CPU, for both passes
+    forward = Load(durations["forward"], up * (trace.streamed + head) + copied, down * boundaries)
+    backward = Load(durations["backward"], up * (boundaries + again + head), down * gradients, durations["sum"])
     return forward._replace(drive=read * trace.streamed), backward._replace(drive=read * again)
 
 
-def _step(machine: Machine, run: Run, trace: WorkTrace, taken: Mapping[str, float], passes: tuple[Load, Load]) -> float:
+def _step(
+    machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
+) -> float:
     """Returns the seconds of norm and update that do not overlap with a pass."""
-    norm, update, link = taken["step"], taken["update"], machine.link
+    norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0

@@ -13,10 +13,12 @@ import pytest
 import torch
 from benchmarks import published, turns
 from benchmarks.loops import RECIPES
-from benchmarks.runner import RESULTS, ROOT, options_of
+from benchmarks.quality import OPTIMIZERS, PRECISIONS, SEEDS
+from benchmarks.runner import RESULTS, ROOT, options_of, stored
 from benchmarks.side_by_side import LOOPS
 from transformers import AutoModelForCausalLM
 
+from lowmem.config.declarations import techniques
 from lowmem.config.settle import run_of
 from lowmem.model.loading import describe
 
@@ -174,3 +176,29 @@ def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
     copied = json.loads(row.stdout.splitlines()[-1])
     up = (2 * copied["blocks"] - 1) / copied["blocks"] * copied["streamed"]
     assert copied["bytes"]["blocks"] == pytest.approx(up, rel=0.2)
+
+
+# --- quality ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
+    rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
+    plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
+    spread = max(plain.values()) - min(plain.values())
+    lost = {
+        name: statistics.mean(rows[f"precision={name} seed={seed}"] - plain[seed] for seed in SEEDS)
+        for name in PRECISIONS[1:]
+    }
+    lost |= {name: rows[f"precision={name}"] - plain[0] for name in ("16", "16-true")}
+    masters = rows["precision=bf16-master seed=0"]
+    lost |= {name: rows[f"optim={name} precision=bf16-master"] - masters for name in OPTIMIZERS}
+    tried = {
+        name
+        for group in ("precision", "optim")
+        for name, technique in techniques(group).items()
+        if technique.tried and name in lost
+    }
+    assert {"bf16-sr", "bf16-master", "adafactor", "adam8bit"} <= tried
+    assert all(lost[name] < spread for name in tried)
+    assert all(lost[name] > spread for name in ("bf16-true", "16-true", "adamw4bit"))  # and none of these is tried
+    assert not tried & {"bf16-true", "16-true", "adamw4bit"}

@@ -161,7 +161,9 @@ def test_pretrained_16_bit_weights_are_widened_while_sent(config, monkeypatch, t
     data, tape, load = build.data(cfg), Tape(), loading.load
     torch.manual_seed(0)
     whole, read = build.module(cfg, data), []
-    monkeypatch.setattr(loading, "load", lambda described, dtype: read.append(dtype) or load(described, dtype))
+    monkeypatch.setattr(
+        loading, "load", lambda described, dtype, *more: read.append(dtype) or load(described, dtype, *more)
+    )
     for rank in range(RANKS):
         with one_of(rank, strategy) as ranks:
             ranks.broadcast = tape.of(rank, monkeypatch)

@@ -1,9 +1,9 @@
 """Mixes several sources row by row. Shares count labels, that is, tokens in the loss.
 
 An epoch contains every row of every source at least once; rows of a source that is too small for its share are
-repeated. The order is a permutation of (source, row). It depends on the seed alone, so a resume needs no further state.
-Shares count labels and not rows, since a row of chat has fewer labels than a row of text. Every source has its own
-validation set.
+repeated. The loader permutes the row numbers by the seed alone, so a resume needs no further state; `Mixed.order` lets
+a checkpoint detect other sources or shares. Shares count labels and not rows, since a row of chat has fewer labels than
+a row of text. Every source has its own validation set.
 """
 
 import logging
@@ -125,8 +125,8 @@ class Mixed(Rows):
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
         self.ends = np.cumsum(self.counts)  # in rows of the mixture
-        # an incomplete last pass reads rows drawn at random; otherwise rows at the end of the source would be read less
-        # often
+        # an incomplete last pass reads a fixed random selection of rows, the same in every epoch, instead of the rows
+        # at the beginning of the source
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:

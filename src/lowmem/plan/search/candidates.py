@@ -1,4 +1,5 @@
-"""Lists the recipes that a plan compares. All recipes keep the typed overrides and the effective batch size.
+"""Lists the routes that a plan compares; `recipes.py` searches the recipes of each route. All recipes keep the typed
+overrides and the effective batch size.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -56,12 +57,12 @@ class Typed:
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """Returns group -> its technique."""
+        """Returns group -> its technique, typed or default."""
         return chosen_by(self.lines)
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Returns key -> value."""
+        """Returns key -> value of the typed overrides."""
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
@@ -151,9 +152,10 @@ class Route:
 
     @property
     def on_card(self) -> tuple:
-        """Returns a key for routes with equal needs of device memory. If one route does not fit on the card, no later
-        route with an equal key does. The drive does not matter on the card, nor does the optimizer of host masters;
-        weights.order=by_micro_batch, which is tried first, needs the least."""
+        """Returns a key for routes of which the first needs the least device memory: if it does not fit on the card, no
+        later route with an equal key does. Several micro-batches come before a single one, and
+        weights.order=by_micro_batch before by_layer. Neither a drive nor the optimizer of host masters changes the
+        device memory, so the key leaves them out."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -276,7 +278,7 @@ def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
 
 
 def _reading(run: Run) -> int:
-    """Returns the number of devices that divide the sequences of accumulation.size."""
+    """Returns the number of devices among which the sequences of accumulation.size are divided."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 

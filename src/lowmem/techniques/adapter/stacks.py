@@ -1,9 +1,9 @@
 """Fused experts whose stacks of matrices are computed when they are read: dequantized from 4 bits, with LoRA added.
 
-The class of transformers computes the experts, and reads each stack (experts, rows, columns) by its name. The module's
+transformers' own class computes the experts, and reads each stack (experts, rows, columns) by its name. The module's
 class is replaced by a subclass in which these names are properties. A computed stack exists only while the experts
-compute: autograd would keep it until backward, so the experts are a checkpoint of their own, which backward computes
-once more. That costs a second forward pass of the experts.
+compute. Autograd would keep the stack until backward, so the experts are checkpointed separately and recomputed in
+backward. This costs a second forward pass of the experts.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from lowmem.model.experts import fused_experts
 
 # Suffixes of the child modules of a stack
-NF4 = "_nf4"  # stores it in 4 bits
-LORA = "_lora"  # trains matrices that are added to it
+NF4 = "_nf4"  # child that stores the stack in 4 bits
+LORA = "_lora"  # child with trained matrices, whose product is added to the stack
 
 
 class ComputedExperts:
-    """The experts of a block of which some stacks are computed when they are read."""
+    """Mixin for a module with fused experts; reading one of its computed stacks computes it."""
 
-    _open: tuple[torch.dtype, dict[str, Tensor]] | None = None  # while the experts compute
+    # dtype and stacks computed so far, during forward; otherwise None
+    _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
 
     def forward(self, *args, **kwargs) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
@@ -45,8 +46,8 @@ class ComputedExperts:
         return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
-        """Returns a module of the class of transformers with the computed stacks in `dtype`; with device="meta" they
-        have no memory yet."""
+        """Returns a module of transformers' own class. Its stacks are in `dtype`, with LoRA added; with device="meta"
+        they have no memory yet."""
         plain, names = copy(self), computed_stacks(self)
         plain.__class__ = plain_class(self)
         plain._parameters = dict(self._parameters)
@@ -59,7 +60,7 @@ class ComputedExperts:
 
 
 class StackLoRA(nn.Module):
-    """Matrices of rank r for each expert of a stack, with the shapes, names and start of PEFT's.
+    """Matrices of rank r for each expert of a stack, with PEFT's shapes, names and initialization.
 
     Args:
         stack: (experts, rows, columns).
@@ -85,7 +86,7 @@ class StackLoRA(nn.Module):
 
 
 def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
-    """Makes stacks of a module with experts properties. Args: names: of stacks with a child module of this file."""
+    """Turns stacks of a module with experts into properties. Args: names: stacks with an `_nf4` or `_lora` child."""
     experts.__class__ = _class(plain_class(experts), tuple(sorted({*computed_stacks(experts), *names})))
 
 
@@ -130,7 +131,7 @@ def adapted_stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Computes a stack (experts, rows, columns). Args: dtype: None: that in which it was loaded."""
+    """Computes a stack (experts, rows, columns). Args: dtype: None: the dtype in which it was loaded."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantised(dtype)
@@ -145,7 +146,7 @@ def dtype_of_products(x: Tensor) -> torch.dtype:
 
 
 def plain_class(experts: nn.Module) -> type[nn.Module]:
-    """Returns the class of transformers."""
+    """Returns the module's class in transformers, without `ComputedExperts`."""
     return type(experts).__mro__[2] if isinstance(experts, ComputedExperts) else type(experts)
 
 

@@ -35,7 +35,7 @@ class Loss:
 
     needs: type[MicroBatch] = MicroBatch  # the kind of micro-batch; the loss is a mean over its `weight`
     own_logits = False  # True: computes the logits itself; set for classes that override `verify`
-    shows: tuple[str, ...] = ()  # names of `figures`
+    shows: tuple[str, ...] = ()  # names of the `figures` that early_stop.watch accepts
     head_in_tiles = False  # True: reads the head's weight in tiles of the vocabulary, which may come from the host
     of_pairs = False  # True: a preference loss
     compares = False  # True: needs log-probabilities of a reference model

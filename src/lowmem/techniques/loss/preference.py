@@ -2,8 +2,8 @@
 
 These losses need no more memory than fine-tuning on the same rows. A loss is a function of each answer's
 log-probability, the sum over the answer's tokens. The head is computed in tiles of the vocabulary (`tiled.py`), so the
-full logits never exist; the gradient of a token's log-probability is one factor per answer. The reference model of DPO,
-IPO and KTO is not in memory during training: its log-probabilities are part of the data (`training/reference.py`).
+full logits never exist. All tokens of an answer have the same derivative of the loss. The reference model of DPO, IPO
+and KTO is not in memory during training: its log-probabilities are part of the data (`training/reference.py`).
 
 The loss of a window is a mean over pairs or rated answers, and does not depend on the size of the micro-batches.
 """
@@ -66,7 +66,7 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the answers of a micro-batch, and a mask of real pairs without padding, (pairs,) bool."""
+        """Returns the answers of a micro-batch, and a mask (pairs,), bool: False where a row has no pair."""
         losses, learnt = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learnt]
@@ -178,8 +178,9 @@ class KTO(PreferenceLoss):
     """weight * (1 - sigmoid(+-beta * (log-ratio to the reference - z))), with + for desirable answers: Ethayarajh et
     al. 2024, arXiv 2402.01306.
 
-    z estimates the KL divergence from mismatched prompt-answer pairs, as their mean log-ratio, clamped at 0. The mean
-    is over all micro-batches of a window, and needs one more forward pass without gradients (`mismatched.py`).
+    z is an estimate of the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs,
+    clamped at 0. The mean is over a window, or over a validation set, on all devices. It needs one more forward pass
+    without gradients (`mismatched.py`).
 
     Args:
         desirable_weight, undesirable_weight: loss weights, to balance unequal numbers of both.
@@ -215,7 +216,7 @@ class KTO(PreferenceLoss):
     def set_kl(self, mismatched: Tensor) -> None:
         """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows, (2,)."""
         total, count = mismatched
-        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # a row without room for its answer has none
+        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no row had room for its answer
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio
@@ -227,7 +228,8 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns z, and the accuracy of predicting ratings from whether the log-ratio is above z."""
+        """Returns z, the accuracy of predicting ratings from whether the log-ratio is above z, and sums and counts of
+        rewards and log-probabilities by rating."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}

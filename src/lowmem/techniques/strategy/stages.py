@@ -8,9 +8,9 @@ A stage is the complete Hugging Face model, in which the modules of other stages
     block                        computes            returns its input
     final norm (after blocks)    computes            returns its input
 
-Replaced modules keep their names and hooks; their weights are on the meta device (a shape without memory). So the
-model's own code creates masks, rotary embeddings and positions on every stage, from the micro-batch's tokens and
-positions, and on the last stage the loss is computed as usual.
+Replaced modules keep their names and hooks; `Stage.empty` moves their weights to the meta device (a shape without
+memory). So the model's own code creates masks, rotary embeddings and positions on every stage, from the micro-batch's
+tokens and positions, and on the last stage the loss is computed as usual.
 
 Modules before and after the blocks are found by a forward pass over two tokens instead of by name. transformers'
 `pp_plan` lists them for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not say which
@@ -230,7 +230,7 @@ class Stage:
         self._changes.close()
 
     def empty(self) -> None:
-        """Moves parameters and buffers of other stages to the meta device, which frees their memory."""
+        """Moves other stages' parameters, and the buffers of their blocks, to the meta device, to free their memory."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -296,9 +296,9 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """The forward pass of a block of another stage: returns its input. A key-value cache gets zeros of width 1, because
-    a model may read the cache's length from any block. Args: output: the block's output format; number: index of the
-    block."""
+    """The forward pass of another stage's block, or of a module after the blocks: returns its input. A key-value cache
+    gets zeros of width 1, because a model may read the cache's length from any block. Args: output: the module's output
+    format; number: index of the block; None: not a block."""
     hidden = args[0] if args else kwargs["hidden_states"]
     for kv_cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
         nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)

@@ -21,7 +21,7 @@ EVERY = {
     "claims": "claims of guides, compared with measurements",
     "quality": "what a real model learns and forgets with each technique",
     "preference": "training on pairs beside fine-tuning, and beside TRL where it is installed",
-    "chat_templates": "learnt tokens of conversations beside TRL's, where it is installed",
+    "chat_templates": "learned tokens of conversations beside TRL's, where it is installed",
     "host_optimizer": "the optimizer's step on the host",
     "gpt2_xl": "GPT-2 XL with masters on the host",
     "streamed": "weights that stream: memory, time and copied bytes, and 8B parameters trained here",

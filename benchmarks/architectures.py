@@ -440,8 +440,8 @@ def layers_with(network: torch.nn.Module) -> set[str]:
     return {name.rpartition(".lora_A")[0] for name, _ in network.named_parameters() if ".lora_A" in name}
 
 
-def quantised(architecture: dict) -> str:
-    """Compares QLoRA with LoRA beside a plain model that has the dequantised weights: the same bits."""
+def quantized(architecture: dict) -> str:
+    """Compares QLoRA with LoRA beside a plain model that has the dequantized weights: the same bits."""
     found = []
     for plain in (False, True):
         module, ids = build_module(configured(architecture, "adapter=qlora", "adapter.r=4"))
@@ -474,7 +474,7 @@ CELLS = {
     "offload": checkpointed("offload"),
     "bf16-master": masters,
     "lora": adapted,
-    "qlora": quantised,
+    "qlora": quantized,
     "plan": planned,
 }
 

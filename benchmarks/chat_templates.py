@@ -119,12 +119,12 @@ class Row(NamedTuple):
     """The tokens of a row, and which of them are learned."""
 
     ids: list[int]
-    learnt: list[bool]
+    learned: list[bool]
 
     def predictions(self) -> Iterator[tuple[bytes, int]]:
         """Yields each learned token with the tokens before it."""
         ids = np.array(self.ids, np.uint32)
-        return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learnt[i])
+        return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learned[i])
 
 
 def source(template: Template) -> str:
@@ -165,7 +165,8 @@ def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
         return str(error)
     if isinstance(made, BadRecord):
         return str(made)
-    return [Row([*map(int, one.ids)], [*map(bool, one.learnt)]) for one in (made if isinstance(made, list) else [made])]
+    documents = made if isinstance(made, list) else [made]
+    return [Row([*map(int, one.ids)], [*map(bool, one.learned)]) for one in documents]
 
 
 def conversation_rows(template: Template, conversation: dict) -> list[Row] | str:
@@ -215,7 +216,7 @@ class _Today(datetime):
 
 
 REASONS = {
-    "=": "the same tokens are learnt behind the same tokens",
+    "=": "the same tokens are learned behind the same tokens",
     "n": "TRL also learns the white space that a template writes after the token that ends an answer. Generation stops "
     "at that token, so lowmem leaves the white space out",
     "h": "TRL also learns the end of the prompt: the header of the answer, or the `<think>` that the template writes "
@@ -268,10 +269,10 @@ class Piece(NamedTuple):
 
 
 def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
-    """Returns every learnt span with its row."""
+    """Returns every learned span with its row."""
     found = []
     for row in rows:
-        edges = np.flatnonzero(np.diff([False, *row.learnt, False]))
+        edges = np.flatnonzero(np.diff([False, *row.learned, False]))
         found += [(row, int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
     return found
 
@@ -281,7 +282,7 @@ def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):
-        places = (i for i, learnt in enumerate(row.learnt) if learnt)
+        places = (i for i, learned in enumerate(row.learned) if learned)
         for i, prediction in zip(places, row.predictions(), strict=True):
             alone |= set() if left[prediction] > 0 else {(r, i)}
             left[prediction] -= 1
@@ -315,7 +316,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
-    if any(row.learnt[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem handles this case
+    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem handles this case
         return "e" if only_ends else "c"
     if not known or piece[1:3] == piece[3:5]:
         return "c"

@@ -3,8 +3,8 @@
 python -m benchmarks.host_memory         # about five minutes on two cores
 
 glibc's malloc keeps freed memory for later allocations, so the resident size is above the live bytes that the planner
-predicts. With MALLOC_MMAP_THRESHOLD_ malloc returns freed memory at once. The rows show that this explains the whole
-difference.
+predicts. With low thresholds (MALLOC_MMAP_THRESHOLD_ and others) malloc returns freed memory to the system immediately.
+The rows show that this explains the whole difference.
 """
 
 import argparse

@@ -133,13 +133,13 @@ def errors() -> dict[str, dict[str, float]]:
 LEARNS = {"adamw": ["optim=adamw"], "adamw8bit": ["optim=adamw8bit"], "bitsandbytes": ["optim=paged_adamw8bit"]}
 
 
-def learnt(name: str) -> dict:
+def learned(name: str) -> dict:
     """Trains `tiny` on the default corpus for 500 steps and returns the validation loss."""
     summary = run_train([*LEARNS[name], "max_steps=500", "logger=none", "sample_tokens=0"])
     return {"val_loss": summary["val_loss"]}
 
 
-def table(results: dict, wrong: dict, learnt: dict) -> str:
+def table(results: dict, wrong: dict, learned: dict) -> str:
     milliseconds = medians(results, "milliseconds")
     lines = ["| step | ms per 10M parameters | of torch's fused AdamW |", "|---|---|---|"]
     for name in results:
@@ -149,8 +149,8 @@ def table(results: dict, wrong: dict, learnt: dict) -> str:
     lines += ["", "| gradients | error of 20 steps, adamw8bit | bitsandbytes |", "|---|---|---|"]
     lines += [f"| {kind} | {error['adamw8bit']:.4f} | {error['bitsandbytes']:.4f} |" for kind, error in wrong.items()]
     lines += ["", "| `tiny`, 500 steps | validation loss | of adamw |", "|---|---|---|"]
-    base = learnt["adamw"][0]["val_loss"]
-    lines += [f"| {n} | {runs[0]['val_loss']:.4f} | {runs[0]['val_loss'] / base:.4f} |" for n, runs in learnt.items()]
+    base = learned["adamw"][0]["val_loss"]
+    lines += [f"| {n} | {runs[0]['val_loss']:.4f} | {runs[0]['val_loss'] / base:.4f} |" for n, runs in learned.items()]
     return "\n".join(lines)
 
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--learn", help="train with one optimizer in this process")
     options = parser.parse_args()
     if options.row or options.learn:
-        print(json.dumps(timed(options.row) if options.row else learnt(options.learn)), flush=True)
+        print(json.dumps(timed(options.row) if options.row else learned(options.learn)), flush=True)
         return
     results = measure({name: ["-m", "benchmarks.host_optimizer", "--row", name] for name in STEP}, options.rounds)
     if options.times:

@@ -84,7 +84,7 @@ class Published:
     name: str
     figure: float
     unit: str  # GB: 10 ** 9 bytes; GiB: 2 ** 30; the divisor in the project's source, even if the label differs
-    measure: str  # which counter of torch has this peak: allocated, active or reserved bytes
+    measure: str  # the counter of torch's allocator whose peak this is: allocated, active or reserved bytes
     card: str
     url: str
     commit: str  # commit of the source in which the settings were read

@@ -1,4 +1,4 @@
-"""Finds the longest packed rows that fit on a card, by shape, with and without a mask of (tokens, tokens).
+"""Finds the longest packed rows that fit on a card, with and without a (tokens, tokens) mask, by tracing shapes.
 
 python -m benchmarks.reach               # about ten minutes on two cores; nothing is downloaded or allocated.
 """

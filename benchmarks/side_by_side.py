@@ -51,7 +51,7 @@ def table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Return a table with one row per recipe: lowmem's losses, speed and peak memory against the other loops."""
+    """Returns a table with one row per recipe: lowmem's losses, speed and peak memory against the other loops."""
     lines = [
         "| recipe | losses against a plain loop | speed against a plain loop | against Lightning "
         "| against transformers.Trainer | peak memory against a plain loop |",

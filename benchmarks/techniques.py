@@ -83,7 +83,7 @@ def refused_pairs() -> dict[str, list[str]]:
 
 
 def table(results: dict) -> str:
-    """Return a table with one row per technique that was measured."""
+    """Returns a table with one row per technique that was measured."""
     peak, speed = medians(results, "peak_bytes"), medians(results, "tokens_per_second")
     state, activations = medians(results, "optimizer"), medians(results, "activations")
     parameters = results[BASE][0]["parameters"]
@@ -103,7 +103,7 @@ def table(results: dict) -> str:
 
 
 def table_of_pairs(pairs: Mapping[str, Sequence[str]]) -> str:
-    """Return a table with one row per technique that is refused with others."""
+    """Returns a table with one row per technique that is refused with others."""
     rows = (f"| {name} | {', '.join(pairs[name])} |" for name in ROWS if pairs.get(name))
     return "\n".join(["| override | refused with |", "|---|---|", *rows])
 

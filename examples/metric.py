@@ -9,7 +9,7 @@ TEXT = "for name in names:\n    print(name)\n"
 
 
 def accuracy(model, tokenizer) -> dict[str, float]:
-    """Return the share of tokens in TEXT for which the model's most likely token is correct."""
+    """Returns the share of tokens in TEXT for which the model's most likely token is correct."""
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"].to(model.device)  # (1, T)
     guesses = model(input_ids=ids).logits[:, :-1].argmax(-1)  # predictions of tokens 1 to T - 1
     return {"accuracy": (guesses == ids[:, 1:]).float().mean().item()}

@@ -160,7 +160,7 @@ def test_make_test_passes_for_techniques_after_following_the_page(copy, small):
 
 
 def make_test():
-    """Return what `make test` types, for the environment that runs."""
+    """Returns what `make test` types, for the environment that runs."""
     assert command("make") == "make test"
     makefile = (ROOT / "Makefile").read_text()
     typed = re.search(r"^test:.*\n\t\$\(BIN\)/(python .*)", makefile, re.MULTILINE)[1]

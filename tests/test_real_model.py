@@ -48,8 +48,8 @@ def test_only_the_answers_of_its_own_template_are_in_the_loss(model, tmp_path):
     batch = next(iter(data.train)).micro_batches[0]
     assert "<|im_start|>" in tokenizer.chat_template and len(batch.labels) == 4
     for row in batch.labels:
-        learnt = tokenizer.decode(row[row != IGNORED]).split("<|im_end|>")
-        found = {answer.strip() for answer in learnt if answer.strip()}
+        learned = tokenizer.decode(row[row != IGNORED]).split("<|im_end|>")
+        found = {answer.strip() for answer in learned if answer.strip()}
         assert found and found <= answers and not found & (said - answers)
 
 

@@ -32,7 +32,7 @@ def rates(here: Here) -> Iterator[dict]:
 
 def seconds_both_ways() -> float:
     """Measures a copy to a card while other bytes come down on a second stream, as nvbandwidth does (its issues 11, 15
-    and 53 show why). Returns the seconds of the fastest of five copies, after one to warm up."""
+    and 53 show why). Returns the seconds of the fastest of five copies, after one warm-up copy."""
     down, up, taken = torch.cuda.Stream(), torch.cuda.Stream(), []
     pinned, received = (torch.empty(FLOATS, pin_memory=True) for _ in range(2))
     sent, to = (torch.empty(FLOATS, device="cuda") for _ in range(2))

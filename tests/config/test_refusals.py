@@ -368,11 +368,11 @@ def test_proof_the_first_stage_sees_no_answer():
 
 
 def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():
-    from lowmem.techniques.adapter.nf4 import quantise
+    from lowmem.techniques.adapter.nf4 import quantize
     from lowmem.techniques.strategy.stages import Stage, divided
 
     model = network("llama")
-    quantise(model)
+    quantize(model)
     Stage(model, divided(model, 2), 0).empty()
     first, *_, last = model.model.layers
     assert first.mlp.up_proj.cpu().weight.norm() > 0

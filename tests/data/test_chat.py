@@ -1,6 +1,6 @@
-"""Conversations: which tokens are learnt, token by token, and which conversations are refused, in which words.
+"""Conversations: which tokens are learned, token by token, and which conversations are refused, in which words.
 
-Expectations are written by hand: the tokens of a conversation with · between them, and * before each that is learnt.
+Expectations are written by hand: the tokens of a conversation with · between them, and * before each that is learned.
 """
 
 import json
@@ -119,7 +119,7 @@ def rows(made, fields: dict, **how) -> list[str]:
 
 def written(made, one) -> str:
     tokens = made.convert_ids_to_tokens(one.ids.tolist())
-    line = "·".join("*" * bool(learnt) + token for token, learnt in zip(tokens, one.learnt, strict=True))
+    line = "·".join("*" * bool(learned) + token for token, learned in zip(tokens, one.learned, strict=True))
     return line.translate(str.maketrans("ĠĊ▁", " \n "))
 
 
@@ -146,10 +146,10 @@ def test_chatml_learns_answers_with_and_without_a_generation_tag(chatml, plain_c
     assert marked(plain_chatml, TWO) == CHATML_TWO
 
 
-def test_learnt_tokens_equal_transformers_assistant_mask(chatml):
+def test_learned_tokens_equal_transformers_assistant_mask(chatml):
     oracle = chatml.apply_chat_template(TWO["messages"], return_assistant_tokens_mask=True)
-    one = encoded(chatml, TWO)
-    assert one.ids.tolist() == oracle["input_ids"] and one.learnt.tolist() == list(map(bool, oracle["assistant_masks"]))
+    one, masks = encoded(chatml, TWO), oracle["assistant_masks"]
+    assert one.ids.tolist() == oracle["input_ids"] and one.learned.tolist() == list(map(bool, masks))
 
 
 def test_assistant_last_learns_only_the_last_answer(chatml, plain_chatml):
@@ -225,15 +225,15 @@ def test_token_that_spans_header_and_answer_is_refused(template):
 
 def test_transformers_assistant_mask_learns_a_token_that_spans_the_header(chatml):
     oracle = chatml.apply_chat_template(STRADDLING["messages"], return_assistant_tokens_mask=True)
-    learnt = [i for i, one in zip(oracle["input_ids"], oracle["assistant_masks"], strict=True) if one]
-    assert chatml.decode(learnt) == "\n\n\nI am fine<|im_end|>"  # three line ends, of which the answer has two
+    learned = [i for i, one in zip(oracle["input_ids"], oracle["assistant_masks"], strict=True) if one]
+    assert chatml.decode(learned) == "\n\n\nI am fine<|im_end|>"  # three line ends, of which the answer has two
     chat = ChatTemplate(chatml)
     (rendered,) = chat.render(STRADDLING["messages"])
     assert rendered.text[slice(*rendered.spans[0])] == "\n\nI am fine<|im_end|>"
 
 
 def test_space_before_an_answer_is_found_although_offsets_are_trimmed():
-    """GPT-2's offsets leave out the space before a word, so a header's space would be learnt unseen."""
+    """GPT-2's offsets leave out the space before a word, so a header's space would be learned unseen."""
     made = tokenizer(PLAIN_CHATML.replace("assistant\\n", "assistant ").replace("['role'] + '\\n'", "['role'] + ' '"))
     made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     with pytest.raises(BadRecord, match="include a part of the template"):
@@ -421,9 +421,9 @@ def tokens_or_a_sentence(made, record, how):
     answers = sum(m["role"] == "assistant" and bool(m["content"].strip()) for m in said)
     answers = answers if how["assistant"] == "all" else 1
     assert (one.ids == start).sum() == (one.ids == end).sum() == len(said)  # nobody's text begins or ends a message
-    assert one.learnt[one.ids == end].sum() == answers and not one.learnt[one.ids == start].any()
-    learnt = made.decode(one.ids[one.learnt]).split("<|im_end|>")
-    assert len(learnt) == answers + 1 or "<|im_end|>" in str(said)
+    assert one.learned[one.ids == end].sum() == answers and not one.learned[one.ids == start].any()
+    learned = made.decode(one.ids[one.learned]).split("<|im_end|>")
+    assert len(learned) == answers + 1 or "<|im_end|>" in str(said)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -439,7 +439,7 @@ def test_arbitrary_messages_become_tokens_or_are_refused_500_times(plain_chatml,
     tokens_or_a_sentence(plain_chatml, record, how)
 
 
-def test_answer_with_weight_1_and_rendered_reasoning_is_learnt(chatml):
+def test_answer_with_weight_1_and_rendered_reasoning_is_learned(chatml):
     one = conversation("hello", "I am fine")
     one["messages"][1]["weight"] = 1
     assert marked(chatml, one) == marked(chatml, conversation("hello", "I am fine"))

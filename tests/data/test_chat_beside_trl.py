@@ -1,5 +1,5 @@
-"""Learnt tokens of twenty conversations under 13 chat templates equal those that TRL's SFTTrainer learns, or differ for
-a reason.
+"""Learned tokens of twenty conversations under 13 chat templates equal those that TRL's SFTTrainer learns, or differ
+for a reason.
 
 benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name. TRL is not a
 dependency: where it is missing, what was recorded is read.
@@ -56,39 +56,39 @@ def test_identical_rows_are_marked_equal(right):
 
 def test_rows_of_single_answers_are_marked_equal_to_one_row_of_all_answers(right):
     (row,) = right.rows
-    first = row.learnt.index(True)
-    begins = [i for i in range(first, len(row.ids)) if row.learnt[i] and not row.learnt[i - 1]]
-    rows = [Row(row.ids, [one and (i < begins[1]) for i, one in enumerate(row.learnt)])]
-    rows.append(Row(row.ids, [one and (i >= begins[1]) for i, one in enumerate(row.learnt)]))
+    first = row.learned.index(True)
+    begins = [i for i in range(first, len(row.ids)) if row.learned[i] and not row.learned[i - 1]]
+    rows = [Row(row.ids, [one and (i < begins[1]) for i, one in enumerate(row.learned)])]
+    rows.append(Row(row.ids, [one and (i >= begins[1]) for i, one in enumerate(row.learned)]))
     assert right.compared(rows).marks == "="
 
 
-def learns_a_header(ids, learnt, begin, end):
-    return ids, [one or i == begin - 1 for i, one in enumerate(learnt)]
+def learns_a_header(ids, learned, begin, end):
+    return ids, [one or i == begin - 1 for i, one in enumerate(learned)]
 
 
-def leaves_out_the_first_token(ids, learnt, begin, end):
-    return ids, [one and i != begin for i, one in enumerate(learnt)]
+def leaves_out_the_first_token(ids, learned, begin, end):
+    return ids, [one and i != begin for i, one in enumerate(learned)]
 
 
-def leaves_out_a_token_in_the_middle(ids, learnt, begin, end):
-    return ids, [one and i != begin + 1 for i, one in enumerate(learnt)]
+def leaves_out_a_token_in_the_middle(ids, learned, begin, end):
+    return ids, [one and i != begin + 1 for i, one in enumerate(learned)]
 
 
-def leaves_out_the_end(ids, learnt, begin, end):
-    return ids, [one and i != end - 1 for i, one in enumerate(learnt)]
+def leaves_out_the_end(ids, learned, begin, end):
+    return ids, [one and i != end - 1 for i, one in enumerate(learned)]
 
 
-def leaves_out_an_answer(ids, learnt, begin, end):
-    return ids, [one and not begin <= i < end for i, one in enumerate(learnt)]
+def leaves_out_an_answer(ids, learned, begin, end):
+    return ids, [one and not begin <= i < end for i, one in enumerate(learned)]
 
 
-def has_another_prompt(ids, learnt, begin, end):
-    return [ids[0] + (i == 3) if i == 3 else one for i, one in enumerate(ids)], learnt
+def has_another_prompt(ids, learned, begin, end):
+    return [ids[0] + (i == 3) if i == 3 else one for i, one in enumerate(ids)], learned
 
 
-def writes_another_answer(ids, learnt, begin, end):
-    return [ids[begin] if i == begin + 1 else one for i, one in enumerate(ids)], learnt
+def writes_another_answer(ids, learned, begin, end):
+    return [ids[begin] if i == begin + 1 else one for i, one in enumerate(ids)], learned
 
 
 @pytest.mark.wrong
@@ -106,14 +106,14 @@ def writes_another_answer(ids, learnt, begin, end):
 )
 def test_wrong_row_is_marked_unexplained(right, wrong):
     (row,) = right.rows
-    end = max(i for i, one in enumerate(row.learnt) if one) + 1
-    begin = max(i for i in range(end) if not row.learnt[i]) + 1
-    case = right._replace(rows=[Row(*wrong([*row.ids], [*row.learnt], begin, end))])
+    end = max(i for i, one in enumerate(row.learned) if one) + 1
+    begin = max(i for i in range(end) if not row.learned[i]) + 1
+    case = right._replace(rows=[Row(*wrong([*row.ids], [*row.learned], begin, end))])
     assert unexplained(case.compared(right.rows).marks)
 
 
 @pytest.mark.wrong
-def test_answer_learnt_twice_is_marked_unexplained(right):
+def test_answer_learned_twice_is_marked_unexplained(right):
     assert unexplained(right._replace(rows=right.rows * 2).compared(right.rows).marks)
 
 

@@ -54,15 +54,15 @@ PARIS = call(city="Paris")
 LOOKS = message("assistant", "I am", tool_calls=[PARIS])
 
 
-def learnt(template: str, *messages: dict, **how) -> list[str]:
-    """Returns each row as text, with brackets around what is learnt."""
+def learned(template: str, *messages: dict, **how) -> list[str]:
+    """Returns each row as text, with brackets around what is learned."""
     made, written = tokenizer(template, (START, END, "</s>")), []
     one = encoded(made, {"messages": [*messages]}, **how)
     for row in one if isinstance(one, list) else [one]:
         text = ""
-        for token, is_learnt in zip(row.ids.tolist(), row.learnt, strict=True):
+        for token, is_learned in zip(row.ids.tolist(), row.learned, strict=True):
             said = made.convert_ids_to_tokens(token).translate(str.maketrans("ĠĊ", " \n"))
-            text += f"[{said}]" if is_learnt else said
+            text += f"[{said}]" if is_learned else said
         written.append(text.replace("][", ""))
     return written
 
@@ -117,21 +117,21 @@ def test_message_part_missing_from_the_rendered_text_is_refused(template, messag
 
 @pytest.mark.parametrize("value", [7, 2.5, "cat", ["cat", 7], {"deep": {"cat": 7}}])
 def test_tool_call_arguments_of_every_type_are_found_in_the_rendered_text(value):
-    (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
+    (row,) = learned(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert f"A:[ call weather {json.dumps({'value': value})}{END}]" in row
 
 
 @pytest.mark.parametrize("value", [True, False, None, "", {}, []])
-def test_tool_call_arguments_that_have_no_substitute_value_are_learnt(value):
-    (row,) = learnt(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
+def test_tool_call_arguments_that_have_no_substitute_value_are_learned(value):
+    (row,) = learned(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert json.dumps({"value": value}) in row
 
 
 def test_tool_name_given_by_the_preceding_call_is_accepted_and_another_is_refused():
     named = message("tool", "26", name="weather")
-    assert learnt(BOTH, USER, LOOKS, named, ANSWER) == learnt(BOTH, USER, LOOKS, message("tool", "26"), ANSWER)
+    assert learned(BOTH, USER, LOOKS, named, ANSWER) == learned(BOTH, USER, LOOKS, message("tool", "26"), ANSWER)
     with pytest.raises(BadRecord, match="the name of message 3"):
-        learnt(BOTH, USER, LOOKS, named | {"name": "other"}, ANSWER)
+        learned(BOTH, USER, LOOKS, named | {"name": "other"}, ANSWER)
 
 
 def test_every_tool_of_a_record_is_rendered_or_refused():
@@ -146,7 +146,7 @@ def test_every_tool_of_a_record_is_rendered_or_refused():
 def test_template_that_ignores_the_role_is_refused():
     anyone = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(BadRecord, match=r"the chat template ignores the role of message 1 \(user\)"):
-        learnt(anyone, USER, ANSWER)
+        learned(anyone, USER, ANSWER)
 
 
 def test_template_that_renders_a_role_differently_with_tools_is_accepted():
@@ -156,24 +156,24 @@ def test_template_that_renders_a_role_differently_with_tools_is_accepted():
     assert "U·:·hello·cat" in marked(tokenizer(knows), {"messages": [USER, ANSWER], "tools": [{"name": "cat"}]})
 
 
-def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learnt():
+def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learned():
     inside = THREE.replace(
         "A:{{ m.content }}<|im_end|>", "A:{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
     )
-    assert learnt(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
+    assert learned(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
 
 
 def test_template_that_rejects_placeholder_values_is_checked_part_by_part():
     """It raises an error for the values that all parts are replaced by."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
-    assert learnt(choosy + THREE, USER, ANSWER) == learnt(THREE, USER, ANSWER)
+    assert learned(choosy + THREE, USER, ANSWER) == learned(THREE, USER, ANSWER)
     with pytest.raises(BadRecord, match="the name of call 1"):
-        learnt(choosy + THREE, USER, LOOKS)
+        learned(choosy + THREE, USER, LOOKS)
 
 
 def test_white_space_trimmed_by_a_template_and_blank_messages_are_accepted():
     trims = turns("{{ m.content | trim }}").replace("U:{{ m.content }}", "U:{{ m.content | trim }}")
-    assert learnt(trims, message("system", ""), message("user", " hello\n"), message("assistant", "fine \n\n")) == [
+    assert learned(trims, message("system", ""), message("user", " hello\n"), message("assistant", "fine \n\n")) == [
         f"{START}S:{END}{START}U:hello{END}{START}A:[fine{END}]"
     ]
 
@@ -183,7 +183,7 @@ def test_reasoning_cut_out_of_an_earlier_answer_is_refused():
     with pytest.raises(
         BadRecord, match=r"'I am' of message 2 \(assistant\) is missing from the text that the chat template renders"
     ):
-        learnt(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
+        learned(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
 
 
 def test_message_fields_unknown_to_the_template_are_reported():
@@ -216,7 +216,7 @@ def with_calls(name: str) -> str:
 def test_arguments_as_an_object_and_as_json_text_give_equal_tokens(name):
     template, written = with_calls(name), json.dumps(ARGUMENTS, ensure_ascii=False)
     found = [
-        learnt(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
+        learned(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
         for spelled in ({"arguments": ARGUMENTS}, {"arguments": written})
     ]
     assert found[0] == found[1]
@@ -231,17 +231,17 @@ def test_message_that_quotes_arguments_does_not_change_their_rendering(name, quo
     the template."""
     asked = [message("user", f"call with {say}") for say in (quoted, "words")]
     called = message("assistant", "fine", tool_calls=[call(value="cat")])
-    quoting, plain = (learnt(with_calls(name), user, called)[0].partition("A:")[2] for user in asked)
+    quoting, plain = (learned(with_calls(name), user, called)[0].partition("A:")[2] for user in asked)
     assert quoting == plain
 
 
 def test_arguments_that_are_not_a_json_object_are_refused_if_the_template_renders_an_object():
     broken = message("assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"city": "Par'}}])
     with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has tool-call arguments that are not a JSON object"):
-        learnt(BOTH, USER, broken)
+        learned(BOTH, USER, broken)
     items = turns("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}{% endfor %}")
     with pytest.raises(BadRecord, match="rejects the conversation"):
-        learnt(items, USER, broken)
+        learned(items, USER, broken)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,12 @@ def test_arguments_that_are_not_a_json_object_are_refused_if_the_template_render
 )
 def test_invalid_tool_calls_are_refused(calls, said):
     with pytest.raises(BadRecord, match=said):
-        learnt(BOTH, USER, message("assistant", "fine", tool_calls=calls))
+        learned(BOTH, USER, message("assistant", "fine", tool_calls=calls))
 
 
 def test_blank_arguments_are_an_empty_object():
     blank = {"function": {"name": "f", "arguments": ""}}
-    assert learnt(BOTH, USER, message("assistant", tool_calls=[blank]))[0].endswith(f"call f {{}}{END}]")
+    assert learned(BOTH, USER, message("assistant", tool_calls=[blank]))[0].endswith(f"call f {{}}{END}]")
 
 
 # ---- rows of answers
@@ -273,7 +273,7 @@ PAIR = [message("user", "hello"), message("assistant", "fine"), message("user", 
 
 def test_text_rendered_after_the_last_message_does_not_hide_earlier_answers():
     ends = f"{THREE}{{% if not add_generation_prompt %}}{{{{ '\\n</s>' }}}}{{% endif %}}"
-    assert learnt(ends, *PAIR) == [
+    assert learned(ends, *PAIR) == [
         f"{START}U:hello{END}{START}A:[fine{END}]{START}U:the cat{END}{START}A:[sat{END}\n</s>]"
     ]
 
@@ -286,7 +286,7 @@ def test_generation_prompt_that_opens_reasoning_absent_from_answers_is_reported(
     chat = Chat(assistant=how)
     made = tokenizer(OPENS)
     (one,) = chat.encode(made, [{"messages": PAIR}])
-    assert made.decode(one.ids[one.learnt]) == (f"fine{END}sat{END}" if how == "all" else f"sat{END}")
+    assert made.decode(one.ids[one.learned]) == (f"fine{END}sat{END}" if how == "all" else f"sat{END}")
     ((told, count),) = chat.remarks().items()
     assert "it ends with '<think>', which is not rendered before" in told and count == (2 if how == "all" else 1)
 
@@ -308,18 +308,18 @@ def test_each_answer_with_reasoning_has_its_own_row():
     first, second = [USER, thought("I am", "fine")], [message("user", "the cat"), thought("on", "sat")]
     one = f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]"
     two = f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[<think>on</think>sat{END}]"
-    assert learnt(THINKS, *first, *second) == [one, two]
-    assert learnt(THINKS, *first, *second, assistant="last") == [two]
-    assert learnt(THINKS, *first, USER) == [one]  # a question without an answer teaches nothing
+    assert learned(THINKS, *first, *second) == [one, two]
+    assert learned(THINKS, *first, *second, assistant="last") == [two]
+    assert learned(THINKS, *first, USER) == [one]  # a question without an answer teaches nothing
 
 
 def test_answers_rendered_alike_share_a_row_and_other_answers_have_their_own():
     asks, looks = message("user", "the cat"), thought("I", "am", tool_calls=[PARIS])
     one = f"{START}U:hello{END}{START}A:[<think>I</think>am call weather" + ' {"city": "Paris"}' + f"{END}]"
     one += f"{START}T:26{END}{START}A:[<think>on</think>sat{END}]"
-    (row,) = learnt(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"))
+    (row,) = learned(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"))
     assert row == one
-    found = learnt(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"), asks, thought("I", "am"))
+    found = learned(THINKS, USER, looks, message("tool", "26"), thought("on", "sat"), asks, thought("I", "am"))
     assert found[0] == one and len(found) == 2
     assert found[1].endswith(f"U:the cat{END}{START}A:[<think>I</think>am{END}]") and found[1].count("[") == 1
 
@@ -334,7 +334,7 @@ DROPS = turns(  # drops the thought before a call once an answer follows, and en
 def test_answer_follows_the_context_that_its_generation_prompt_renders():
     """Only that text has the thought: the template drops it once the answer is there."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
-    assert learnt(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
+    assert learned(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
         f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
         + ' {"city": "Paris"}'
         + f"{END}]{START}T:26{END}{START}A:[fine{END}]"
@@ -346,7 +346,7 @@ def test_template_whose_generation_prompt_changes_the_context_is_refused():
         "{% for m", "{% if add_generation_prompt %}the cat{% endif %}{% for m"
     )
     with pytest.raises(BadRecord, match=r"the context of message 2 \(assistant\) differently in the generation prompt"):
-        learnt(other, USER, ANSWER)
+        learned(other, USER, ANSWER)
 
 
 def test_generation_tag_does_not_hide_reasoning_that_is_dropped_later():
@@ -355,8 +355,8 @@ def test_generation_tag_does_not_hide_reasoning_that_is_dropped_later():
     )
     assert "endgeneration" in tagged
     several = [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]
-    assert learnt(tagged, *several) == learnt(THINKS, *several)
-    assert learnt(tagged, *several, assistant="last") == learnt(THINKS, *several, assistant="last")
+    assert learned(tagged, *several) == learned(THINKS, *several)
+    assert learned(tagged, *several, assistant="last") == learned(THINKS, *several, assistant="last")
 
 
 def test_reasoning_inside_an_answer_that_is_dropped_later_has_its_own_row():
@@ -364,7 +364,7 @@ def test_reasoning_inside_an_answer_that_is_dropped_later_has_its_own_row():
     cuts = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}" + END
     several = [USER, message("assistant", "<think>I am</think>fine"), message("user", "the cat"), ANSWER]
     for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
-        assert learnt(turns(tag + cuts + end, end=""), *several) == [
+        assert learned(turns(tag + cuts + end, end=""), *several) == [
             f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]",
             f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[fine{END}]",
         ]
@@ -375,7 +375,7 @@ def test_part_outside_the_generation_tag_is_refused():
     with pytest.raises(
         BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of the generation block of"
     ):
-        learnt(outside, USER, LOOKS)
+        learned(outside, USER, LOOKS)
 
 
 def test_reasoning_opened_by_the_template_starts_at_its_own_token():
@@ -387,8 +387,8 @@ def test_reasoning_opened_by_the_template_starts_at_its_own_token():
     made.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     asked = made.encode(f"{START}U:hello{END}{START}A:<think>\n", add_special_tokens=False)
     one = encoded(made, {"messages": [USER, ANSWER]})
-    assert one.ids[: len(asked)].tolist() == asked and one.learnt.argmax() == len(asked)
-    assert made.decode(one.ids[one.learnt]) == f"\n</think>fine{END}"
+    assert one.ids[: len(asked)].tolist() == asked and one.learned.argmax() == len(asked)
+    assert made.decode(one.ids[one.learned]) == f"\n</think>fine{END}"
 
 
 def test_end_of_a_tool_call_is_not_accepted_as_the_end_of_an_answer():
@@ -407,13 +407,13 @@ def test_non_special_token_that_ends_answers_without_calls_is_the_answer_end():
     made = tokenizer(turns("{{ m.content }}", end="<end>"), (START, END, "</s>"))
     made.add_tokens([AddedToken("<end>", special=False, normalized=False)])
     row = encoded(made, {"messages": [USER, ANSWER]})
-    assert made.convert_ids_to_tokens(row.ids[row.learnt].tolist())[-1] == "<end>"
+    assert made.convert_ids_to_tokens(row.ids[row.learned].tolist())[-1] == "<end>"
 
 
 # ---- empty turns, records that are left out, counts
 
 
-def test_empty_answer_is_kept_as_context_and_not_learnt():
+def test_empty_answer_is_kept_as_context_and_not_learned():
     said, empty = (
         conversation("hello", "", "the cat", "sat"),
         "empty answers of the assistant, kept as context and not in the loss",
@@ -421,13 +421,13 @@ def test_empty_answer_is_kept_as_context_and_not_learnt():
     for template in (CHATML, THREE, QWEN):
         chat, made = Chat(), tokenizer(template)
         (one,) = chat.encode(made, [said])
-        assert made.decode(one.ids[one.learnt]).removeprefix("<think></think>") == f"sat{END}"
+        assert made.decode(one.ids[one.learned]).removeprefix("<think></think>") == f"sat{END}"
         assert made.decode(one.ids).count(START) == 4
         assert dict(chat.remarks()) == {empty: 1}
 
 
 @pytest.mark.parametrize("how", ["all", "last"])
-def test_conversation_without_a_learnt_answer_is_refused(how):
+def test_conversation_without_a_learned_answer_is_refused(how):
     for answers in (["", " \n"], ["I am", ""]):
         said = conversation("hello", answers[0], "the cat", answers[1])
         if how == "last" or not any(map(str.strip, answers)):
@@ -514,7 +514,7 @@ def test_pair_with_a_blank_last_answer_is_refused_for_assistant_all(tmp_path):
         token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
 
 
-def test_tool_example_of_the_data_page_is_learnt_as_documented():
+def test_tool_example_of_the_data_page_is_learned_as_documented():
     page = (ROOT / "docs" / "data.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
     listed = "{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
@@ -524,7 +524,7 @@ def test_tool_example_of_the_data_page_is_learnt_as_documented():
     )
     made = tokenizer(tools)
     one = encoded(made, record)
-    assert made.decode(one.ids[one.learnt]).split(END) == [
+    assert made.decode(one.ids[one.learned]).split(END) == [
         '<think>I have to look.</think> call weather {"city": "Paris"}',
         "<think></think>Yes, it is 21 degrees.",
         "",
@@ -555,7 +555,7 @@ answers_and_others = st.one_of(
 @pytest.mark.parametrize("template", [THREE, BOTH, THINKS, DROPS], ids=["three", "both", "thinks", "drops"])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(answers_and_others, min_size=1, max_size=5))
-def test_every_answer_of_an_accepted_conversation_is_learnt_exactly_once(template, messages):
+def test_every_answer_of_an_accepted_conversation_is_learned_exactly_once(template, messages):
     made = OPENED.setdefault(template, tokenizer(template))
     try:
         found = encoded(made, {"messages": messages})
@@ -564,7 +564,7 @@ def test_every_answer_of_an_accepted_conversation_is_learnt_exactly_once(templat
         return
     found = found if isinstance(found, list) else [found]
     every = "".join(made.decode(row.ids) for row in found)
-    said = "".join(made.decode(row.ids[row.learnt]) for row in found)
+    said = "".join(made.decode(row.ids[row.learned]) for row in found)
     answers = [m for m in messages if m["role"] == "assistant"]
     blank = [
         m for m in answers if not (m["content"] + m.get("reasoning_content", "")).strip() and not m.get("tool_calls")

@@ -52,9 +52,9 @@ def test_tokenizer_trained_on_conversations_has_chatml_and_no_markup_words(chat)
     assert not any("im_" in word or "|>" in word for word in words)
     end = tokenizer.eos_token_id
     batch = next(iter(data.train)).micro_batches[0]
-    learnt = tokenizer.decode(batch.labels[batch.labels != IGNORED])
-    assert "<|im_start|>" not in learnt and "user" not in learnt and (batch.labels == end).any()
-    assert 0.2 < data.tokens.train.learnt(0, len(data.tokens.train.ids)).mean() < 0.7
+    learned = tokenizer.decode(batch.labels[batch.labels != IGNORED])
+    assert "<|im_start|>" not in learned and "user" not in learned and (batch.labels == end).any()
+    assert 0.2 < data.tokens.train.learned(0, len(data.tokens.train.ids)).mean() < 0.7
 
 
 def test_training_on_shipped_conversations_learns_and_exports_the_template(run, tmp_path):

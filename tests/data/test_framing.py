@@ -69,12 +69,12 @@ def own(made, text):
 
 
 def check_text(made, around, text):
-    """A row has what the tokenizer's own call gives to the text, and one end; what begins it is not learnt."""
+    """A row has what the tokenizer's own call gives to the text, and one end; what begins it is not learned."""
     _, begin, end = AROUND[around]
     (row,) = Text("text").encode(made, [{"text": text}])
     assert list(row.ids) == own(made, text) + [IDS[EOS]] * (not end)
-    learnt = np.ones(len(row.ids), bool) if row.learnt is None else row.learnt
-    assert learnt.tolist() == [index >= len(begin) for index in range(len(row.ids))]
+    learned = np.ones(len(row.ids), bool) if row.learned is None else row.learned
+    assert learned.tolist() == [index >= len(begin) for index in range(len(row.ids))]
     assert row.text_bytes == len(text.encode())
     assert prompt_ids(made, text, False)[0].tolist() == own(made, text)[: len(row.ids) - 1]
 
@@ -90,7 +90,7 @@ def check_answer(made, around, prompt, completion, never_refused=False):
         return
     ids = row.ids.tolist()
     assert ids[: len(asked)] == asked and ids[-1] == IDS[(end or [EOS])[0]] and ids.count(ids[-1]) == 1
-    assert row.learnt.tolist() == [index >= len(asked) for index in range(len(ids))]
+    assert row.learned.tolist() == [index >= len(asked) for index in range(len(ids))]
     assert row.text_bytes == len((prompt + completion).encode())
     if whole[: len(asked)] == asked and behind > len(asked):
         assert ids[:-1] == whole[:behind]
@@ -196,7 +196,7 @@ def test_pure_python_tokenizers_give_the_same_rows(pattern):
     assert list(row.ids) == own(made, "abc") + ([] if end else [made.eos_token_id])
     row = encoded(made, "ab:", " 42")
     assert row.ids.tolist() == own(made, "ab: 42") + ([] if end else [made.eos_token_id])
-    assert row.learnt.tolist() == [False] * (len(begin) + 3) + [True] * 4
+    assert row.learned.tolist() == [False] * (len(begin) + 3) + [True] * 4
     assert prompt_ids(made, "ab:", False)[0].tolist() == own(made, "ab:")[: len(begin) + 3]
 
 
@@ -204,7 +204,7 @@ def test_byte_tokenizer_with_its_own_end_token_ends_rows_once_and_prompts_withou
     made = ByT5Tokenizer()
     assert own(made, "A:")[-1] == made.eos_token_id
     row = encoded(made, "A:", " 42")
-    assert row.ids.tolist() == own(made, "A: 42") and row.learnt.tolist() == [False] * 2 + [True] * 4
+    assert row.ids.tolist() == own(made, "A: 42") and row.learned.tolist() == [False] * 2 + [True] * 4
     assert prompt_ids(made, "A:", False)[0].tolist() == own(made, "A:")[:-1]
 
 
@@ -322,10 +322,10 @@ def test_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
     for split in (tokens.train, tokens.val):
         starts = [0, *split.ends[:-1].tolist()]
         for start, stop in zip(starts, split.ends.tolist(), strict=True):
-            ids, learnt = split.ids[start:stop], split.learnt(start, stop)
-            prompt = decoded(made, ids[~learnt][1:])
-            assert ids[~learnt].tolist() == own(made, prompt) and ids[-1] == IDS[EOS]
-            assert ids[:-1].tolist() == own(made, prompt + decoded(made, ids[learnt][:-1]))
+            ids, learned = split.ids[start:stop], split.learned(start, stop)
+            prompt = decoded(made, ids[~learned][1:])
+            assert ids[~learned].tolist() == own(made, prompt) and ids[-1] == IDS[EOS]
+            assert ids[:-1].tolist() == own(made, prompt + decoded(made, ids[learned][:-1]))
 
 
 def test_tokenizer_without_an_end_token_is_refused_for_answers_and_reported_for_texts(tmp_path, caplog):
@@ -352,10 +352,10 @@ def test_data_bos_older_gives_the_tokens_of_earlier_versions():
     row = encoded(made, "Q: what?\nA:", " 42", bos="older")
     parts = [made(text, add_special_tokens=False)["input_ids"] for text in ("Q: what?\nA:", " 42")]
     assert row.ids.tolist() == [*parts[0], *parts[1], IDS[EOS]]
-    assert row.learnt.tolist() == [index >= len(parts[0]) for index in range(len(row.ids))]
+    assert row.learned.tolist() == [index >= len(parts[0]) for index in range(len(row.ids))]
     (row,) = Text("text", bos="older").encode(made, [{"text": "the cat"}])
     assert row.ids.tolist() == [*made("the cat", add_special_tokens=False)["input_ids"], IDS[EOS]]
-    assert row.learnt is None
+    assert row.learned is None
 
 
 def test_data_bos_older_is_set_only_by_a_checkpoint_of_an_earlier_version(config, small):

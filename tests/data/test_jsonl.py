@@ -1,4 +1,4 @@
-"""Lines of JSON as documents, what is learnt of them, and the sentence that each bad line ends in."""
+"""Lines of JSON as documents, what is learned of them, and the sentence that each bad line ends in."""
 
 import json
 from collections import Counter
@@ -43,7 +43,7 @@ def test_every_line_is_a_document_of_one_split(tmp_path):
     made = made_of(tmp_path, write(tmp_path / "one.jsonl", [{"text": text, "id": 3} for text in TEXTS]))
     train, val = (documents(made, split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(TEXTS) and 3 <= len(val) <= 20
-    assert made.val.text_bytes[-1] == sum(len(text.encode()) for text in val) and made.val.learnt_bits is None
+    assert made.val.text_bytes[-1] == sum(len(text.encode()) for text in val) and made.val.learned_bits is None
 
 
 def test_bom_crlf_blank_lines_and_missing_final_newline_change_nothing(tmp_path):
@@ -82,30 +82,30 @@ def test_several_files_are_split_by_file_unless_val_path_is_set(tmp_path):
     assert documents(made, "val") == TEXTS[40:] and documents(made, "train") == TEXTS[:40]
 
 
-def test_completion_and_its_end_are_learnt_and_the_prompt_is_not(tmp_path):
+def test_completion_and_its_end_are_learned_and_the_prompt_is_not(tmp_path):
     pairs = [(f"What is {i} of it? ", f" It is 数 {i}.\n") for i in range(40)]
     path = write(tmp_path / "one.jsonl", [{"q": q, "a": a} for q, a in pairs])
     made = made_of(tmp_path, path, prompt="q", completion="a")
     start, seen = 0, 0
     for stop in made.train.ends.tolist():
-        learnt, ids = made.train.learnt(start, stop), made.train.ids[start:stop]
-        said = made.tokenizer.decode(ids[~learnt]), made.tokenizer.decode(ids[learnt])
+        learned, ids = made.train.learned(start, stop), made.train.ids[start:stop]
+        said = made.tokenizer.decode(ids[~learned]), made.tokenizer.decode(ids[learned])
         assert (said[0], said[1].removesuffix(token_store.END_OF_TEXT)) in pairs and ids[
             -1
         ] == made.tokenizer.eos_token_id
         start, seen = stop, seen + 1
-    assert seen > 20 and 0.2 < made.train.learnt(0, start).mean() < 0.9
-    assert np.array_equal(made.train.learnt(3, 70), made.train.learnt(0, start)[3:70])
+    assert seen > 20 and 0.2 < made.train.learned(0, start).mean() < 0.9
+    assert np.array_equal(made.train.learned(3, 70), made.train.learned(0, start)[3:70])
 
 
 @pytest.mark.wrong
 def test_learning_the_prompt_too_is_caught(tmp_path, monkeypatch):
     """The deliberately wrong variant of the test above."""
     monkeypatch.setattr(
-        token_store._Bits, "add", lambda self, learnt, count, add=token_store._Bits.add: add(self, None, count)
+        token_store._Bits, "add", lambda self, learned, count, add=token_store._Bits.add: add(self, None, count)
     )
     with pytest.raises(AssertionError):
-        test_completion_and_its_end_are_learnt_and_the_prompt_is_not(tmp_path)
+        test_completion_and_its_end_are_learned_and_the_prompt_is_not(tmp_path)
 
 
 BAD = [

@@ -26,13 +26,13 @@ from lowmem.training import build
 T = 8
 
 
-def part(first, count, learnt=None, packing="joined"):
+def part(first, count, learned=None, packing="joined"):
     """Rows of documents of T tokens whose ids tell which it is."""
     documents = [first + np.full(T, i) for i in range(count)]
-    return rows(split(*documents, learnt=learnt), T, packing, "cut", "train")
+    return rows(split(*documents, learned=learned), T, packing, "cut", "train")
 
 
-def half_learnt(first, count):
+def half_learned(first, count):
     return part(first, count, [np.arange(T) % 2 == 0] * count)
 
 
@@ -48,7 +48,7 @@ def counted(mixed):
 @pytest.mark.parametrize(("shares", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
 def test_mixture_weights_are_shares_of_learned_tokens(shares, share):
     shares = shares and dict(zip(("all", "half"), shares, strict=True))
-    mixed = Mixed({"all": part(0, 80), "half": half_learnt(1000, 80)}, shares)
+    mixed = Mixed({"all": part(0, 80), "half": half_learned(1000, 80)}, shares)
     ours, theirs = counted(mixed)
     assert ours / (ours + theirs) == pytest.approx(share, abs=0.01)
     rows_alone = 0.5 if shares is None else shares["all"] / sum(shares.values())

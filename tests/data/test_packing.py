@@ -75,9 +75,9 @@ def test_planner_example_has_the_layout_of_full_rows(kind, other):
 
 
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
-def test_tokens_that_are_not_learnt_have_no_label(kind):
-    learnt = [np.arange(len(document)) % 3 == 0 for document in texts()]
-    made = rows(split(*texts(), learnt=learnt), SEQ_LEN, kind, "cut", "train")
+def test_tokens_that_are_not_learned_have_no_label(kind):
+    learned = [np.arange(len(document)) % 3 == 0 for document in texts()]
+    made = rows(split(*texts(), learned=learned), SEQ_LEN, kind, "cut", "train")
     found = pairs(every(made))
     assert found and all(label % 1000 % 3 == 0 for _, label in found)
     if kind != "joined":
@@ -128,15 +128,15 @@ def test_too_long_documents_are_cut_dropped_or_refused_and_counted():
     assert rows(documents, 40, "padded", "refuse", "train").report["too_long"] == 0
 
 
-def test_documents_and_pieces_without_learnt_tokens_are_dropped_and_counted(monkeypatch):
+def test_documents_and_pieces_without_learned_tokens_are_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(packing, "AT_ONCE", 8)  # tokens: less than a document
-    learnt = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
-    documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learnt=learnt)
+    learned = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
+    documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learned=learned)
     made = rows(documents, SEQ_LEN, "padded", "cut", "train")
-    # of the first what stands in its first row; of the last only the token is learnt that nothing stands before
+    # of the first what stands in its first row; of the last only the token is learned that nothing stands before
     assert made.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 2, "rows": 2}
     assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
-    silent = split(np.arange(40), learnt=[np.zeros(40)])
+    silent = split(np.arange(40), learned=[np.zeros(40)])
     for kind in packing.PACKINGS:
         with pytest.raises(Refused, match="has a token in the loss"):
             rows(silent, SEQ_LEN, kind, "cut", "train")

@@ -1,6 +1,6 @@
-"""Records of pairs: their formats, which tokens of them are learnt, and the words in which bad ones are refused.
+"""Records of pairs: their formats, which tokens of them are learned, and the words in which bad ones are refused.
 
-Expectations are texts with [ ] around what is learnt, as `show=1` writes them.
+Expectations are texts with [ ] around what is learned, as `show=1` writes them.
 """
 
 import json
@@ -72,7 +72,7 @@ def tokens_of(folder, source):
 def documents(made):
     of, start, found = made.train, 0, []
     for stop in of.ends.tolist():
-        found.append(written(Row(of.ids[start:stop].tolist(), of.learnt(start, stop).tolist(), [0]), made.tokenizer))
+        found.append(written(Row(of.ids[start:stop].tolist(), of.learned(start, stop).tolist(), [0]), made.tokenizer))
         start = stop
     return found
 
@@ -124,7 +124,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_last_answer_and_its_end_are_learnt_in_every_pair_format(tmp_path, name):
+def test_last_answer_and_its_end_are_learned_in_every_pair_format(tmp_path, name):
     record, typed, expected = FORMATS[name]
     assert read(tmp_path, record, **typed) == (expected or [f"hi[x{END}]", f"hi[y{END}]"])
 
@@ -145,8 +145,8 @@ def test_pair_without_a_prompt_field_shares_the_common_beginning_up_to_a_word(tm
 def test_answers_of_a_pair_have_the_same_prompt_tokens(tmp_path):
     for number, record in enumerate((TEXT, CHAT | {"prompt": EARLIER})):
         train = tokens_of(tmp_path / str(number), opened(tmp_path / str(number), record)).train
-        learnt = train.learnt(0, len(train.ids))
-        one, other = ((train.ids[a:b], learnt[a:b]) for a, b in ((0, train.ends[0]), train.ends))
+        learned = train.learned(0, len(train.ids))
+        one, other = ((train.ids[a:b], learned[a:b]) for a, b in ((0, train.ends[0]), train.ends))
         before = [ids[: int(mask.argmax())].tolist() for ids, mask in (one, other)]
         assert before[0] == before[1] != []
 

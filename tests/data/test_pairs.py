@@ -32,11 +32,11 @@ def drawn(count=COUNT, longest=9):
             answers.append(tuple(answer.tolist()))
             at += length
     assert at < VOCABULARY - count
-    return split(*texts, learnt=masks), list(zip(answers[::2], answers[1::2], strict=True))
+    return split(*texts, learned=masks), list(zip(answers[::2], answers[1::2], strict=True))
 
 
 def answers_in(batch):
-    """The learnt tokens of each answer of complete pairs."""
+    """The learned tokens of each answer of complete pairs."""
     counts = batch.labels != IGNORED
     lengths = batch.lengths.flatten().tolist()
     each = [tuple(batch.labels[counts & (batch.answers == number)].tolist()) for number in range(len(lengths))]
@@ -146,9 +146,9 @@ def test_padded_and_packed_pairs_have_equal_log_probabilities():
 
 
 def of_lengths(*lengths):
-    """Pairs of documents that have so many tokens, of which the last four are learnt."""
+    """Pairs of documents that have so many tokens, of which the last four are learned."""
     texts = [100 * number + np.arange(length) for number, length in enumerate(lengths, 1)]
-    return split(*texts, learnt=[np.arange(length) >= length - 4 for length in lengths])
+    return split(*texts, learned=[np.arange(length) >= length - 4 for length in lengths])
 
 
 @pytest.mark.parametrize(

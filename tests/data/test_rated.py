@@ -37,7 +37,7 @@ def drawn():
             masks.append(np.arange(len(texts[-1])) >= len(PROMPTS[prompt]))
             answers += [answer] * (length > 0)
             at += length
-    return split(*texts, learnt=masks), answers
+    return split(*texts, learned=masks), answers
 
 
 def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
@@ -46,8 +46,8 @@ def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
 
 def read(ids, labels):
     """The tokens of a row: its inputs, and the last label behind them; and those that are labels."""
-    learnt = labels != IGNORED
-    return [*ids[: int(learnt.nonzero().max()) + 1].tolist(), int(labels[learnt][-1])], labels[learnt].tolist()
+    learned = labels != IGNORED
+    return [*ids[: int(learned.nonzero().max()) + 1].tolist(), int(labels[learned][-1])], labels[learned].tolist()
 
 
 def check(batch, units):
@@ -131,7 +131,7 @@ def test_too_long_rated_answer_is_dropped_or_cut_without_its_partner():
 
 def test_rated_answers_with_a_single_prompt_are_refused():
     texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
-    same = split(*texts, learnt=[np.array([False, False, True])] * 4)
+    same = split(*texts, learned=[np.array([False, False, True])] * 4)
     with pytest.raises(
         Refused, match=r"the train split has 4 answers but only one prompt.*Add records with other prompts"
     ):
@@ -165,7 +165,7 @@ def test_indistinguishable_field_names_are_refused(tmp_path):
 def test_mismatched_row_without_a_prompt_swaps_the_first_token():
     """Nothing predicts the first token, so it is not a label."""
     texts = [np.array([5, 6, 7]), np.array([8, 9])]
-    batch = made(split(*texts, learnt=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
+    batch = made(split(*texts, learned=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
     assert read(batch.mismatched_ids[0], batch.mismatched_labels[0]) == ([5, 9], [9])
     assert read(batch.mismatched_ids[1], batch.mismatched_labels[1]) == ([8, 6, 7], [6, 7])
 
@@ -195,7 +195,7 @@ def test_pair_rows_from_ratings_are_refused(packing):
 def test_ratings_of_one_kind_only_are_reported_with_advice(caplog, name, good, told):
     answers = [np.array([number, 9]) for number in (5, 6)]
     sides = [side for answer in answers for side in ((answer, answer[:0]) if good else (answer[:0], answer))]
-    documents = split(*sides, learnt=[np.arange(len(side)) > 0 for side in sides])
+    documents = split(*sides, learned=[np.arange(len(side)) > 0 for side in sides])
     rated.rows(documents, SEQ_LEN, "padded", "drop", name)
     assert re.match(told, caplog.messages[-1]) and caplog.records[-1].levelname == "WARNING"
     caplog.clear()

@@ -78,7 +78,7 @@ def test_streamed_text_equals_the_tokenizer_call(folder, bos):
     (document,) = source.documents([{"text": "shard 7: x = self"}], 0, "val")
     assert document.ids.tolist() == made("shard 7: x = self")["input_ids"]
     assert (document.ids[0] == made.bos_token_id) == begins
-    assert document.learnt is None or document.learnt.tolist() == [False] + [True] * (len(document.ids) - 1)
+    assert document.learned is None or document.learned.tolist() == [False] + [True] * (len(document.ids) - 1)
 
 
 def test_stream_position_without_its_state_resumes_elsewhere(folder, tokenizer):
@@ -135,7 +135,7 @@ def epoch_of(made):
             return windows
 
 
-def test_stream_block_without_learnt_tokens_is_skipped_and_reported(tmp_path, tokenizer, caplog):
+def test_stream_block_without_learned_tokens_is_skipped_and_reported(tmp_path, tokenizer, caplog):
     """Also at a resume. An epoch of such blocks is refused."""
     caplog.set_level("INFO")
     texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
@@ -164,8 +164,8 @@ def test_remainder_of_a_stream_block_begins_the_next_block(tmp_path, tokenizer, 
     """A block of two documents has not one row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
-    learnt = sum(window.learned_tokens for window in windows)
-    assert learnt == (100 * 6 - 1) // 32 * 32  # a document has five bytes and an end; the tail of all is left out
+    learned = sum(window.learned_tokens for window in windows)
+    assert learned == (100 * 6 - 1) // 32 * 32  # a document has five bytes and an end; the tail of all is left out
     read = texts_of(windows, tokenizer)
     assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # others stand across two rows
 

@@ -28,12 +28,12 @@ def pieces(tmp_path):
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
 
 
-def batch(rows, learnt=None):
+def batch(rows, learned=None):
     """Rows of T + 1 tokens."""
     ids = torch.tensor(np.asarray(rows, np.int64))
     labels = ids[:, 1:].clone()
-    if learnt is not None:
-        labels[~torch.tensor(learnt)] = IGNORED
+    if learned is not None:
+        labels[~torch.tensor(learned)] = IGNORED
     return MicroBatch(ids[:, :-1], labels)
 
 
@@ -58,12 +58,12 @@ def test_label_bytes_of_a_sentencepiece_row_are_the_text_its_labels_add(tmp_path
 
 
 @pytest.mark.parametrize("level", ["bytes", "words"])
-def test_tokens_that_are_not_learnt_have_no_label_bytes(made, tmp_path, level):
+def test_tokens_that_are_not_learned_have_no_label_bytes(made, tmp_path, level):
     tokenizer = made.tokenizer if level == "bytes" else pieces(tmp_path)
     ids = tokenizer("return if x" if level == "bytes" else "other läst wörd")["input_ids"]
     ids = [*ids, tokenizer.eos_token_id, *ids]
-    learnt = np.zeros((1, len(ids) - 1), bool)
-    learnt[0, len(ids) // 2 - 2] = learnt[0, -1] = True  # twice the last word
-    learnt[0, len(ids) // 2 - 1] = True  # the end
+    learned = np.zeros((1, len(ids) - 1), bool)
+    learned[0, len(ids) // 2 - 2] = learned[0, -1] = True  # twice the last word
+    learned[0, len(ids) // 2 - 1] = True  # the end
     last = tokenizer.decode(ids).removeprefix(tokenizer.decode(ids[:-1]))
-    assert label_bytes(tokenizer, [batch([ids], learnt)]) == (3, 2 * len(last.encode()))
+    assert label_bytes(tokenizer, [batch([ids], learned)]) == (3, 2 * len(last.encode()))

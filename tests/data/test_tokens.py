@@ -68,7 +68,7 @@ def test_token_ids_on_disk_equal_recorded_digests(tmp_path, given):
         (tmp_path / f"{i}.txt").write_bytes("\n".join(lines).encode())
     made = token_store.tokenize(text_files.text(str(tmp_path / given), "*.txt", 0.3), tmp_path / "cache", 400)
     digests = tuple(hashlib.sha256(split.ids.tobytes()).hexdigest() for split in (made.train, made.val))
-    assert digests == FORMAT_3[given] and made.train.learnt_bits is None
+    assert digests == FORMAT_3[given] and made.train.learned_bits is None
 
 
 def test_second_tokenization_reads_the_cache(texts, tmp_path, monkeypatch):

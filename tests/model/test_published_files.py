@@ -200,9 +200,9 @@ def test_comparison_of_files_draws_no_random_numbers(run, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- quantised files --------------------------------------------------------------------------------------------------
+# --- quantized files --------------------------------------------------------------------------------------------------
 
-QUANTISED = {
+QUANTIZED = {
     "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "gptq, 3 bits": {"quant_method": "gptq", "bits": 3},
     "awq, 4 bits": {"quant_method": "awq", "bits": 4},
@@ -210,11 +210,11 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("how", QUANTISED)
+@pytest.mark.parametrize("how", QUANTIZED)
 @pytest.mark.parametrize("lines", [(), ("precision=32",), ("adapter=qlora",)])
 def test_quantized_model_is_refused_from_its_config(run, tmp_path, monkeypatch, how, lines):
-    path = folder(tmp_path / "quantised")
-    say(path, quantization_config=QUANTISED[how])
+    path = folder(tmp_path / "quantized")
+    say(path, quantization_config=QUANTIZED[how])
     monkeypatch.setattr(loading, "_check_weights_files", lambda _: pytest.fail("opened a file"))
     said = rf"its weights are quantized \({how}\).*Use the original 16-bit model, with adapter=qlora to save memory\."
     with pytest.raises(Refused, match=said):
@@ -231,7 +231,7 @@ def test_quantized_files_without_a_quantization_config_are_refused(run, tmp_path
 
 
 def test_random_start_of_a_quantized_architecture_is_not_quantized(run, tmp_path):
-    path = folder(tmp_path / "quantised")
-    say(path, quantization_config=QUANTISED["fp8"])
+    path = folder(tmp_path / "quantized")
+    say(path, quantization_config=QUANTIZED["fp8"])
     config = loading.describe(run(path, "model.pretrained=false")).config
     assert not hasattr(config, "quantization_config")

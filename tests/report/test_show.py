@@ -1,4 +1,4 @@
-"""Tests what `show=3` prints: token by token the learnt ones, complete characters, documents apart."""
+"""Tests what `show=3` prints: token by token the learned ones, complete characters, documents apart."""
 
 import re
 
@@ -24,13 +24,13 @@ def letters():
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
 
 
-def row(tokenizer, text, learnt, starts=(0,), padding=0):
+def row(tokenizer, text, learned, starts=(0,), padding=0):
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(learnt)
-    return Row(ids, [mark == "x" for mark in learnt], starts, padding)
+    assert len(ids) == len(learned)
+    return Row(ids, [mark == "x" for mark in learned], starts, padding)
 
 
-def test_show_marks_learnt_tokens_with_brackets_or_colour(letters):
+def test_show_marks_learned_tokens_with_brackets_or_colour(letters):
     one = row(letters, "ab<|end|>cd", "-xx-x")
     assert written(one, letters) == "a[b<|end|>]c[d]"
     assert written(one, letters, ("<", ">")) == "a<b<|end|>>c<d>"
@@ -44,7 +44,7 @@ def test_show_separates_documents_by_a_rule(letters):
 def test_show_joins_tokens_of_one_character_and_replaces_partial_characters(letters):
     one = row(letters, "é🙂x", "--" + "xxxx" + "-")
     assert written(one, letters) == "é[🙂]x"
-    cut = Row(one.ids[1:-2], one.learnt[1:-2], (0,))
+    cut = Row(one.ids[1:-2], one.learned[1:-2], (0,))
     assert written(cut, letters) == "\N{REPLACEMENT CHARACTER}[\N{REPLACEMENT CHARACTER}]"
 
 
@@ -60,10 +60,10 @@ def test_show_escapes_terminal_control_characters(letters):
     assert written(one, letters) == "a\\x1b[31m\tb\\r"
 
 
-def split_of(letters, *documents, learnt=None):
+def split_of(letters, *documents, learned=None):
     ids = [letters(text)["input_ids"] for text in documents]
     ends = np.cumsum([len(one) for one in ids])
-    bits = None if learnt is None else np.packbits([mark == "x" for mark in learnt])
+    bits = None if learned is None else np.packbits([mark == "x" for mark in learned])
     return Split(np.concatenate(ids).astype(np.uint16), ends, ends, bits)
 
 
@@ -91,7 +91,7 @@ def test_show_counts_padding_tokens(letters):
 
 
 def test_show_ends_with_counts(letters):
-    split = split_of(letters, *DOCUMENTS, learnt="-xxx-xx-xxxxxx")
+    split = split_of(letters, *DOCUMENTS, learned="-xxx-xx-xxxxxx")
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), Share(1), lambda *_: 1, seed=0)
     text = page(loader, letters, 9)
     assert text.count("════ sequence") == 2 and "6 of 7 tokens learned" in text
@@ -126,7 +126,7 @@ def test_show_prints_random_and_mixed_data(command, text_folder):
     assert re.search(r"Training: one: \S+% of the tokens in the loss", said) and "sequence 2 of" in said
 
 
-def test_show_does_not_count_unlearnt_end_of_a_joined_row_as_padding(letters):
-    split = split_of(letters, "abc", "defg", learnt="-xx" + "----")
+def test_show_does_not_count_unlearned_end_of_a_joined_row_as_padding(letters):
+    split = split_of(letters, "abc", "defg", learned="-xx" + "----")
     row = row_of(rows(split, 6, "joined", "cut", "train"), 0)
     assert written(row, letters) == f"a[bc]\n{RULE}\ndef"

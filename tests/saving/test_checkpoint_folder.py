@@ -196,4 +196,4 @@ def test_sharded_adapter_on_a_published_base_is_exported_alone_or_merged(kept, f
     ours, theirs = (load_file(folder / "model" / name) for folder in (divided, alone))
     assert ours.keys() == theirs.keys() and any("lora" in name for name in ours) != merged
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-7
-    assert any(float(one.abs().max()) > 0 for name, one in ours.items() if merged or "lora_B" in name)  # it has learnt
+    assert any(float(one.abs().max()) > 0 for name, one in ours.items() if merged or "lora_B" in name)  # it has learned

@@ -46,12 +46,12 @@ def drawn(family):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **keys)).eval()
 
 
-def adapted(family="llama", quantised=False, target="all-linear", dora=False):
+def adapted(family="llama", quantized=False, target="all-linear", dora=False):
     """As training leaves it: its adapter does something."""
     made = drawn(family)
-    if quantised:
-        nf4.quantise(made)
-    conv = family == "gpt2" and not quantised
+    if quantized:
+        nf4.quantize(made)
+    conv = family == "gpt2" and not quantized
     how = LoraConfig(r=4, lora_alpha=8, target_modules=target, use_dora=dora, fan_in_fan_out=conv)
     inject_adapter_in_model(how, made)
     torch.manual_seed(3)
@@ -103,9 +103,9 @@ def test_an_adapter_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_pat
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("quantised", [False, True])
-def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokenizer, tmp_path, quantised, family, dora):
-    trained = adapted(family, quantised, dora=dora)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokenizer, tmp_path, quantized, family, dora):
+    trained = adapted(family, quantized, dora=dora)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -124,11 +124,11 @@ class Divided(OneDevice):
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("quantised", "target"), [(False, "all-linear"), (True, "all-linear"), (True, r".*mlp\.(\w+_proj|c_fc)")]
+    ("quantized", "target"), [(False, "all-linear"), (True, "all-linear"), (True, r".*mlp\.(\w+_proj|c_fc)")]
 )
-def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quantised, target, family, dora):
+def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quantized, target, family, dora):
     """One layer at a time, as it is asked for: also one in 4 bits without an adapter beside it."""
-    whole, divided = (adapted(family, quantised, target, dora) for _ in range(2))
+    whole, divided = (adapted(family, quantized, target, dora) for _ in range(2))
     folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
     weights = Weights(divided, ranks=Divided())
     export_adapter.export(divided, ModelFolder(tmp_path / "divided", tokenizer), True, None, weights)
@@ -137,7 +137,7 @@ def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quanti
 
 
 def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
-    trained = adapted(quantised=True)
+    trained = adapted(quantized=True)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", "bfloat16", merged=True)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -146,7 +146,7 @@ def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp
 
 
 def test_4_bit_layers_without_an_adapter_are_exported_too(tokenizer, tmp_path):
-    trained = adapted(quantised=True, target=["q_proj"])
+    trained = adapted(quantized=True, target=["q_proj"])
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
     assert off(AutoModelForCausalLM.from_pretrained(folder).eval(), wanted) < SAME
@@ -155,7 +155,7 @@ def test_4_bit_layers_without_an_adapter_are_exported_too(tokenizer, tmp_path):
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["into the original base", "without its scaling"])
 def test_a_wrong_merge_is_far_off(tokenizer, tmp_path, monkeypatch, wrong):
-    trained, original = adapted(quantised=True), drawn("llama")
+    trained, original = adapted(quantized=True), drawn("llama")
     wanted = logits(trained)
     if wrong == "into the original base":
         base = {part: original.get_submodule(name.removesuffix(".base_layer")) for name, part in of_4_bits(trained)}

@@ -58,7 +58,7 @@ OLD = {  # keys in transformers 5, and what transformers 4 reads
 
 
 def written(config):
-    """Return what config.json holds of a configuration."""
+    """Returns what config.json holds of a configuration."""
     return json.loads(config.to_json_string(use_diff=False))
 
 

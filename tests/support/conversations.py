@@ -6,7 +6,7 @@ empty turn, scripts of all kinds, code, and white space at the ends of contents.
 
 
 def said(*contents: str) -> list[dict]:
-    """Return messages of the user and the assistant in turn."""
+    """Returns messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 

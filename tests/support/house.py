@@ -18,7 +18,7 @@ EVERYWHERE = {"auto"}  # the name of a technique, and a value of many keys
 
 
 def techniques(source: Path, conf: Path) -> set[str]:
-    """Return the names of all choices of the groups that are rooms of techniques/."""
+    """Returns the names of all choices of the groups that are rooms of techniques/."""
     groups = (room.name for room in (source / "techniques").iterdir() if room.is_dir())
     return {file.stem for group in groups for file in (conf / group).glob("*.yaml")} - EVERYWHERE
 
@@ -52,7 +52,7 @@ def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
 
 
 def compared(node: ast.AST) -> set[str]:
-    """Return the strings that a comparison, a `case`, a startswith or an endswith looks for."""
+    """Returns the strings that a comparison, a `case`, a startswith or an endswith looks for."""
     return {part.value for part in sides(node) if isinstance(part, ast.Constant) and text(part)}
 
 
@@ -75,7 +75,7 @@ def text(node: ast.Constant) -> bool:
 
 
 def asked(node: ast.AST) -> set[str]:
-    """Return the name that a hasattr, or a getattr with a default, asks for."""
+    """Returns the name that a hasattr, or a getattr with a default, asks for."""
     if not isinstance(node, ast.Call) or (ast.unparse(node.func), len(node.args)) not in ASKS:
         return set()
     return {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()

@@ -18,7 +18,7 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
     Args:
         model: in fp32, at the weights to start from; a copy is trained.
-        read: sequence indices -> input_ids, labels (-100: not learnt).
+        read: sequence indices -> input_ids, labels (-100: not learned).
         windows, sequences: see `order`.
         rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
         held_in: the dtype to which weights are rounded after every step.

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 
 def pairwise(*axes, possible=lambda row: True):
-    """Return rows, the same ones each time: at each turn the one with most pairs that no row before had, and of
+    """Returns rows, the same ones each time: at each turn the one with most pairs that no row before had, and of
     several the one whose values were used least.
 
     Args:

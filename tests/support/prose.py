@@ -60,7 +60,7 @@ def wrong(file: Path) -> Iterator[str]:
 
 
 def about_name(name: str, is_of_test: bool) -> str | None:
-    """Return what is wrong with a name, or None."""
+    """Returns what is wrong with a name, or None."""
     if not is_of_test and name.strip("_").lower() in SAY_NOTHING:
         return "could be anything. Name what it returns, does or is."
     if PRONOUN.match(name):
@@ -174,7 +174,7 @@ def comments(yaml: str) -> Iterator[str]:
 
 
 def outside_code(page: str) -> list[str]:
-    """Return a page's lines, without its code."""
+    """Returns a page's lines, without its code."""
     page = re.sub(r"^```.*?^```", line_breaks, page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"^ {4,}.*$", "", page, flags=re.MULTILINE)
     return re.sub(r"`[^`]+`", lambda code: "`" + line_breaks(code) + "`", page).splitlines()

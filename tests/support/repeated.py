@@ -67,7 +67,7 @@ def text(place: Sequence[Line]) -> Hashable:
 
 
 def shape(place: Sequence[Line]) -> Hashable:
-    """Return the tokens of lines, with a number for each name; None for rows of a table."""
+    """Returns the tokens of lines, with a number for each name; None for rows of a table."""
     numbers: dict[str, int] = {}
     lines = [
         tuple(numbers.setdefault(t, len(numbers)) if t.isidentifier() and not iskeyword(t) else t for t in line.tokens)
@@ -97,7 +97,7 @@ def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> 
 
 
 def repeated(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return all pairs of places by text, and the other pairs by shape."""
+    """Returns all pairs of places by text, and the other pairs by shape."""
     lines = [line for folder in folders for file in sorted(folder.rglob("*.py")) for line in code(file)]
     named = [line for line in lines if any(map(str.isidentifier, line.tokens))]
     return {"text": list(pairs(lines, text)), "shape": list(pairs(named, shape))}

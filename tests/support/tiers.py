@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_of(item) -> str | None:
-    """Return the mark that follows from a test's own marks, if any does."""
+    """Returns the mark that follows from a test's own marks, if any does."""
     if has_row(item):
         named = [is_named(item, mark) for mark in item.iter_markers("rows")]
         left_out = [is_named(item, mark) for mark in item.iter_markers("matrix_rows")]

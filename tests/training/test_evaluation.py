@@ -89,8 +89,8 @@ def test_validation_loss_of_a_chat_counts_assistant_tokens_only(fit, config, pac
     assert summary["val_loss"] == pytest.approx(loss, abs=1e-5)
     tokenizer, text, count = data.tokens.tokenizer, 0, 0
     for batch in data.val[0]:
-        learnt = batch.labels[batch.labels != -100]
-        text, count = text + len(tokenizer.decode(learnt, skip_special_tokens=True).encode()), count + len(learnt)
+        learned = batch.labels[batch.labels != -100]
+        text, count = text + len(tokenizer.decode(learned, skip_special_tokens=True).encode()), count + len(learned)
     assert summary["bits_per_byte"] == pytest.approx(loss / math.log(2) * count / text, abs=1e-4)
     every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
     assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions do not count

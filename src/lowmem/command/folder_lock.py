@@ -66,7 +66,7 @@ class Claimed:
         if self.untouched():
             _remove(self.folder)
             for file, content in self.overwritten.items():
-                with suppress(OSError):  # a file that cannot be written has not been overwritten either
+                with suppress(OSError):  # if a file cannot be written now, Hydra could not overwrite it either
                     file.parent.mkdir(exist_ok=True)
                     file.write_bytes(content)
             with suppress(OSError):  # the folder is not empty: another program has put a file there

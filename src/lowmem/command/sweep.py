@@ -33,7 +33,7 @@ script = CONF.parent / "train.py"  # the script that jobs and ranks run
 
 @contextmanager
 def running(main: Callable) -> Iterator[None]:
-    """Makes jobs and ranks run the script that defines `main`, which may be a changed copy of train.py."""
+    """Context manager in which jobs and ranks run the script that defines `main` (train.py or a modified copy)."""
     global script
     before, script = script, Path(unwrap(main).__code__.co_filename)
     try:

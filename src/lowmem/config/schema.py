@@ -457,7 +457,7 @@ def _sentence(
 
 
 def _wordings(schema: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (path of a field, description of valid values); `*` stands for any source of a mixture."""
+    """Yields (path of a field, description of valid values); `*` stands for any key."""
     if "__pydantic_extra__" in schema.__annotations__:
         yield ("*",), "a _target_ and its arguments"
     for name, field in schema.model_fields.items():

@@ -72,13 +72,13 @@ class Joined(Rows):
     def __init__(self, split: Split, seq_len: int, name: str) -> None:
         self.split, self.seq_len = split, seq_len
         self.count, tokens = (len(split.ids) - 1) // seq_len, len(split.ids)
-        self.without_gaps = split.learnt_bits is None
+        self.without_gaps = split.learned_bits is None
         if self.count < 1:
             raise Refused(
                 f"seq_len={seq_len}: the {name} split has only {quantity(tokens, 'token')}, and one sequence needs "
                 f"seq_len + 1 = {seq_len + 1}. Type a seq_len below {tokens}, or give more text."
             )
-        if split.learnt_bits is not None and not split.learnt_bits.any():
+        if split.learned_bits is not None and not split.learned_bits.any():
             raise NothingToLearn(name)
 
     @classmethod
@@ -98,9 +98,9 @@ class Joined(Rows):
         spans = [(i * self.seq_len, (i + 1) * self.seq_len + 1) for i in indices]
         rows = torch.from_numpy(np.stack([self.split.ids[start:stop] for start, stop in spans]).astype(np.int64))
         inputs, labels = rows[:, :-1], rows[:, 1:]  # (B, T), views of one (B, T + 1)
-        if self.split.learnt_bits is not None:
-            learnt = np.stack([self.split.learnt(start + 1, stop) for start, stop in spans])
-            labels = labels.where(torch.from_numpy(learnt), IGNORED)
+        if self.split.learned_bits is not None:
+            learned = np.stack([self.split.learned(start + 1, stop) for start, stop in spans])
+            labels = labels.where(torch.from_numpy(learned), IGNORED)
         return MicroBatch(inputs, labels)
 
     def starts(self, row: int) -> list[int]:
@@ -153,8 +153,8 @@ class _Apart(Rows):
         known = length - int(self.pieces.last[piece])  # a document's last token has no label
         following = slice(start + 1, start + 1 + known)
         labels[:known] = self.split.ids[following]
-        if self.split.learnt_bits is not None:
-            labels[:known][~self.split.learnt(following.start, following.stop)] = IGNORED
+        if self.split.learned_bits is not None:
+            labels[:known][~self.split.learned(following.start, following.stop)] = IGNORED
 
 
 class Documents(_Apart):
@@ -326,17 +326,17 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
         )
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
     cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)
-    learnt = cut.chosen(labels_that_count(split, cut) > 0)
-    documents = np.searchsorted(ends, learnt.starts, side="right")  # the document that each piece belongs to
+    learned = cut.chosen(labels_that_count(split, cut) > 0)
+    documents = np.searchsorted(ends, learned.starts, side="right")  # the document that each piece belongs to
     report = {
         "documents": len(np.unique(documents)),
         "cut": int(above.sum()) if too_long == "cut" else 0,
         "too_long": int(above.sum()) if too_long == "drop" else 0,
     }
     report["nothing_to_learn"] = int(usable.sum()) - report["documents"]
-    if not len(learnt.starts):
+    if not len(learned.starts):
         raise NothingToLearn(name, f" at seq_len={seq_len}", report | {"rows": 0})
-    return learnt, report
+    return learned, report
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
@@ -350,19 +350,19 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
     """Returns the number of labels in each piece, (pieces,)."""
     known = cut.lengths - cut.last
-    if split.learnt_bits is None:
+    if split.learned_bits is None:
         return known
-    before = _learnt_before(split, np.stack([cut.starts + 1, cut.starts + 1 + known], 1).ravel())
+    before = _learned_before(split, np.stack([cut.starts + 1, cut.starts + 1 + known], 1).ravel())
     return np.diff(before.reshape(-1, 2), axis=1).ravel()
 
 
-def _learnt_before(split: Split, points: np.ndarray) -> np.ndarray:
+def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
     """Returns the number of learned tokens before each of the ascending `points`. Reads a few million tokens at a
     time."""
     counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
-        sums = np.concatenate([[0], np.cumsum(split.learnt(start, stop))])
+        sums = np.concatenate([[0], np.cumsum(split.learned(start, stop))])
         here = slice(*np.searchsorted(points, [start, start + AT_ONCE]))
         counts[here] = total + sums[points[here] - start]
         total += int(sums[-1])

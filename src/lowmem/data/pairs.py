@@ -136,17 +136,17 @@ class AnswerRows:
         usable = np.ones(len(lengths), bool) if self.too_long == "cut" else ~above
         both = Pieces(starts[usable].ravel(), kept[usable].ravel(), (kept == lengths)[usable].ravel())
         labels = labels_that_count(self.split, both).reshape(-1, self.batch.ANSWERS)
-        learnt = (labels > 0).all(1)
-        self.labels, self.numbers = labels[learnt], documents[usable][learnt]  # (units, ANSWERS)
+        learned = (labels > 0).all(1)
+        self.labels, self.numbers = labels[learned], documents[usable][learned]  # (units, ANSWERS)
         report = {
-            "documents": int(learnt.sum()),
+            "documents": int(learned.sum()),
             "cut": int(above.sum()) if self.too_long == "cut" else 0,
             "too_long": int(above.sum()) if self.too_long == "drop" else 0,
-            "nothing_to_learn": int((~learnt).sum()),
+            "nothing_to_learn": int((~learned).sum()),
         }
-        if not learnt.any():
+        if not learned.any():
             raise NothingToLearn(name, f" at seq_len={limit}", report | {"rows": 0})
-        return both.chosen(np.repeat(learnt, self.batch.ANSWERS)), report
+        return both.chosen(np.repeat(learned, self.batch.ANSWERS)), report
 
     @property
     def counted(self) -> str:

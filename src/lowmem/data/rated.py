@@ -74,7 +74,7 @@ class Answer(NamedTuple):
     """The tokens of an answer."""
 
     ids: np.ndarray  # (tokens,)
-    learnt: np.ndarray  # (tokens,) bool
+    learned: np.ndarray  # (tokens,) bool
 
 
 class RatedAnswers(PaddedAnswers):
@@ -137,24 +137,24 @@ class RatedAnswers(PaddedAnswers):
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
-            learnt = np.concatenate([np.zeros(len(prompt), bool), answer.learnt])
-            rows.append((np.concatenate([prompt, answer.ids]), learnt))
+            learned = np.concatenate([np.zeros(len(prompt), bool), answer.learned])
+            rows.append((np.concatenate([prompt, answer.ids]), learned))
         shape = len(rows), min(self.seq_len, max(len(row_ids) for row_ids, _ in rows) - 1)
         ids, labels = np.full(shape, FILLER), np.full(shape, IGNORED)
-        for row, (tokens, learnt) in enumerate(rows):
+        for row, (tokens, learned) in enumerate(rows):
             width = min(shape[1], len(tokens) - 1)
             ids[row, :width] = tokens[:width]
             following = slice(1, width + 1)
-            labels[row, :width] = np.where(learnt[following], tokens[following].astype(np.int64), IGNORED)
+            labels[row, :width] = np.where(learned[following], tokens[following].astype(np.int64), IGNORED)
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
         """Returns the prompt's tokens (all before the first label) and the answer after them."""
         start, length, last = (array[unit] for array in self.pieces)
         stop = start + length + (not last)  # include the label of the last token
-        ids, learnt = self.split.ids[start:stop], self.split.learnt(start, stop)
-        begin = 1 + int(learnt[1:].argmax())  # the first token is never a label
-        return ids[:begin], Answer(ids[begin:], learnt[begin:])
+        ids, learned = self.split.ids[start:stop], self.split.learned(start, stop)
+        begin = 1 + int(learned[1:].argmax())  # the first token is never a label
+        return ids[:begin], Answer(ids[begin:], learned[begin:])
 
     def _next_prompt(self, unit: int) -> int | None:
         """Returns the next answer, in stored order with wrap-around, whose prompt differs; None if all prompts are

@@ -120,12 +120,12 @@ def _split(documents: list[Encoded]) -> Split:
     if not documents:
         return NOTHING
     ids = [np.asarray(document.ids, np.uint32) for document in documents]
-    learnt = [np.ones(len(d.ids), bool) if d.learnt is None else np.array(d.learnt) for d in documents]
+    learned = [np.ones(len(d.ids), bool) if d.learned is None else np.array(d.learned) for d in documents]
     return Split(
         np.concatenate(ids),
         np.cumsum([*map(len, ids)]),
         np.cumsum([document.text_bytes for document in documents]),
-        None if all(map(np.all, learnt)) else np.packbits(np.concatenate(learnt)),
+        None if all(map(np.all, learned)) else np.packbits(np.concatenate(learned)),
     )
 
 
@@ -133,7 +133,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
     """Returns the tokens that do not fill a row and begin the next block, as plain numbers for a checkpoint."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
-    return [(split.ids[a:b].tolist(), split.learnt(a, b).tolist(), 0) for a, b in pairwise(edges)]
+    return [(split.ids[a:b].tolist(), split.learned(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
 class RowBlock(NamedTuple):

@@ -34,7 +34,7 @@ COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
 LONGEST_WORD = 256
 # Characters of text that a BPE is trained on, evenly spread over the text. With more, merges no longer change, and
 # words take more memory.
-LEARNT_FROM = 1 << 27
+LEARNED_FROM = 1 << 27
 LOOKED_AT = 10_000  # validation documents that are searched for in the training text
 
 
@@ -46,20 +46,20 @@ class Split:
         ids: (tokens,) unsigned.
         ends: (documents,) int64: tokens up to the end of each document.
         text_bytes: (documents,) int64: bytes of text up to the end of each document.
-        learnt_bits: (tokens / 8,) uint8, a bit per token; None: every token is learned.
+        learned_bits: (tokens / 8,) uint8, a bit per token; None: every token is learned.
     """
 
     ids: np.ndarray
     ends: np.ndarray
     text_bytes: np.ndarray
-    learnt_bits: np.ndarray | None
+    learned_bits: np.ndarray | None
 
-    def learnt(self, start: int, stop: int) -> np.ndarray:
+    def learned(self, start: int, stop: int) -> np.ndarray:
         """Returns which tokens in [start, stop) are learned, (stop - start,) bool."""
-        if self.learnt_bits is None:
+        if self.learned_bits is None:
             return np.ones(stop - start, bool)
         byte = start // 8
-        bits = np.unpackbits(self.learnt_bits[byte : (stop + 7) // 8])
+        bits = np.unpackbits(self.learned_bits[byte : (stop + 7) // 8])
         return bits[start - 8 * byte : stop - 8 * byte].astype(bool)
 
 
@@ -214,9 +214,9 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
     """Yields the text that a BPE is trained on, sampled evenly from the whole text."""
-    every, taken = max(1, -(-(size or 0) // LEARNT_FROM)), 0
+    every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
-        if number % every == 0 and taken < LEARNT_FROM:
+        if number % every == 0 and taken < LEARNED_FROM:
             taken += len(text)
             yield text
 
@@ -276,15 +276,15 @@ def _write_split(
             name: stack.enter_context((draft / f"{split}{name}.bin").open("wb"))
             for name in ("", "_ends", "_text_bytes")
         }
-        learnt = stack.enter_context(_Bits(draft / f"{split}_learnt.bin"))
+        learned = stack.enter_context(_Bits(draft / f"{split}_learnt.bin"))
         for encoded in _with_progress(source.encoded(split, tokenizer), f"Tokenizing, {split}", source.size(split)):
             raw = np.asarray(encoded.ids, dtype).tobytes()
             into[""].write(raw)
-            learnt.add(encoded.learnt, len(encoded.ids))
+            learned.add(encoded.learned, len(encoded.ids))
             digest.update(raw)
             text += encoded.text_bytes
             if encoded.ends:
-                into["_ends"].write(np.int64(learnt.count).tobytes())
+                into["_ends"].write(np.int64(learned.count).tobytes())
                 into["_text_bytes"].write(np.int64(text).tobytes())
                 document(digest.digest())
                 digest = _digest()
@@ -316,11 +316,11 @@ class _Bits:
         self.out = self.file.open("wb")
         return self
 
-    def add(self, learnt: np.ndarray | None, tokens: int) -> None:
-        if learnt is None:
-            learnt = np.ones(tokens, bool)
-        self.count, self.every = self.count + tokens, self.every and bool(learnt.all())
-        bits = np.concatenate([self.waiting, learnt])
+    def add(self, learned: np.ndarray | None, tokens: int) -> None:
+        if learned is None:
+            learned = np.ones(tokens, bool)
+        self.count, self.every = self.count + tokens, self.every and bool(learned.all())
+        bits = np.concatenate([self.waiting, learned])
         full_bytes = len(bits) // 8 * 8
         self.out.write(np.packbits(bits[:full_bytes]).tobytes())
         self.waiting = bits[full_bytes:]

@@ -16,7 +16,7 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the names of modules that hold stacks of experts, each with its 3-D parameters by name."""
+    """Returns the names of modules that hold stacks of experts, each with its 3-D parameters by name."""
     stacks = {
         name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()
@@ -26,7 +26,7 @@ def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Return the names of linear layers that belong to a router.
+    """Returns the names of linear layers that belong to a router.
 
     A layer belongs to a router if its name or the name of a module around it is a router's, or if it stands beside the
     experts and has one output per expert.
@@ -50,7 +50,8 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Return how many parameters a token does not use: the weights of all fused experts except the chosen ones."""
+    """Returns the number of parameters that a token does not use: the weights of all fused experts except the chosen
+    ones."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

@@ -91,7 +91,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     before, _, rest = text.partition(QUESTION)
     after, _, rest = rest.partition(ANSWER)
     between, _, end = rest.partition(NEXT)
-    header = commonprefix([before[::-1], between[::-1]])[::-1]  # the part that both share
+    header = commonprefix([before[::-1], between[::-1]])[::-1]  # common suffix of the text before both user messages
     footer = commonprefix([after, end])
     return UserTurn(header, footer) if header and footer else None
 

@@ -13,7 +13,7 @@ TOLERANCE = 0.02  # of a product in 16 bits; a layer that computes more differs 
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Return the linear layers that compute a product and nothing else, by name. The head, routers, and layers that
+    """Returns the linear layers that compute a product and nothing else, by name. The head, routers, and layers that
     share the embedding's matrix are left out."""
     head, tokens, no_layers = model.get_output_embeddings(), model.get_input_embeddings().weight, routers(model)
     return {
@@ -28,14 +28,14 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 
 
 def _holds(layer: nn.Module, weight: Tensor) -> bool:
-    """Return True if a module has this weight among its parameters. Reading `weight` would dequantize a 4-bit
+    """Returns True if a module has this weight among its parameters. Reading `weight` would dequantize a 4-bit
     matrix."""
     return any(p is weight for p in layer.parameters(recurse=False))
 
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear | Conv1D) -> bool:
-    """Return True if a layer computes x W + b. A subclass may compute more, such as products in groups."""
+    """Returns True if a layer computes x W + b. A subclass may compute more, such as products in groups."""
     if isinstance(layer, Packed | Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     weight = layer.weight

@@ -82,7 +82,7 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     """Returns the model's configuration: the yaml's keys, on top of the published ones if weights are loaded.
 
     Raises:
-        Refused: an unreachable model, a folder without weights or with damaged, quantised or other ones, a key that the
+        Refused: an unreachable model, a folder without weights or with damaged, quantized or other ones, a key that the
             architecture does not have, an architecture that no causal model has.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
@@ -95,7 +95,7 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
             "models. Type model=gpt2, or model.name=<a causal model>."
         )
     if pretrained:
-        _refuse_quantised(spec, config)
+        _refuse_quantized(spec, config)
         _check_weights_files(name)
         _agree_with_files(spec, config)
     elif hasattr(config, "quantization_config"):  # of published weights, which are not read
@@ -103,7 +103,7 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     return config
 
 
-def _refuse_quantised(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
+def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
     """Refuses weights of fewer than 16 bits. Args: dtype: that of the files' headers, if they have such ones."""
     parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
     says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
@@ -121,13 +121,13 @@ def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared 
     from the model class.
 
     Raises:
-        Refused: the files hold quantised weights, or layers that the configuration does not have.
+        Refused: the files hold quantized weights, or layers that the configuration does not have.
     """
     folder = _folder_here(spec.name)
     if folder is None:
         return None
-    if kind := published_files.quantised_as(published_files.headers(folder)):
-        _refuse_quantised(spec, config, kind)
+    if kind := published_files.quantized_as(published_files.headers(folder)):
+        _refuse_quantized(spec, config, kind)
     found = published_files.compare(folder, config)
     if found and found.beyond:
         depth = config.get_text_config(decoder=True).num_hidden_layers
@@ -376,11 +376,11 @@ def load(
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Checks that no position sees later tokens, where attention itself does not say so: the logits of position 0 must
-    be the same to the bit whatever follows. It costs two passes over three tokens.
+    """Checks that no position sees later tokens. Unless all attention modules declare `is_causal=True`, two forward
+    passes over three tokens compare the logits of position 0, with a relative tolerance of 1e-4.
 
     Raises:
-        Refused: a model that was made to fill gaps: its loss would fall to nothing, and it would have learnt to copy.
+        Refused: a masked language model, whose loss would fall to 0 because it sees the token that it should predict.
     """
     says = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     if says == {True} or not _looks_ahead(model):

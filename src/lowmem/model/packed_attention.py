@@ -117,8 +117,8 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
 
 def verify(model: PreTrainedModel, row: Tensor) -> None:
-    """Tests a model, and selects attention with a mask if the model needs one. Args: model: the model; row: (B, T),
-    tokens of a row of the run.
+    """Checks that documents in a row do not attend to each other; selects attention with a mask if needed. Args: model:
+    the model; row: (B, T), tokens of a row of the run.
 
     Raises:
         Refused: documents in a row attend to each other, even with a mask.

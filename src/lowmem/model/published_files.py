@@ -77,7 +77,7 @@ def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
         return {name: TensorHeader(file, part.get_shape(), part.get_dtype()) for name, part in parts.items()}
 
 
-def quantised_as(tensor_headers: dict[str, TensorHeader]) -> str | None:
+def quantized_as(tensor_headers: dict[str, TensorHeader]) -> str | None:
     """Returns the first dtype of weights that cannot be trained; None: all weights can be trained."""
     kinds = (tensor.dtype for name, tensor in tensor_headers.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
@@ -108,7 +108,7 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
 
 
 def joins_tensors(config: PretrainedConfig) -> bool:
-    """Return True if transformers joins tensors of the published files, such as the experts of a block, into one.
+    """Returns True if transformers joins tensors of the published files, such as the experts of a block, into one.
 
     A joined tensor is in memory, where another tensor would be pages of its file.
     """

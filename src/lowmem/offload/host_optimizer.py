@@ -69,8 +69,8 @@ class HostOptimizer(WindowOptimizer):
             clip_value: clamps gradient elements to this absolute value; None: off.
 
         Raises:
-            NotFinite: a gradient is not finite, and earlier steps of this window cannot be undone. If a host thread
-                steps, a later call raises the error.
+            NotFinite: a gradient is not finite, and earlier steps of this window cannot be undone. On a card, where the
+                host thread steps, a later call raises the error.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)

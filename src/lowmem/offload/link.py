@@ -33,7 +33,7 @@ from lowmem.offload.host_block import HostBlock
 from lowmem.system.scratch_file import PAGE
 from lowmem.system.scratch_file import pages as full_pages
 
-# in each direction; a power of two, because torch's pinned allocator rounds sizes up to one
+# size and number of staging slots in each direction; torch's pinned allocator rounds sizes up to a power of two
 SLOT_BYTES, SLOTS = 1 << 25, 4
 
 Receive = Callable[[int, Tensor], None]  # receives (index of the first element, flat piece in host memory)

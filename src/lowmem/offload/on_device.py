@@ -23,8 +23,8 @@ from lowmem.system.scratch_file import Drive
 
 
 class WeightsOnDevice:
-    """Keeps all weights on the device. Base class of strategies that keep weights in host memory. Code that updates,
-    measures or saves weights calls these methods."""
+    """Keeps all weights on the device; subclasses keep some in host memory. Code that updates, measures or saves
+    weights calls these methods."""
 
     streams = False
     overlaps = False  # True: several micro-batches of a window may be in progress at once

@@ -56,7 +56,7 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    is_of_here = card is None  # several cards of another kind would be in another machine
+    is_of_here = card is None  # False: gpu= names a card; several are assumed to be in another machine
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes()

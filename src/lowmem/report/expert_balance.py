@@ -24,7 +24,7 @@ class ExpertBalance:
                 module.register_forward_pre_hook(partial(self._count, name))
 
     def read(self) -> dict[str, float]:
-        """Return the balance since the last reading, and begin again. It is empty if nothing was counted.
+        """Returns the balance since the last reading, and begin again. It is empty if nothing was counted.
 
         Returns:
             expert_entropy: the entropy of the shares of tokens over that of even shares, mean of the blocks: 1 is

@@ -147,7 +147,7 @@ def example(tokens: Tokens) -> str:
     for split in (tokens.val, tokens.train):
         for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
             stop = min(stop, start + LONGEST)
-            if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learnt(start, stop), tokens)):
+            if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learned(start, stop), tokens)):
                 return words
     return "Hello"  # the data contain no text
 
@@ -174,5 +174,5 @@ def _first_words(text: str) -> str:
 def beginning(micro_batch: MicroBatch) -> Tensor:
     """Returns the ids of a prompt, (1, T): of a conversation or a record the tokens before the first learned token, of
     a plain text its first tokens."""
-    learnt = int((micro_batch.labels[0] != IGNORED).int().argmax())
-    return micro_batch.input_ids[:1, : learnt + 1 if learnt else BEGINNING]
+    learned = int((micro_batch.labels[0] != IGNORED).int().argmax())
+    return micro_batch.input_ids[:1, : learned + 1 if learned else BEGINNING]

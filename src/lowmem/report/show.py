@@ -14,8 +14,8 @@ from lowmem.data.random_tokens import Drawn
 from lowmem.data.token_store import Split
 from lowmem.system.units import quantity
 
-LEARNT = ("[", "]")
-LEARNT_IN_COLOUR = ("\033[32m", "\033[0m")  # green
+LEARNED = ("[", "]")
+LEARNED_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
 AT_ONCE = 1 << 22  # number of tokens whose label bits are read at once
@@ -27,13 +27,13 @@ class Row(NamedTuple):
 
     Args:
         ids: of its tokens, without padding.
-        learnt: (len(ids),), True for tokens that count in the loss.
+        learned: (len(ids),), True for tokens that count in the loss.
         starts: indices at which documents begin.
         padding: the number of padding tokens.
     """
 
     ids: Sequence[int]
-    learnt: Sequence[bool]
+    learned: Sequence[bool]
     starts: Sequence[int]
     padding: int = 0
 
@@ -41,12 +41,12 @@ class Row(NamedTuple):
 def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False) -> str:
     """Returns the first `count` sequences of training, and counts of the full split."""
     rows = train.sequences
-    marks = LEARNT_IN_COLOUR if colour else LEARNT
+    marks = LEARNED_IN_COLOUR if colour else LEARNED
     blocks = []
     for number, index in enumerate(train.between(START, Position(0, count)), 1):
         for name, row in rows_of(rows, index).items():
-            learnt = f"{sum(row.learnt):,} of {len(row.ids):,} tokens learned"
-            title = f"{HEAD} sequence {number} of {len(rows):,}{name}: {learnt} {HEAD}"
+            learned = f"{sum(row.learned):,} of {len(row.ids):,} tokens learned"
+            title = f"{HEAD} sequence {number} of {len(rows):,}{name}: {learned} {HEAD}"
             blocks.append(f"{title}\n{written(row, tokenizer, marks)}\n")
     return "\n".join([*blocks, *counts(rows), f"Learned text (with a label) is {'green' if colour else 'in [ ]'}."])
 
@@ -62,23 +62,23 @@ def rows_of(rows: Rows, index: int) -> dict[str, Row]:
 
 def _answer(ids: Tensor, labels: Tensor) -> Row:
     """Returns the row of an answer, cut after its last learned token."""
-    learnt = [False, *(labels != IGNORED).tolist()]
-    stop = len(learnt) - learnt[::-1].index(True)
-    return Row([*ids.tolist(), int(labels[-1])][:stop], learnt[:stop], [0], max(0, len(ids) - stop))
+    learned = [False, *(labels != IGNORED).tolist()]
+    stop = len(learned) - learned[::-1].index(True)
+    return Row([*ids.tolist(), int(labels[-1])][:stop], learned[:stop], [0], max(0, len(ids) - stop))
 
 
 def row_of(rows: Rows, index: int) -> Row:
     """Returns a row without its padding. If the last label is learned, its token is appended."""
     batch, starts = rows.micro_batch(np.array([index])), rows.starts(index)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
-    learnt = [False, *(label != IGNORED for label in labels)]
-    if learnt[-1]:
-        return Row([*ids, labels[-1]], learnt, starts)
+    learned = [False, *(label != IGNORED for label in labels)]
+    if learned[-1]:
+        return Row([*ids, labels[-1]], learned, starts)
     last = starts[-1]  # padding restarts positions and has no learned token, unlike a document
     restarts = last > 0 and batch.position_ids is not None and batch.position_ids[0, last] == 0
-    is_padding = restarts and not any(learnt[last:])
+    is_padding = restarts and not any(learned[last:])
     stop = last if is_padding else len(ids)
-    return Row(ids[:stop], learnt[:stop], starts, len(ids) - stop)
+    return Row(ids[:stop], learned[:stop], starts, len(ids) - stop)
 
 
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
@@ -95,9 +95,9 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
 
 def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
-    learnt = sum(int(split.learnt(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
+    learned = sum(int(split.learned(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
     documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # a dropped answer is a document without tokens
-    phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learnt / tokens:.0%} learned)"]
+    phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learned / tokens:.0%} learned)"]
     phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
         phrases.append(f"{rows.report['fill']:.1%} filled")
@@ -110,17 +110,17 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
     return phrases
 
 
-def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNT) -> str:
+def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNED) -> str:
     """Returns a row as text, with `marks` around learned text."""
     text, marked = "", False
-    changes = {i for i in range(1, len(row.ids)) if row.learnt[i] != row.learnt[i - 1]}
+    changes = {i for i in range(1, len(row.ids)) if row.learned[i] != row.learned[i - 1]}
     for first, _, piece in pieces(row.ids, tokenizer, changes.union(row.starts)):
-        begins, learnt = first in row.starts and first > 0, row.learnt[first]
-        if marked and (begins or not learnt):
+        begins, learned = first in row.starts and first > 0, row.learned[first]
+        if marked and (begins or not learned):
             text, marked = text + marks[1], False
         if begins:
             text += "\n" * (not text.endswith("\n")) + RULE + "\n"
-        if learnt and not marked:
+        if learned and not marked:
             text, marked = text + marks[0], True
         text += _visible(piece)
     text += marks[1] * marked

@@ -1,7 +1,7 @@
 """Writes model/ of a run with an adapter: the adapter alone, or with merge=true a plain model with it inside.
 
 peft reads an adapter folder: adapter_model.safetensors, and adapter_config.json, which names the base. A base in 4 bits
-differs from the published one, and the adapter has learnt to correct the difference. So the adapter is merged into the
+differs from the published one, and the adapter has learned to correct the difference. So the adapter is merged into the
 4-bit weights, layer by layer, in fp32, and rounded once.
 """
 
@@ -209,7 +209,7 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
 
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns what the header of the weights' file says of a quantised base: empty if it is not quantised."""
+    """Returns what the header of the weights' file says of a quantized base: empty if it is not quantized."""
     from lowmem.techniques.adapter.nf4 import NF4Stack
 
     packed_layers = [module for module in network.modules() if isinstance(module, Packed)]

@@ -21,7 +21,7 @@ def lock(handle: int) -> bool | None:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether a process holds the folder's lock; None if the file system has no locks, or if the folder cannot
+    """Returns whether a process holds the folder's lock; None if the file system has no locks, or if the folder cannot
     be opened, such as one that another user may not list.
 
     Some shared file systems (GPFS, some mounts of Lustre) do not show the locks of other machines.

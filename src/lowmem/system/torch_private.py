@@ -124,7 +124,7 @@ class LeanFakeTensorMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check takes as long as an operator
+        return False  # nothing is compiled here, and the check would take as long as the operator itself
 
     @cached_property
     def same_of_all(self) -> dict:

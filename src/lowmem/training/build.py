@@ -83,8 +83,8 @@ class Texts(NamedTuple):
     val: dict[str, Rows]  # by name; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
-        """Returns the number of optimizer steps in run.epochs. batch_size=auto is fine here: the effective batch size
-        alone decides the number of steps."""
+        """Returns the number of optimizer steps in `run.epochs` epochs. Works with batch_size=auto, because the number
+        of steps depends only on the effective batch size."""
         return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:

@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
-    """The optimizer, its learning-rate schedule, and gradient clipping (None: off)."""
+    """The settings of an optimizer step."""
 
     optimizer: MakeOptimizer
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
-    clip: float | None = None  # maximum global gradient norm
+    clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
     early: bool = False  # masters on the host step inside backward, as their gradients arrive
     skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, it ends the run

@@ -110,7 +110,7 @@ def training_session(
         task: the work to do.
         keeps: write checkpoints into `output_dir`.
         ranks: the strategy.
-        texts: the run's open data; None: open them.
+        texts: the run's data, already open; None: it is opened here.
 
     Raises:
         DidNotFit: out of memory, also for errors inside the `with`.

@@ -68,8 +68,8 @@ def test_a_wrong_4_bit_layer_differs_from_bitsandbytes(monkeypatch, wrong):
     layer, x = nn.Linear(64, 64), torch.randn(2, 64)
     ours = NF4Linear(layer)
     if wrong == "columns first":
-        right = ours.dequantised
-        monkeypatch.setattr(ours, "dequantised", lambda dtype: right(dtype).t())
+        right = ours.dequantized
+        monkeypatch.setattr(ours, "dequantized", lambda dtype: right(dtype).t())
     else:
         ours.mean.zero_()
     assert not any(map(torch.equal, passed(ours, x), passed(bnb(layer), x)))
@@ -164,7 +164,7 @@ def test_nf4_layer_of_a_conv1d_equals_its_transposed_matrix():
     matrix = plain.weight.t().contiguous()  # products of a view that is transposed may add in another order
     assert torch.equal(ours.weight, matrix) and torch.equal(ours(x), F.linear(x, matrix, layer.bias))
     assert (plain(x) - ours(x)).abs().max() < FP32_REORDERED * ours(x).abs().max()
-    assert (plain(x) - layer(x)).abs().max() > 1000 * FP32_REORDERED * ours(x).abs().max()  # not quantised
+    assert (plain(x) - layer(x)).abs().max() > 1000 * FP32_REORDERED * ours(x).abs().max()  # not quantized
     assert lost(plain, layer.weight) < LOST
 
 
@@ -175,11 +175,11 @@ def test_ledger_counts_the_tensors_of_an_nf4_layer_and_none_is_trainable():
     assert not list(ours.parameters())
 
 
-def test_a_large_matrix_is_quantised_in_pieces(monkeypatch):
+def test_a_large_matrix_is_quantized_in_pieces(monkeypatch):
     matrix = torch.randn(70, 100)
-    whole = nf4.quantised(matrix)
+    whole = nf4.quantized(matrix)
     monkeypatch.setattr(nf4, "PIECE", 3 * nf4.BLOCK)
-    pieces = nf4.quantised(matrix)
+    pieces = nf4.quantized(matrix)
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
@@ -205,29 +205,29 @@ def in_4_bits(model):
     return {name for name, part in model.named_modules() if isinstance(part, NF4Linear)}
 
 
-def test_every_matrix_is_quantised_but_the_embedding_and_the_head():
+def test_every_matrix_is_quantized_but_the_embedding_and_the_head():
     for tied in (True, False):
         model = small("llama", tie_word_embeddings=tied)
-        nf4.quantise(model)
+        nf4.quantize(model)
         assert len(in_4_bits(model)) == 2 * 7 and type(model.lm_head) is nn.Linear
         assert {name.rpartition(".")[2] for name in in_4_bits(model)} == {
             *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         }
     model = small("gpt2", n_embd=64, n_layer=2, n_head=2)
-    nf4.quantise(model)
+    nf4.quantize(model)
     assert len(in_4_bits(model)) == 2 * 4
 
 
-def test_no_router_is_quantised():
+def test_no_router_is_quantized():
     model = small("qwen2_moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-    nf4.quantise(model)
+    nf4.quantize(model)
     assert in_4_bits(model) and not any("gate" in name.split(".")[-2:] for name in in_4_bits(model))
     assert not any(name.endswith("shared_expert_gate") for name in in_4_bits(model))
 
 
 def test_packed_experts_can_be_pickled_and_copied():
     model = small("qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2).eval()
-    nf4.quantise(model)
+    nf4.quantize(model)
     ids = torch.arange(8)[None]
     for other in (pickle.loads(pickle.dumps(model)), deepcopy(model)):
         assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
@@ -242,7 +242,7 @@ def test_packed_experts_have_the_codes_of_unfused_matrices(rows, columns, dtype)
         layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
         layer.weight.data = expert
         expected.append(NF4Linear(layer).weight)
-    assert torch.equal(nf4.NF4Stack(experts).dequantised(dtype), torch.stack(expected))
+    assert torch.equal(nf4.NF4Stack(experts).dequantized(dtype), torch.stack(expected))
 
 
 @pytest.mark.wrong
@@ -250,10 +250,10 @@ def test_experts_quantized_as_one_matrix_have_other_codes():
     experts = torch.randn(3, 128, 192) * torch.tensor([1.0, 4.0, 9.0])[:, None, None]
     layer = nn.Linear(192, 3 * 128, bias=False)
     layer.weight.data = experts.flatten(0, 1)
-    assert not torch.equal(nf4.NF4Stack(experts).dequantised(torch.float32).flatten(0, 1), NF4Linear(layer).weight)
+    assert not torch.equal(nf4.NF4Stack(experts).dequantized(torch.float32).flatten(0, 1), NF4Linear(layer).weight)
 
 
 def test_a_model_without_a_matrix_of_its_own_is_refused():
     model = small("llama", num_hidden_layers=0)
     with pytest.raises(Refused, match="adapter=lora"):
-        nf4.quantise(model)
+        nf4.quantize(model)

@@ -56,7 +56,7 @@ def loaded(folder, dtype, while_loading, with_experts=True):
     torch.manual_seed(5)
     network = loading.load(described(folder), dtype, NF4WhileLoading(with_experts) if while_loading else None)
     in_time = len(packed(network))
-    nf4.quantise(network, with_experts)
+    nf4.quantize(network, with_experts)
     return network, in_time, torch.get_rng_state()
 
 

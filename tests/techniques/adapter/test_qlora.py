@@ -79,7 +79,7 @@ def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter)
 
 @pytest.mark.rows("bf16-master")
 @pytest.mark.parametrize("trained", ["32", "bf16-master"])
-def test_its_base_is_quantised_from_what_it_was_in_training(of_base, trained, monkeypatch):
+def test_its_base_is_quantized_from_what_it_was_in_training(of_base, trained, monkeypatch):
     """Whatever the precision is of whoever opens it: 4 bits of rounded weights are other bits."""
     _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
     opened = []

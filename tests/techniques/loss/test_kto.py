@@ -246,8 +246,8 @@ def test_kto_learns_ratings(fit, tmp_path):
     start = trained(fit, ratings(tmp_path), "max_steps=1", "lr=1e-12")
     assert start["accuracy"] == pytest.approx(0.5, abs=0.15) and start["kl"] == pytest.approx(0.0, abs=1e-4)
     assert start["loss"] == pytest.approx(0.5, abs=1e-4)
-    learnt = trained(fit, ratings(tmp_path))
-    assert learnt["accuracy"] > 0.9 and learnt["reward_desirable"] > 0 > learnt["reward_undesirable"]
+    learned = trained(fit, ratings(tmp_path))
+    assert learned["accuracy"] > 0.9 and learned["reward_desirable"] > 0 > learned["reward_undesirable"]
 
 
 def test_kto_z_is_set_before_each_window_and_each_evaluation(fit, tmp_path, monkeypatch):
@@ -259,10 +259,10 @@ def test_kto_z_is_set_before_each_window_and_each_evaluation(fit, tmp_path, monk
         given.append((mismatched[1].item(), self._kl.item()))
 
     monkeypatch.setattr(KTO, "set_kl", noted)
-    learnt = trained(fit, ratings(tmp_path), "max_steps=3", "val_sequences=16", "loss.undesirable_weight=0", "lr=1e-2")
+    learned = trained(fit, ratings(tmp_path), "max_steps=3", "val_sequences=16", "loss.undesirable_weight=0", "lr=1e-2")
     counts, every_z = zip(*given, strict=True)
     assert counts == (8, 8, 8, 8, 16)  # the first evaluation is one micro-batch
-    assert learnt["kl"] == pytest.approx(every_z[-1]) and every_z[-1] > 0.1
+    assert learned["kl"] == pytest.approx(every_z[-1]) and every_z[-1] > 0.1
 
 
 def rated_file(file, labels):

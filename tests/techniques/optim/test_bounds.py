@@ -50,7 +50,8 @@ def gradients():
 
 
 def adams_longest_step(beta1=0.9, beta2=0.95):
-    """Return the largest |m| / sqrt(v) of Adam, both corrected for their bias, over all gradients of up to STEPS steps.
+    """Returns the largest |m| / sqrt(v) of Adam, both corrected for their bias, over all gradients of at most STEPS
+    steps.
 
     m = sum a_k g_k and v = sum b_k g_k^2 with a_k = (1 - beta1) beta1^k and b_k = (1 - beta2) beta2^k, and by the
     inequality of Cauchy and Schwarz |m| <= sqrt(sum a_k^2 / b_k) sqrt(v).

@@ -34,7 +34,7 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def streamed(slots=2, *more):
-    """Return the lines of weights that stream for each micro-batch; test_by_layer.py has the other order."""
+    """Returns the lines of weights that stream for each micro-batch; test_by_layer.py has the other order."""
     return ["weights=streamed", "weights.order=by_micro_batch", f"weights.slots={slots}", *more]
 
 

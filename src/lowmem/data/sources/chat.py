@@ -205,12 +205,12 @@ def _answers(messages: Messages, last: bool) -> list[int]:
         BadRecord: all answers that would be learned are blank.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0 :]
-    learnt = [i for i in answers if not is_blank(messages[i])]
-    if not learnt:
+    learned = [i for i in answers if not is_blank(messages[i])]
+    if not learned:
         raise BadRecord(
             f"message {answers[-1] + 1} is an empty answer of the assistant, so there is nothing to train on"
         )
-    return learnt
+    return learned
 
 
 def _content(where: str, content: object) -> str:

@@ -390,12 +390,12 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
         text: of a row.
         spans: the spans that are learned.
     """
-    learnt = [text[start:stop] for start, stop in spans]
+    learned = [text[start:stop] for start, stop in spans]
     for i in sorted(answers):
         for said in _statements(messages[i]):
-            if not any(said.strip() in span for span in learnt):
+            if not any(said.strip() in span for span in learned):
                 lines = (line.strip() for line in _THOUGHT.sub("\n", said).splitlines())
-                if missing := next((line for line in lines if not any(line in span for span in learnt)), None):
+                if missing := next((line for line in lines if not any(line in span for span in learned)), None):
                     return f"{missing!r:.40} of message {i + 1} (assistant)"
     return None
 

@@ -36,13 +36,13 @@ class ChatTokens:
             Refused: with this template the model would never learn to stop.
         """
         ids = np.array(encoding.ids, np.uint32)
-        learnt = np.zeros(len(ids), bool)
-        for start, stop in self._learnt(rendered, encoding, encoding.ids):
-            learnt[start:stop] = True
-        if not learnt.any():
+        learned = np.zeros(len(ids), bool)
+        for start, stop in self._learned(rendered, encoding, encoding.ids):
+            learned[start:stop] = True
+        if not learned.any():
             raise BadRecord(f"{self.template.name} renders no token of the assistant, so there is nothing to train on")
         text_bytes = len(self.template.control.sub("", rendered.text).encode())  # control tokens do not count as text
-        return Encoded(ids, learnt, text_bytes)
+        return Encoded(ids, learned, text_bytes)
 
     def _encode(self, texts: list[str]) -> list[Encoding]:
         return self.backend.encode_batch(texts, add_special_tokens=False)
@@ -59,7 +59,7 @@ class ChatTokens:
         is_right = texts[0] == texts[1] and encoding.offsets[-1] == divided.offsets[-1]
         return divided if is_right else encoding
 
-    def _learnt(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
+    def _learned(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
         """Returns the learned tokens as spans: the tokens inside the learned text, and the control token that ends each
         answer.
 

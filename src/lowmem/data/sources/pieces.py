@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PIECE = 1 << 15  # minimum characters of a piece; a batch has several pieces for every core
-BATCH = 1 << 20  # bytes that are encoded together: a token, which may be a single byte, takes more than 100 bytes
+BATCH = 1 << 20  # bytes of text encoded at once; each token, even of one byte, takes over 100 bytes of memory
 EACH = 32  # bytes added to the size of each text, for the object that holds its tokens
 AROUND = 128  # characters on each side of a cut that are encoded to verify it
 PROOFS = 8  # if each of the first 8 cuts changes tokens, no more cuts are tried

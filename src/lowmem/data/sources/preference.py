@@ -247,7 +247,7 @@ class AnswerEncoder(Encoder):
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
         check_no_bos(self.bos)
-        from lowmem.data.sources.chat import Chat  # templates are slow to import
+        from lowmem.data.sources.chat import Chat  # chat templates are slow to import
 
         return {name: Chat(name, self.assistant, self.template) for name in (*names, self.fields.messages)}
 

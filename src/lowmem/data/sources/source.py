@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
     """A document, or a part of one that is too long for memory."""
 
     ids: np.ndarray | list[int]  # including the tokens that begin and end it, see `framing.py`
-    learnt: np.ndarray | None  # (len(ids),) bool; None: all of them
+    learned: np.ndarray | None  # (len(ids),) bool; None: all of them
     text_bytes: int  # bytes of the encoded text, without the tokens that begin and end it
     ends: bool = True  # False: more of this document follows
 

@@ -56,7 +56,8 @@ class Corpus(StoredSource):
     too_long: str = "cut"
     bos: bool | str = "auto"
     skipped: dict[str, int] = field(default_factory=dict, compare=False)  # number of files that are not text, by split
-    controls: dict[str, int] = field(default_factory=dict, compare=False)  # control tokens in the text, by split
+    # number of control tokens in the text, by split
+    controls: dict[str, int] = field(default_factory=dict, compare=False)
 
     def key(self) -> list:
         contents = [digests(getattr(self, split)) for split in ("train", "val")]

@@ -120,7 +120,7 @@ def _passes(
 def _step(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
 ) -> float:
-    """Returns the seconds of norm and update that do not overlap with a pass."""
+    """Returns the seconds that the gradient norm and the update add, beyond what overlaps with a pass."""
     norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor

@@ -105,7 +105,7 @@ def beyond(near: T, far: T, steps: float) -> T:
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key in both traces. A missing operator or place counts as 0."""
+    """Returns the values of a key in both traces. A key that one trace lacks counts as 0."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 

@@ -109,8 +109,8 @@ def _widened(value: object) -> object:
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
     """Selects torch.optim's foreach implementation, the default on a card but not on a CPU
-    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). It needs one more copy of gradients or parameters.
-    """
+    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). Its intermediates take about as much memory as the
+    parameters."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

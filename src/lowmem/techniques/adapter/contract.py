@@ -10,7 +10,7 @@ class Adapter:
     # True if only the adapter is trained, and none of the model's own weights. Unless there are masters, the adapter's
     # weights are then stored in fp32, also if the precision stores the model's in 16 bits.
     freezes_base = False
-    in_4_bits = False  # True if the base is quantised
+    in_4_bits = False  # True if the base is quantized
     breaks_graphs = False  # True if torch.compile cannot follow its layers
 
     @classmethod

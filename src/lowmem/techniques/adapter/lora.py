@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # These stand in the header of the weights' file, since peft's configuration has no key for them: the dtype that was
-# quantised, and whether fused experts were, which older versions left in 16 bits.
+# quantized, and whether fused experts were, which older versions left in 16 bits.
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # begins every name in one of peft's folders
 RANK, ALL = 16, "all-linear"
@@ -207,7 +207,7 @@ class LoRA(Adapter):
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """Checks a folder against this run's base: peft's configuration does not say whether the base was quantised."""
+        """Checks a folder against this run's base: peft's configuration does not say whether the base was quantized."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
@@ -220,8 +220,8 @@ class LoRA(Adapter):
             )
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
-        """Returns the names of the layers that a folder's adapter changes. Raises: Refused: a layer that cannot be
-        adapted; layers other than those of `target`."""
+        """Returns the names of the layers that a folder's adapter changes. Raises: Refused: it changes a layer that
+        cannot be adapted, or layers other than those of `target`."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -256,17 +256,17 @@ class DoRA(LoRA):
 
 
 def stands_on_4_bits(folder: Path) -> bool:
-    """Returns True if a folder's base was quantised to 4 bits."""
+    """Returns True if a folder's base was quantized to 4 bits."""
     return BASE.items() <= _head(folder).items()
 
 
 def experts_in_4_bits(path: str) -> bool:
-    """Returns True if the fused experts of a folder's base were quantised to 4 bits."""
+    """Returns True if the fused experts of a folder's base were quantized to 4 bits."""
     return EXPERTS.items() <= _head(Path(path).expanduser()).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
-    """Returns the dtype of the weights from which an adapter's base was quantised, if its folder says so. Quantised
+    """Returns the dtype of the weights from which an adapter's base was quantized, if its folder says so. Quantized
     from another dtype the base would differ, and the adapter was not trained with that."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None

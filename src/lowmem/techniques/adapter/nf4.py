@@ -2,7 +2,7 @@
 
 Each block of 64 elements is divided by its largest, and each element is then rounded to one of NF4's 16 values, which
 cut a normal distribution into equal shares. The scales, one per block, are themselves stored in 8 bits, with one scale
-per 256 of them (double quantisation). For each product, forward and backward, the matrix is dequantised into the
+per 256 of them (double quantization). For each product, forward and backward, the matrix is dequantized into the
 product's dtype and dropped again, so that autograd saves nothing of it. It costs that work, and a rounding by some 9 %
 of each weight's size. So the matrix cannot be trained, only what is added to its product. Source: Dettmers et al. 2023,
 arXiv 2305.14314.
@@ -40,7 +40,7 @@ BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
 with torch.device("cpu"):  # read once: a trace would count the hundreds of numbers for every matrix
     SCALES = create_dynamic_map().tolist()  # the 256 values of a scale in 8 bits
-PIECE = 1 << 22  # elements that are quantised at once: on a CPU it takes some 20 bytes each
+PIECE = 1 << 22  # elements that are quantized at once: on a CPU it takes some 20 bytes each
 
 
 class NF4Linear(nn.Linear, Packed):
@@ -56,7 +56,7 @@ class NF4Linear(nn.Linear, Packed):
         matrix = layer.weight.detach().t() if self.transposed else layer.weight.detach()  # (out, in)
         self.out_features, self.in_features = matrix.shape
         self.dtype = matrix.dtype
-        for name, tensor in quantised(matrix).items():
+        for name, tensor in quantized(matrix).items():
             self.register_buffer(name, tensor)
         self.bias = layer.bias
         if self.bias is not None:
@@ -73,28 +73,28 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def weight(self) -> Tensor:
-        """Returns (out, in) in the dtype in which it was loaded, dequantised at each call."""
-        matrix = self.dequantised(self.dtype)
+        """Returns (out, in) in the dtype in which it was loaded, dequantized at each call."""
+        matrix = self.dequantized(self.dtype)
         matrix._is_hf_initialized = True  # else transformers draws numbers for GPT-2's matrices after loading
         return matrix
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Returns (out, in) in another dtype."""
-        return _dequantised(self, (self.out_features, self.in_features), dtype)
+        return _dequantized(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a layer of the kind from which this one was made, with the dequantised matrix in `dtype`; with
+        """Returns a layer of the kind from which this one was made, with the dequantized matrix in `dtype`; with
         device="meta" it has no memory yet."""
         return self.as_found(self.linear(dtype, device))
 
     def linear(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear:
         """Returns an ordinary layer. Args: see `unpacked`."""
-        with torch.device("meta"):  # no random weights are drawn, only to be replaced
+        with torch.device("meta"):  # allocates and initializes nothing, since the weights are replaced
             layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, dtype=dtype)
-        matrix = layer.weight if device == "meta" else self.dequantised(dtype)
+        matrix = layer.weight if device == "meta" else self.dequantized(dtype)
         layer.weight, layer.bias = nn.Parameter(matrix, requires_grad=False), self.bias
         return layer
 
@@ -115,17 +115,17 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
         ctx.layer = layer
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return F.linear(x, layer.dequantised(x.dtype), bias)
+        return F.linear(x, layer.dequantized(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.dequantised(gradient.dtype), None
+        return gradient @ ctx.layer.dequantized(gradient.dtype), None
 
 
 class NF4Stack(nn.Module, Packed):
-    """Fused experts (experts, rows, columns), each quantised like the matrix of an `NF4Linear`, to the same codes.
+    """Fused experts (experts, rows, columns), each quantized like the matrix of an `NF4Linear`, to the same codes.
 
-    The codes and scales of an expert are padded to whole blocks of scales, so that one call dequantises all experts.
+    The codes and scales of an expert are padded to whole blocks of scales, so that one call dequantizes all experts.
     """
 
     transposed = False
@@ -152,15 +152,15 @@ class NF4Stack(nn.Module, Packed):
     def device(self) -> torch.device:
         return self.codes.device
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Returns (experts, rows, columns) in `dtype`."""
         count, rows, columns = self.shape
-        flat = _dequantised(self, (count, self.padded), dtype)
+        flat = _dequantized(self, (count, self.padded), dtype)
         return flat[:, : rows * columns].reshape(self.shape)
 
 
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
-    """Quantises stacks of this module's experts in place. Args: names: of 3-D parameters."""
+    """Quantizes stacks of this module's experts in place. Args: names: of 3-D parameters."""
     for name in names:
         stack = NF4Stack(getattr(experts, name).detach())
         delattr(experts, name)
@@ -174,15 +174,15 @@ def _scales(layer: nn.Module) -> Tensor:
     return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
 
 
-def _dequantised(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns the first elements of a layer's blocks in this shape."""
     scales = _scales(layer)
     blocks = ops.dequantize_4bit(layer.codes, scales, BLOCK, "nf4", (len(scales), BLOCK), dtype)
     return blocks.flatten()[: math.prod(shape)].view(shape)
 
 
-def quantised(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantises a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
+def quantized(matrix: Tensor) -> dict[str, Tensor]:
+    """Quantizes a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
     own scales, the table of their 256 values, and their mean."""
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
@@ -202,8 +202,8 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
     return {"scales": small, "scales_of_scales": scales_of_scales, "table": table}
 
 
-def quantise(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantises every matrix of the model that is not quantised yet, one after the other, except embeddings, the head,
+def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
+    """Quantizes every matrix of the model that is not quantized yet, one after the other, except embeddings, the head,
     and routers, whose choice of experts would change. It runs on the host wherever the model will be trained, so that
     the same weights get the same codes everywhere.
 

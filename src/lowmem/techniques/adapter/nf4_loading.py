@@ -3,7 +3,7 @@
 Quantized after loading, a model would first be in host memory as a whole: 57 GiB for the 30B parameters of a mixture
 whose experts transformers joins into stacks, of which 17 GiB remain. transformers calls a quantizer for each tensor
 once it has been read, converted and joined. This quantizer makes the packed layers of `nf4.py` in place, with the codes
-that `nf4.quantise` makes after loading.
+that `nf4.quantize` makes after loading.
 """
 
 import torch
@@ -25,7 +25,7 @@ METHOD = "lowmem_nf4"  # the name under which transformers finds the quantizer
 
 @register_quantization_config(METHOD)
 class NF4WhileLoading(QuantizationConfigMixin):
-    """The argument `quantization_config` of from_pretrained. Args: with_experts: see `nf4.quantise`."""
+    """The argument `quantization_config` of from_pretrained. Args: with_experts: see `nf4.quantize`."""
 
     def __init__(self, with_experts: bool = True) -> None:
         self.quant_method, self.with_experts = METHOD, with_experts
@@ -36,7 +36,7 @@ class NF4Quantizer(HfQuantizer):
     """Replaces layers and stacks of experts by packed ones as their weights arrive.
 
     Layers that transformers loads in another dtype than the model, and subclasses of nn.Linear, which may compute more
-    than a product, are left to `nf4.quantise`. The loaded model shows no trace of the quantizer.
+    than a product, are left to `nf4.quantize`. The loaded model shows no trace of the quantizer.
     """
 
     is_trainable = True
@@ -63,7 +63,7 @@ class NF4Quantizer(HfQuantizer):
         return Pack(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
-        for name in self.stacks:  # in the order in which `nf4.quantise` packs them: a digest depends on it
+        for name in self.stacks:  # in the order in which `nf4.quantize` packs them: a digest depends on it
             experts, _, key = name.rpartition(".")
             parts = model.get_submodule(experts)._modules
             if key + NF4 in parts:

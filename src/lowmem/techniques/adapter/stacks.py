@@ -134,7 +134,7 @@ def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Ten
     """Computes a stack (experts, rows, columns). Args: dtype: None: the dtype in which it was loaded."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
-    stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantised(dtype)
+    stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)
     added = experts._modules.get(name + LORA)
     return stack if added is None else added.added_to(stack)
 

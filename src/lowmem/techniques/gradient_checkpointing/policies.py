@@ -170,7 +170,7 @@ class Segment(Recomputed):
 
 
 class BlockCall:
-    """The arguments of a block's call, except the hidden states, and the random state before the call."""
+    """The random state before a block's call, and the call's arguments other than the hidden states."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)

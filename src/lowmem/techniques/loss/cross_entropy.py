@@ -196,10 +196,10 @@ def counted(labels: Tensor, count: int | None = None) -> Tensor:
     trace with fake tensors assumes that all positions have a label."""
     if count == len(labels):
         return torch.arange(count, device=labels.device)
-    learnt = labels != IGNORED
+    learned = labels != IGNORED
     if count is not None:
-        return torch.nonzero_static(learnt, size=count).squeeze(1)
-    return torch.arange(len(labels), device=labels.device) if learnt.all() else learnt.nonzero().squeeze(1)
+        return torch.nonzero_static(learned, size=count).squeeze(1)
+    return torch.arange(len(labels), device=labels.device) if learned.all() else learned.nonzero().squeeze(1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

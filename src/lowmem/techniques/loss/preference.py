@@ -67,9 +67,9 @@ class PreferenceLoss(Tiled):
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
         """Returns the answers of a micro-batch, and a mask (pairs,), bool: False where a row has no pair."""
-        losses, learnt = self.each(model, batch)
+        losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
-        answer = batch.answers.flatten()[learnt]
+        answer = batch.answers.flatten()[learned]
         sums = losses.new_zeros(batch.lengths.numel(), dtype=torch.float64)
         logp = -sums.index_add(0, answer, losses.double()).view_as(tokens)
         reference = torch.zeros_like(logp) if batch.reference is None else batch.reference.view_as(tokens)

@@ -47,11 +47,11 @@ class Tiled(Loss):
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
-        learnt = counted(labels, batch.known_learned_tokens)  # all other positions skip the head
+        learned = counted(labels, batch.known_learned_tokens)  # all other positions skip the head
         source = tiles_of(head.linear)
         weight, bias = head.linear.weight, head.linear.bias
-        losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learnt, source, self.columns, head.finish)
-        return losses, learnt
+        losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learned, source, self.columns, head.finish)
+        return losses, learned
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
         if not agrees(model, batch.inputs, tiled=True):
@@ -66,7 +66,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     """Computes -log softmax(head(hidden_i))[label_i] for each label, one tile of the vocabulary at a time."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, learnt, source, columns, finish):  # noqa: PLR0913
+    def forward(ctx, hidden, weight, bias, labels, learned, source, columns, finish):  # noqa: PLR0913
         """Returns the losses (N,) in fp32.
 
         Args:
@@ -74,12 +74,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
             weight: (V, H), only for autograd; its values are read through `source`.
             bias: (V,) or None.
             labels: (B x T,).
-            learnt: (N,), indices of positions with a label.
+            learned: (N,), indices of positions with a label.
             source: a `HeadSource`.
             columns: tokens of the vocabulary per tile.
             finish: see `Head`.
         """
-        rows, labels = hidden.index_select(0, learnt), labels[learnt]  # (N, H), (N,)
+        rows, labels = hidden.index_select(0, learned), labels[learned]  # (N, H), (N,)
         top = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         total, chosen = torch.zeros_like(top), torch.zeros_like(top)
         for first, tile in source.tiles(columns):
@@ -93,13 +93,13 @@ class _TiledCrossEntropy(torch.autograd.Function):
             del logits, tile  # before the next ones are allocated
         top, total, chosen = source.joined(top, total, chosen)
         lse = total.log_().add_(top)  # log-sum-exp over the vocabulary
-        ctx.save_for_backward(rows, lse, labels, learnt, bias)
+        ctx.save_for_backward(rows, lse, labels, learned, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
         return lse - chosen
 
     @staticmethod
     def backward(ctx, d_losses):
-        rows, lse, labels, learnt, bias = ctx.saved_tensors
+        rows, lse, labels, learned, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_rows = torch.zeros_like(rows, dtype=torch.float32) if needs_hidden else None
         d_bias = torch.empty_like(bias) if needs_bias else None
@@ -122,7 +122,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 ctx.source.add_product(first, d_logits, rows)
             del d_logits
         d_weight = ctx.source.whole_gradient() if needs_weight else None
-        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), learnt, ctx.positions) if needs_hidden else None
+        d_hidden = _spread(ctx.source.summed(d_rows).to(rows.dtype), learned, ctx.positions) if needs_hidden else None
         return d_hidden, d_weight, d_bias, *[None] * 5
 
 
@@ -149,6 +149,6 @@ def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
         total.add_(d_logits @ tile)
 
 
-def _spread(rows: Tensor, learnt: Tensor, positions: int) -> Tensor:
-    """Returns (B x T, H) with the rows (N, H) at the positions `learnt`, and zeros elsewhere."""
-    return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, learnt, rows)
+def _spread(rows: Tensor, learned: Tensor, positions: int) -> Tensor:
+    """Returns (B x T, H) with the rows (N, H) at the positions `learned`, and zeros elsewhere."""
+    return rows.new_zeros(positions, rows.shape[1]).index_copy_(0, learned, rows)

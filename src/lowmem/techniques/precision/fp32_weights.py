@@ -1,6 +1,6 @@
 """Precisions with fp32 weights: matrix products are in fp32 or TF32, or in 16 bits by autocast.
 
-Autocast (`16`, `bf16`) saves half of the activations' bytes. Source: Micikevicius et al. 2018, arXiv 1710.03740.
+Autocast (`16`, `bf16`) stores most activations in 16 bits. Source: Micikevicius et al. 2018, arXiv 1710.03740.
 """
 
 import logging

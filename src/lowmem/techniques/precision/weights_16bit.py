@@ -1,9 +1,10 @@
 """Weights, gradients and activations in 16 bits, which halves their bytes, with updates computed in fp32.
 
-Parameters are updated one at a time: weight and gradient are converted to fp32, any optimizer steps the fp32 weight,
-and the result is rounded to 16 bits. Subclasses may convert and round differently, and store additional tensors with
-the weight. The optimizer state is that of fp32 weights, so an eps of 1e-8 does not underflow. The step needs
-temporary memory for one parameter in fp32. RoPE frequencies and other fp32 buffers keep their dtype.
+Parameters are updated one at a time: weight and gradient are converted to fp32, the optimizer (any) updates the fp32
+weight, and the result is rounded to 16 bits. Subclasses may convert and round differently, and store additional tensors
+with the weight. The optimizer sees fp32 weights and gradients, so its state has the usual dtypes, and an eps of 1e-8
+does not underflow. The step needs temporary memory for one parameter in fp32. RoPE frequencies and other fp32 buffers
+keep their dtype.
 
 The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. With bf16 the spacing is
 0.4 % of the weight, and most updates of a fine-tuning are rounded away. Stochastic rounding changes the weight by a

@@ -10,8 +10,8 @@ torch's `parallelize_module` applies the styles; parameters are DTensors, and DT
 products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
 of any other run. torch's ColwiseParallel and RowwiseParallel multiply DTensors instead. Measured with them: twice the
 host time per block; five all-reduces in the backward pass of a block instead of two, because query, key and value each
-reduce the gradient of their common input; and full-size embedding gradients on every rank. They support neither GPT-2's
-Conv1D nor its fused matrices.
+reduce the gradient of their common input; and full-size embedding gradients on every rank. torch's styles support
+neither GPT-2's Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator

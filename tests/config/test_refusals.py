@@ -1,4 +1,5 @@
-"""Every refusal is a sentence before anything is built, and its proof shows what would happen without it."""
+"""Tests that each refused command line prints a message before anything is built. For each refusal, a test named
+test_without_refusal_... shows the result of a run without the refusal."""
 
 import os
 import subprocess
@@ -35,7 +36,7 @@ from lowmem.training import build
 from lowmem.training.build import optimizer
 from networks import network
 
-# the name of its proof -> a command line, for each refusal in the order of the list
+# name of the test without the refusal -> a refused command line, in the order of REFUSALS
 TYPED = {
     "clipping_in_backward_clips_nothing": ["optim.in_backward=true"],
     "loss_scaling_in_backward_lets_an_overflow_through": ["optim.in_backward=true", "clip=null", "precision=16"],
@@ -44,49 +45,49 @@ TYPED = {
         "clip=null",
         "accumulation=fixed",
     ],
-    "an_early_step_cannot_be_taken_back": ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
-    "masters_take_no_part_in_backward": ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
-    "the_state_of_parameters_in_host_memory_is_not_paged": ["precision=bf16-master", "optim=paged_adamw8bit"],
-    "lightning_starts_processes_with_folders_of_their_own": ["+trainer.strategy=ddp"],
-    "one_device_leaves_the_others_idle": ["devices=2"],
-    "each_process_would_hold_all_that_streams": ["strategy=ddp", "weights=streamed"],
-    "each_process_would_step_masters_of_its_own": ["strategy=ddp", "precision=16-master"],
+    "an_early_step_cannot_be_undone": ["precision=bf16-master", "clip=null", "on_nonfinite=skip"],
+    "in_backward_has_no_effect_on_masters": ["precision=bf16-master", "optim.in_backward=true", "clip=null"],
+    "optimizer_state_in_host_memory_is_not_paged": ["precision=bf16-master", "optim=paged_adamw8bit"],
+    "lightning_ranks_claim_separate_run_folders": ["+trainer.strategy=ddp"],
+    "only_one_of_two_devices_trains": ["devices=2"],
+    "each_process_holds_all_streamed_weights": ["strategy=ddp", "weights=streamed"],
+    "masters_take_gradients_before_ranks_exchange_them": ["strategy=ddp", "precision=16-master"],
     "a_step_in_backward_does_not_wait_for_other_ranks": ["strategy=ddp", "optim.in_backward=true", "clip=null"],
-    "paged_state_is_not_divided": ["strategy=ddp", "optim=paged_adamw8bit"],
-    "an_optimizer_of_whole_matrices_steps_parts_otherwise": ["strategy=fsdp", "optim=adafactor"],
-    "state_of_a_kind_of_its_own_is_not_saved_by_ranks": ["strategy=pipeline", "optim=adamw4bit"],
-    "a_batch_size_that_each_rank_finds_for_itself": [
+    "paged_state_is_not_sharded": ["strategy=ddp", "optim=paged_adamw8bit"],
+    "whole_matrix_optimizers_update_shards_differently": ["strategy=fsdp", "optim=adafactor"],
+    "state_of_a_tensor_subclass_cannot_be_saved": ["strategy=pipeline", "optim=adamw4bit"],
+    "ranks_find_different_batch_sizes": [
         "strategy=ddp",
         "batch_size=auto",
         "accumulation=effective_batch",
         "memory.limit=1GiB",
     ],
-    "a_recipe_that_each_rank_chooses_for_itself": ["strategy=ddp", "plan=auto"],
-    "compiled_blocks_do_not_add_over_devices": ["strategy=tensor_parallel", "compile=blocks"],
-    "the_first_stage_sees_no_answer": ["strategy=pipeline", "loss=dpo"],
-    "a_stage_has_4_bits_of_its_own_blocks_alone": ["strategy=pipeline", "adapter=qlora"],
-    "weights_that_stream_are_not_there_to_be_stepped": ["weights=streamed"],
-    "autograd_reads_weights_that_have_left": ["weights=streamed", "precision=bf16-master"],
-    "a_segment_of_several_blocks_is_open_for_one_micro_batch_alone": [
+    "ranks_choose_different_recipes": ["strategy=ddp", "plan=auto"],
+    "torch_compile_fails_with_tensor_parallel": ["strategy=tensor_parallel", "compile=blocks"],
+    "preference_metrics_fail_on_the_first_stage": ["strategy=pipeline", "loss=dpo"],
+    "a_stage_cannot_read_4_bit_weights_of_other_stages": ["strategy=pipeline", "adapter=qlora"],
+    "an_optimizer_cannot_update_streamed_weights": ["weights=streamed"],
+    "autograd_reads_overwritten_streamed_weights": ["weights=streamed", "precision=bf16-master"],
+    "several_blocks_per_checkpoint_fail_with_by_layer": [
         "weights=streamed",
         "precision=bf16-master",
         "gradient_checkpointing=sqrt",
         "weights.order=by_layer",
     ],
-    "auto_without_an_effective_batch_would_decide_the_update": ["batch_size=auto", "memory.limit=1GiB"],
-    "auto_on_a_cpu_without_a_limit_has_no_try_that_fails": ["batch_size=auto", "accumulation=effective_batch"],
-    "compiled_blocks_have_no_operators_to_choose_from": ["compile=blocks", "gradient_checkpointing=selective"],
-    "layers_that_torch_compile_cannot_follow": ["compile=blocks", "adapter=dora"],
-    "a_limit_does_not_see_into_compiled_blocks": ["memory.limit=1GiB", "compile=blocks"],
-    "compiled_blocks_do_not_see_into_slices": ["tile.tokens=4", "compile=blocks"],
-    "without_a_compiler_torch_fails_in_the_first_step": ["optim=adamw4bit"],
+    "batch_size_auto_fails_without_an_effective_batch": ["batch_size=auto", "memory.limit=1GiB"],
+    "batch_size_auto_on_a_cpu_chooses_the_largest_size": ["batch_size=auto", "accumulation=effective_batch"],
+    "selective_checkpointing_recomputes_all_of_compiled_blocks": ["compile=blocks", "gradient_checkpointing=selective"],
+    "torch_compile_fails_on_dora_layers": ["compile=blocks", "adapter=dora"],
+    "a_memory_limit_does_not_count_compiled_blocks": ["memory.limit=1GiB", "compile=blocks"],
+    "torch_compile_fails_with_tiled_modules": ["tile.tokens=4", "compile=blocks"],
+    "a_missing_compiler_fails_in_the_first_step": ["optim=adamw4bit"],
 }
 
 
-def test_every_refusal_has_a_command_line_and_a_proof_test():
-    proofs = [name for name in globals() if name.startswith("test_proof_")]
-    told = "a refusal needs a line in TYPED and a test_proof_<name> that runs it with the list emptied"
-    assert [f"test_proof_{name}" for name in TYPED] == proofs, told
+def test_every_refusal_has_a_command_line_and_a_test_without_it():
+    without = [name for name in globals() if name.startswith("test_without_refusal_")]
+    told = "a refusal needs a line in TYPED and a test_without_refusal_<name> that runs it with the list emptied"
+    assert [f"test_without_refusal_{name}" for name in TYPED] == without, told
     assert len(TYPED) == len(refusals.REFUSALS), told
 
 
@@ -118,20 +119,20 @@ def test_allowed_command_lines_near_a_refusal_train(fit, allowed):
     assert summary["steps"] == 4
 
 
-# --- the proofs: each runs what is refused ---------------------------------------------------------------------------
+# --- without the refusals: each test runs a refused combination ------------------------------------------------------
 
 
 def trained(config, *techniques):
     return parity.run(config(*parity.overrides(), *techniques, base=()))[1]
 
 
-def test_proof_clipping_in_backward_clips_nothing(config):
+def test_without_refusal_clipping_in_backward_clips_nothing(config):
     clipped = trained(config, "optim.in_backward=true", "optim=sgd", "clip=1e-6")
     free = trained(config, "optim.in_backward=true", "optim=sgd", "clip=null")
     assert all(torch.equal(clipped[name], free[name]) for name in free)
 
 
-def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeypatch):
+def test_without_refusal_loss_scaling_in_backward_lets_an_overflow_through(config, monkeypatch):
     step_one = NarrowOptimizer.step_one
 
     def overflowing(self, group, p):
@@ -144,7 +145,7 @@ def test_proof_loss_scaling_in_backward_lets_an_overflow_through(config, monkeyp
     assert not any(p.isfinite().all() for p in weights.values())
 
 
-def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monkeypatch):
+def test_without_refusal_accumulation_in_backward_steps_at_every_micro_batch(config, monkeypatch):
     steps = []
     step = torch.optim.AdamW.step
 
@@ -158,7 +159,7 @@ def test_proof_accumulation_in_backward_steps_at_every_micro_batch(config, monke
     assert steps.count(steps[0]) == 3  # the micro-batches of one window of 9 sequences
 
 
-def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
+def test_without_refusal_an_early_step_cannot_be_undone(config, monkeypatch):
     fetch, step, stepped = host_optimizer.HostOptimizer._fetch, host_optimizer.HostOptimizer._step, []
 
     def broken(self, p, receive):
@@ -178,7 +179,7 @@ def test_proof_an_early_step_cannot_be_taken_back(config, monkeypatch):
     assert stepped and not any("layers.0.input_layernorm.weight" in name for name in stepped)
 
 
-def test_proof_masters_take_no_part_in_backward(config, monkeypatch):
+def test_without_refusal_in_backward_has_no_effect_on_masters(config, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     lines = ("precision=bf16-master", "clip=null")
     assert all(
@@ -189,7 +190,7 @@ def test_proof_masters_take_no_part_in_backward(config, monkeypatch):
     )
 
 
-def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
+def test_without_refusal_optimizer_state_in_host_memory_is_not_paged(config):
     made = optimizer(config("optim=paged_adamw8bit"))(torch.nn.Linear(256, 256, bias=False))
     for p in (p for group in made.param_groups for p in group["params"]):
         p.grad = torch.ones_like(p)
@@ -197,8 +198,8 @@ def test_proof_the_state_of_parameters_in_host_memory_is_not_paged(config):
     assert not any(getattr(t, "is_paged", False) for state in made.state.values() for t in state.values())
 
 
-def test_proof_lightning_starts_processes_with_folders_of_their_own(monkeypatch):
-    """The same command a second time, which nothing tells that it is the second rank of a run that has a folder."""
+def test_without_refusal_lightning_ranks_claim_separate_run_folders(monkeypatch):
+    """Lightning starts the second rank without this project's environment variables, so it looks like a new run."""
     started = []
 
     class Started:
@@ -221,23 +222,23 @@ def test_proof_lightning_starts_processes_with_folders_of_their_own(monkeypatch)
     assert rank_environment.number() == 0 and rank_environment.of_run() is None  # so it claims another
 
 
-def test_proof_one_device_leaves_the_others_idle(fit, monkeypatch):
+def test_without_refusal_only_one_of_two_devices_trains(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     one, two = fit(folder="one")[0], fit("devices=2", folder="two")[0]
     same = ("tokens", "train_loss", "val_loss")
-    assert [one[key] for key in same] == [two[key] for key in same]  # nobody else has read a row of them
+    assert [one[key] for key in same] == [two[key] for key in same]  # no other device has read a row
 
 
 def moved_in(config, *lines):
-    """A module whose weights are where they wait."""
+    """Returns a module with its weights in host memory, as the precision and `weights` place them."""
     cfg = config(*lines, base=())
     module = build.causal_lm(cfg, model.describe(cfg))
     made(module, instantiate(cfg.precision), module.weights)
     return module
 
 
-def test_proof_each_process_would_hold_all_that_streams(config):
-    """All of each block waits in memory that no other process shares."""
+def test_without_refusal_each_process_holds_all_streamed_weights(config):
+    """Every process stores all blocks in host memory that it does not share."""
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
     for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
         module = moved_in(config, *typed, strategy)
@@ -248,8 +249,8 @@ def test_proof_each_process_would_hold_all_that_streams(config):
         assert not any(flat.is_shared() for flat in held)
 
 
-def test_proof_each_process_would_step_masters_of_its_own(config):
-    """Gradients that several devices would have to exchange are used up on their way to the host of one of them."""
+def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(config):
+    """DDP's hook, which averages gradients over ranks, finds None: the gradients were already sent to the host."""
     seen = []
 
     class Exchange:
@@ -265,8 +266,8 @@ def test_proof_each_process_would_step_masters_of_its_own(config):
     assert seen == [None, None]
 
 
-def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
-    """The others' gradients take this one's back, so that no weight should move."""
+def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
+    """The gradients of all ranks sum to zero, so no weight should change."""
     ready, seen = ddp.DataParallel.before_training, {}
 
     def cancelled(_, bucket):
@@ -293,8 +294,8 @@ def test_proof_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch
     assert any(moved("optim.in_backward=true"))
 
 
-def test_proof_paged_state_is_not_divided(config):
-    """Every rank would page all of the state to the host's memory."""
+def test_without_refusal_paged_state_is_not_sharded(config):
+    """Every rank pages the complete state to host memory."""
     large = torch.nn.Linear(400, 400, bias=False)
     with process_group(config("strategy=ddp")) as ranks:
         made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
@@ -307,7 +308,7 @@ def test_proof_paged_state_is_not_divided(config):
 @pytest.mark.parametrize(
     ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
 )
-def test_proof_an_optimizer_of_whole_matrices_steps_parts_otherwise(config, optim, is_another):
+def test_without_refusal_whole_matrix_optimizers_update_shards_differently(config, optim, is_another):
     """The first of two ranks has the upper half of a matrix, whose 5,000 elements are not a whole number of blocks."""
     whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
     with torch.no_grad():
@@ -321,16 +322,16 @@ def test_proof_an_optimizer_of_whole_matrices_steps_parts_otherwise(config, opti
 
 
 @pytest.mark.parametrize("kind", ["OptimState4bit", "Tensor"])
-def test_proof_state_of_a_kind_of_its_own_is_not_saved_by_ranks(tmp_path, kind):
-    """As `torch.zeros` it is."""
+def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, kind):
+    """A plain tensor of `torch.zeros` is saved."""
     of_its_own = kind == "OptimState4bit"
     made = import_module("torchao.optim.subclass_4bit").OptimState4bit.zeros if of_its_own else torch.zeros
     with pytest.raises((ValueError, NotImplementedError)) if of_its_own else nullcontext():
         checkpoint_folder.save(tmp_path / "step.ckpt", {"state": made((64, 64))}, {}, OneDevice())
 
 
-def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch):
-    """One that has room for less makes more micro-batches, and waits in the last for ranks that have none."""
+def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
+    """A rank with less free memory makes more micro-batches, and waits in the last one for ranks that have finished."""
     cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
     numbers = []
     for room in (8, 4):
@@ -341,8 +342,8 @@ def test_proof_a_batch_size_that_each_rank_finds_for_itself(config, monkeypatch)
     assert numbers == [1, 2]
 
 
-def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
-    """By what is free beside it: the fastest recipe fits on one, and another has to be chosen on the other."""
+def test_without_refusal_ranks_choose_different_recipes(config):
+    """The choice depends on free memory: the fastest recipe fits on one rank and not on the other."""
     keeps_all = ("model.architecture.n_layer=6", "batch_size=16", "gradient_checkpointing=none", "plan=auto")
     assert [at_start.could_fit(config(*keeps_all, f"memory.limit={free}")) for free in ("1GiB", "3MiB")] == [
         True,
@@ -352,14 +353,14 @@ def test_proof_a_recipe_that_each_rank_chooses_for_itself(config):
 
 @pytest.mark.matrix
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="which compiles them; nobody has compared the numbers")
-def test_proof_compiled_blocks_do_not_add_over_devices(fit, monkeypatch):
+def test_without_refusal_torch_compile_fails_with_tensor_parallel(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     with pytest.raises(Refused, match=r"torch\.compile failed"):
         fit("strategy=tensor_parallel", *parity.BUDGET)
 
 
-def test_proof_the_first_stage_sees_no_answer():
-    """Only the last stage calls its loss; the others have nothing to show, where every rank is asked."""
+def test_without_refusal_preference_metrics_fail_on_the_first_stage():
+    """Only the last stage calls the loss, but every rank calls `figures`."""
     from lowmem.techniques.loss.preference import DPO, KTO
 
     for loss in (DPO(), KTO()):
@@ -367,7 +368,7 @@ def test_proof_the_first_stage_sees_no_answer():
             loss.figures()
 
 
-def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():
+def test_without_refusal_a_stage_cannot_read_4_bit_weights_of_other_stages():
     from lowmem.techniques.adapter.nf4 import quantize
     from lowmem.techniques.strategy.stages import Stage, divided
 
@@ -380,7 +381,7 @@ def test_proof_a_stage_has_4_bits_of_its_own_blocks_alone():
         last.mlp.up_proj.cpu()
 
 
-def test_proof_weights_that_stream_are_not_there_to_be_stepped():
+def test_without_refusal_an_optimizer_cannot_update_streamed_weights():
     streaming = network("llama")
     made = torch.optim.AdamW(streaming.parameters())
     Streamed(streaming).move_in(torch.device("cpu"))
@@ -390,28 +391,28 @@ def test_proof_weights_that_stream_are_not_there_to_be_stepped():
         made.step()
 
 
-def test_proof_autograd_reads_weights_that_have_left(config):
+def test_without_refusal_autograd_reads_overwritten_streamed_weights(config):
     arguments = streams.lines("llama", "max_steps=2", policy="none")
     right = streams.trained(config, ["weights=resident"], "llama", arguments)
     with suppress(NotFinite):  # with two slots the blocks of either parity find their own weights
         assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
 
 
-def test_proof_a_segment_of_several_blocks_is_open_for_one_micro_batch_alone(config):
+def test_without_refusal_several_blocks_per_checkpoint_fail_with_by_layer(config):
     by_layer = ["weights=streamed", "weights.order=by_layer"]
     with pytest.raises(RuntimeError, match="SavedTensorHooks"):  # a segment is closed by another thread
         streams.trained(config, by_layer, "llama", streams.lines("llama", "max_steps=2", policy="sqrt"))
 
 
-def test_proof_auto_without_an_effective_batch_would_decide_the_update(config):
+def test_without_refusal_batch_size_auto_fails_without_an_effective_batch(config):
 
     from lowmem.plan import batch_size
 
-    with pytest.raises(Exception, match="size"):  # there is nothing whose divisors could be tried
+    with pytest.raises(Exception, match="size"):  # accumulation.size is missing, whose divisors are tried
         batch_size.resolve(config().knowing(batch_size="auto"))
 
 
-def test_proof_auto_on_a_cpu_without_a_limit_has_no_try_that_fails(config, monkeypatch):
+def test_without_refusal_batch_size_auto_on_a_cpu_chooses_the_largest_size(config, monkeypatch):
     from lowmem.plan import batch_size
 
     tried = []
@@ -432,19 +433,19 @@ def products(policy):
     return sum(event.count for event in seen.key_averages() if event.key == "aten::mm")
 
 
-def test_proof_compiled_blocks_have_no_operators_to_choose_from():
+def test_without_refusal_selective_checkpointing_recomputes_all_of_compiled_blocks():
     # none of their results is stored: selective computes all of them again, as every_layer does
     assert products(policies.selective) >= products(policies.every_layer) > products(policies.none)
 
 
-def test_proof_layers_that_torch_compile_cannot_follow(config):
+def test_without_refusal_torch_compile_fails_on_dora_layers(config):
     compiled = ("adapter=dora", "compile=blocks", "compile.backend=aot_eager")
     with pytest.raises(Refused, match=r"torch\.compile failed on LlamaDecoderLayer"):
         streams.trained(config, ["weights=resident"], "llama", streams.lines("llama", *compiled))
 
 
 @pytest.mark.matrix
-def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatch):
+def test_without_refusal_a_memory_limit_does_not_count_compiled_blocks(config, fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     with pytest.raises(Refused, match="Out of memory"):
         fit("memory.limit=200KiB")
@@ -452,7 +453,7 @@ def test_proof_a_limit_does_not_see_into_compiled_blocks(config, fit, monkeypatc
 
 
 @pytest.mark.matrix
-def test_proof_compiled_blocks_do_not_see_into_slices():
+def test_without_refusal_torch_compile_fails_with_tiled_modules():
     from lowmem.techniques.gradient_checkpointing.slices import Tiles
 
     model = network("llama", num_hidden_layers=1)
@@ -464,7 +465,7 @@ def test_proof_compiled_blocks_do_not_see_into_slices():
 
 
 @pytest.mark.matrix
-def test_proof_without_a_compiler_torch_fails_in_the_first_step(fit, monkeypatch, tmp_path):
+def test_without_refusal_a_missing_compiler_fails_in_the_first_step(fit, monkeypatch, tmp_path):
     from torch._inductor import config as inductor
 
     monkeypatch.setattr(refusals, "REFUSALS", ())

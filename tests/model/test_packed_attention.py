@@ -118,8 +118,7 @@ def test_packing_without_document_boundaries_leaks_and_is_caught(model_type):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", LEAKS)
-def test_model_that_attends_across_documents_is_refused_by_name(model_type, dtype):
-    """They are called as the others are."""
+def test_model_that_attends_across_documents_is_refused_with_its_class_name(model_type, dtype):
     model = network(model_type, **LEAKS[model_type]).to(dtype).eval()
     packed_attention.separate(model)
     with pytest.raises(

@@ -73,8 +73,9 @@ def test_metric_that_draws_random_numbers_does_not_change_training(fit):
     assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # before the first step too
 
 
-def test_random_numbers_of_a_metric_are_equal_on_every_rank(fit, monkeypatch):
-    """Ranks draw dropout of their own; with other numbers of forward passes they would wait for each other."""
+def test_every_evaluation_seeds_the_random_numbers_of_a_metric(fit, monkeypatch):
+    """Ranks draw different dropout masks. Without a common seed a metric could run more forward passes on one rank than
+    on another, and ranks would wait for each other forever."""
     own, drawn = OwnMetric._called, []
 
     def called(self, model):

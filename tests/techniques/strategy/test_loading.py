@@ -219,8 +219,8 @@ def test_rank_0_holds_its_shards_and_one_tensor_beside_mapped_pages(config, monk
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.matrix)])
-def test_each_tensor_parallel_rank_has_its_shards_of_the_layers(config, monkeypatch, case):
-    """They are what the engine makes if every rank has the values."""
+def test_each_tensor_parallel_rank_receives_its_shards_from_rank_0(config, monkeypatch, case):
+    """The shards equal the shards of a rank that initializes the full model itself."""
     even = "model.architecture.vocab_size=302"  # embedding and head are divided, too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))
     data, tape = build.data(cfg), Tape()

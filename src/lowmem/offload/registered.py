@@ -54,7 +54,7 @@ class Registered:
             size, why = sum(tensor.nbytes for tensor, _ in refused), refused[0][1]
             log.warning(
                 f"{size / GIB:.1f} GiB of host memory could not be pinned ({why}): copies use {SLOTS} pinned staging "
-                f"buffers of {slot_bytes / MIB:.0f} MiB and run at about half the speed."
+                f"buffers of {slot_bytes / MIB:.0f} MiB, which is slower."
             )
         self._through_thread = reads or bool(self._unregistered)
         if self._through_thread:

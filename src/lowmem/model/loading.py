@@ -1,8 +1,8 @@
 """Loads a Hugging Face causal language model, from its published weights or from its architecture alone.
 
-Weights come from safetensors files, memory-mapped and copied into the model one tensor at a time, in the dtype that the
-precision asks for: never two copies in host memory. A random start is drawn in fp32, tensor by tensor, and rounded to
-that dtype: the same seed is the same start, whatever the precision.
+Published weights are read from memory-mapped safetensors files and copied into the model one tensor at a time, in the
+dtype that the precision needs, so host memory never has two copies. Random weights are drawn in fp32, tensor by tensor,
+and rounded to that dtype, so a seed gives equal initial weights with every precision, up to rounding.
 """
 
 import inspect
@@ -44,16 +44,16 @@ from lowmem.system.errors import Refused, refuse_gated
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the names of safetensors
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> dtype
 
 
 class Described(NamedTuple):
-    """Describes a model without weights: everything that data and a plan need, and the input of `load`."""
+    """The description of a model without its weights: the input of data, of plans and of `load`."""
 
     spec: schema.Model
     config: PretrainedConfig  # without rows for added tokens
     tokenizer: PreTrainedTokenizerBase | None = None  # None: one is trained on the data, or none is needed
-    added: vocabulary.Added | None = None  # tokens that the tokenizer lacked and has by now; None: none were asked for
+    added: vocabulary.Added | None = None  # tokens that were added to the tokenizer; None: none were requested
 
     @property
     def grown(self) -> PretrainedConfig:
@@ -67,27 +67,28 @@ class Described(NamedTuple):
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads configuration and tokenizer, and no weight. Args: plans: no weight will be loaded, so that only values that
-    the yaml lacks are looked up."""
+    """Reads configuration and tokenizer, but no weights. Args: plans: the weights will not be loaded, so the published
+    configuration is read only if the yaml lacks model_type."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
     config = architecture(spec.model_copy(update={"pretrained": False}) if elsewhere else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
-    grows = wanted and tokens is not None  # a tokenizer that is trained here has room for them
+    grows = wanted and tokens is not None  # a tokenizer that is trained on the data includes these tokens
     return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
-    """Returns the model's configuration: the yaml's keys, on top of the published ones if weights are loaded.
+    """Returns the model's configuration. If published weights are loaded, keys of the yaml override published keys.
 
     Raises:
-        Refused: an unreachable model, a folder without weights or with damaged, quantized or other ones, a key that the
-            architecture does not have, an architecture that no causal model has.
+        Refused: the model cannot be reached, its weights are missing, damaged, quantized or do not match the
+            configuration, the architecture lacks a key of the yaml, or is not a causal language model.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
-    halves = pretrained and getattr(config, "is_encoder_decoder", False)  # without weights a decoder alone can be made
-    own_code = getattr(config, "auto_map", None) or {}  # in the model's repository
+    # a decoder can be built without published weights
+    halves = pretrained and getattr(config, "is_encoder_decoder", False)
+    own_code = getattr(config, "auto_map", None) or {}  # modeling code in the model's repository
     if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
         kind = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "not a causal language model"
         raise Refused(
@@ -98,13 +99,13 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
         _refuse_quantized(spec, config)
         _check_weights_files(name)
         _agree_with_files(spec, config)
-    elif hasattr(config, "quantization_config"):  # of published weights, which are not read
+    elif hasattr(config, "quantization_config"):  # describes the published weights, which are not loaded
         del config.quantization_config
     return config
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
-    """Refuses weights of fewer than 16 bits. Args: dtype: that of the files' headers, if they have such ones."""
+    """Refuses quantized weights. Args: dtype: the quantized dtype in the files' headers; None: it was not found."""
     parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
     says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if not says and dtype is None:
@@ -117,11 +118,11 @@ def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str |
 
 
 def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared | None:
-    """Changes the configuration's tie to what the files hold, if they are on this machine, and returns how they differ
-    from the model class.
+    """Compares weight files on this machine with the model class. If the files contain a separate output layer, unties
+    embedding and output layer in the configuration. Returns the differences; None: the files are not on this machine.
 
     Raises:
-        Refused: the files hold quantized weights, or layers that the configuration does not have.
+        Refused: the files contain quantized weights, or layers that the configuration does not have.
     """
     folder = _folder_here(spec.name)
     if folder is None:
@@ -146,7 +147,7 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs what of the files is not used, and a head that the configuration ties."""
+    """Logs tensors of the files that are not used, and a separate output layer that the configuration ties."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -162,12 +163,12 @@ def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
-    architecture = deepcopy(spec.architecture)  # a configuration changes what it is made of
+    architecture = deepcopy(spec.architecture)  # its constructor changes its arguments
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if spec.pretrained or architecture is None:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
-        config.update({key: value for key, value in changes.items() if key != "dtype"})  # its own config.json says it
+        config.update({key: value for key, value in changes.items() if key != "dtype"})  # config.json has the dtype
         return config
     if "model_type" not in architecture:
         raise Refused(
@@ -178,7 +179,8 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that was typed, or the published model's own; None: one is trained on the data."""
+    """Returns the tokenizer of `tokenizer=`, otherwise of the published model; None: a tokenizer is trained on the
+    data."""
     spec = run.model
     if run.tokenizer is not None:
         return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
@@ -191,7 +193,7 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
         raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
     try:
         return AutoConfig.for_model(model_type, **keys)
-    except Exception as error:  # a value of another kind, or values that contradict each other
+    except Exception as error:  # a value of a wrong type, or values that contradict each other
         raise Refused(f"model.architecture: {model_type} does not accept these values. {_last_line(error)}") from None
 
 
@@ -206,8 +208,8 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
-    """Refuses keys that the architecture lacks: transformers stores any key, so that a typing error would go
-    unnoticed."""
+    """Refuses keys that the architecture lacks, because transformers silently stores unknown keys, such as misspelled
+    ones."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     unknown = [key for key in unknown if not _is_read(config, key)]
@@ -236,10 +238,11 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
 
 
 def _check_weights_files(name: str) -> None:
-    """Opens every local file of weights: safetensors compares its header with the file's length, and reads no tensor.
+    """Opens every local weight file, which makes safetensors compare the header with the length of the file. Tensors
+    are not read.
 
     Raises:
-        Refused: a file that is cut short or damaged.
+        Refused: a file is truncated or damaged.
     """
     folder = Path(_place(name))
     for file in sorted(folder.glob("*.safetensors")):
@@ -256,7 +259,7 @@ def _check_weights_files(name: str) -> None:
 
 
 def _place(name: str, key: str = "model.name") -> str:
-    """Returns a hub id as it is, and a folder with `~` expanded.
+    """Returns a hub id unchanged, or a folder with `~` expanded.
 
     Raises:
         Refused: the path is not a folder, or cannot be read.
@@ -277,9 +280,9 @@ def _place(name: str, key: str = "model.name") -> str:
 
 
 def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
-    """Returns the dtype into which a run's weights are read: with a drive in 16 bits where no bit is lost, since the
-    host has no room for more. Args: in_16_bits: a checkpoint will replace the numbers, so 16 bits are always enough;
-    plans: no weight will be loaded, so that nothing is asked over the network."""
+    """Returns the dtype in which a run's weights are loaded. With a drive, 16-bit weights are loaded in 16 bits, since
+    host memory may not have room for fp32 copies. Args: in_16_bits: the values of the weights do not matter; plans: the
+    weights will not be loaded, so no request is sent to the hub."""
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
         return wide
@@ -287,9 +290,10 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights; None: they have several, or none are loaded as they are. In
-    this dtype a weight that is loaded is a page of its file, which the system gives up if memory is short. The headers
-    of the files say it, here or on the hub; a plan believes the configuration until they have been downloaded."""
+    """Returns the dtype of a model's published weights; None: the weights have several dtypes, or are not loaded
+    unchanged. Weights loaded in this dtype are mapped pages of their files, which the operating system can evict if
+    memory is short. The dtype is read from the headers of the files, here or on the hub; a plan uses the dtype of the
+    configuration until the files have been downloaded."""
     spec = described.spec
     if not spec.pretrained or described.added is not None:
         return None
@@ -298,8 +302,9 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
 
 
 def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`, so that their files' pages
-    may stay what holds them until they are sent to ranks. An adapter draws its numbers in the dtype of its base."""
+    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`; otherwise None. Weights in
+    this dtype can stay in mapped pages of their files until they are sent to ranks. Returns None for adapters, whose
+    initial values are drawn in the dtype of the base weights."""
     stored = None if run.adapter_class.freezes_base else stored_in(described, plans)
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
@@ -309,7 +314,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder_here(name: str) -> Path | None:
-    """Returns a model's folder, or that of a hub id in the cache; None: it has not been downloaded."""
+    """Returns a model's folder, or the cached folder of a hub id; None: the model has not been downloaded."""
     place = _place(name)
     if not Path(place).is_dir():
         try:
@@ -320,7 +325,8 @@ def _folder_here(name: str) -> Path | None:
 
 
 def _dtypes_here(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of the weights in a folder, or of a hub id's that are in the cache; empty: there are none."""
+    """Returns the dtypes of the weights in a folder or in the cache of a hub id; empty: no weights are on this
+    machine."""
     kinds, folder = set(), _folder_here(name)
     for file in folder.glob("*.safetensors") if folder else ():
         with safe_open(file, "pt") as weights:
@@ -329,10 +335,10 @@ def _dtypes_here(name: str) -> set[torch.dtype | None]:
 
 
 def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of a hub id's weights from the headers of its files, some kilobytes each."""
+    """Returns the dtypes of a hub id's weights. Downloads only the headers of its files, some kilobytes each."""
     try:
         return {_DTYPES.get(kind) for kind in get_safetensors_metadata(name).parameter_count}
-    except Exception:  # what fails here, such as the network, fails again as the weights are loaded, in a sentence
+    except Exception:  # errors, such as of the network, are reported when the weights are loaded
         return set()
 
 
@@ -343,11 +349,11 @@ def load(
 
     Args:
         described: the model.
-        weights_dtype: of the parameters.
+        weights_dtype: dtype of the parameters.
         quantization: quantizes published weights while they are loaded; None: no weight is quantized.
 
     Raises:
-        Refused: weights that cannot be loaded or lack a tensor; an attention this machine does not have.
+        Refused: the weights cannot be loaded or lack a tensor, or this machine does not have the attention.
     """
     spec = described.spec
     how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
@@ -396,8 +402,9 @@ def check_causal(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Returns whether the logits of position 0 change by a ten-thousandth with later tokens; in untrained encoders they
-    change by some thousandths. A model whose code does not run here fails in training."""
+    """Returns whether later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
+    untrained encoders the change is some thousandths. Returns False for a model whose code does not run here; training
+    reports its error."""
     training, device = model.training, next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
     model.eval()
@@ -413,14 +420,14 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 
 
 def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Builds a model with an attention. Every model has `eager`, which replaces a missing `sdpa`; a model that cannot
-    be built with `eager` either fails for another reason."""
+    """Builds a model with an attention implementation. If the model does not support `sdpa`, builds it with `eager`,
+    which every model supports. An error with both has another cause."""
     drawn = torch.get_rng_state()
     try:
         return build_with(attention)
     except (ImportError, ValueError) as error:
         reason = _first_line(error)
-    torch.set_rng_state(drawn)  # the second try starts as the first
+    torch.set_rng_state(drawn)  # the second attempt draws the same random numbers
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
@@ -444,8 +451,8 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def drawn_in_fp32() -> Iterator[None]:
-    """Initializes 16-bit parameters inside the `with` with rounded fp32 numbers, one tensor at a time: drawn in 16
-    bits, most distributions give other numbers."""
+    """Context manager in which 16-bit parameters are initialized with rounded fp32 numbers, one tensor at a time. Most
+    distributions give different numbers if they are drawn in 16 bits."""
 
     def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:
@@ -459,13 +466,13 @@ def drawn_in_fp32() -> Iterator[None]:
         return drawn
 
     draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
-    # torch's own modules start with the same functions, before transformers' rules do
+    # constructors of torch's modules call the same functions, before transformers initializes the weights
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
         yield
 
 
 def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """Says what may be wrong with a configuration whose model has weights that the files lack."""
+    """Returns advice on the configuration of a model with weights that the files lack."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
         return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."
@@ -478,7 +485,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
         model, info = AutoModelForCausalLM.from_pretrained(
             _place(name), config=config, use_safetensors=True, output_loading_info=True, **how
         )
-    except SafetensorError as error:  # cut short by a download or a copy, most often
+    except SafetensorError as error:  # usually a file that was not downloaded or copied completely
         raise Refused(
             f"model.name={name}: a weights file is damaged or incomplete ({_first_line(error)}). Download it again."
         ) from None
@@ -490,13 +497,13 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
             f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
             f"would be initialized at random. {_of_missing(model, missing)}"
         )
-    if here is None:  # they have been downloaded now
+    if here is None:  # from_pretrained has downloaded the files
         _tell_differences(spec, _agree_with_files(spec, model.config))
     return model
 
 
 def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder or a hub id that was typed for `key`."""
+    """Returns the tokenizer of a folder or a hub id. Args: key: the setting that named it, for messages."""
     place = _place(name, key)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
@@ -511,15 +518,15 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Tells what a folder's files hold besides the model. Raises Refused if seq_len exceeds the positions of the
-    architecture, published keys included."""
+    """Logs differences between the weight files of a folder and the model class. Raises: Refused: seq_len exceeds the
+    architecture's maximum sequence length."""
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
     if run.model.pretrained and _is_folder(run.model.name):
         _tell_differences(run.model, _agree_with_files(run.model, _configuration(run.model)))
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """Returns the longest sequence that the architecture takes; None if it has no limit."""
+    """Returns the maximum sequence length of the architecture; None if it has no limit."""
     text = config.get_text_config(decoder=True)
     return next(
         (longest for key in POSITIONS if isinstance(longest := getattr(text, key, None), int) and longest > 0), None

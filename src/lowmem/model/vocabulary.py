@@ -56,7 +56,8 @@ def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
 
 @torch.no_grad()
 def grow(model: PreTrainedModel, added: Added) -> None:
-    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of all others."""
+    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of all other
+    rows."""
     before = model.get_input_embeddings().num_embeddings
     old = sorted({*range(before)} - {*added.fresh})
     if added.rows > before:

@@ -2,8 +2,8 @@
 the next block.
 
 Streamed weights are copied to the device twice per *window* instead of twice per micro-batch, and each block's gradient
-is sent to the host once, already summed. So with clip=null the host steps the masters at once, and needs no buffer for
-sums of gradients.
+is sent to the host once, already summed. So with clip=null the host steps the masters immediately, and needs no buffer
+for sums of gradients.
 
 Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
 runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the

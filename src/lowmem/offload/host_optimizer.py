@@ -126,7 +126,7 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Queues all masters that have not stepped inside backward for the host thread, and returns at once. Each
+        """Queues all masters that have not stepped inside backward for the host thread, and returns immediately. Each
         module waits for its own weights before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)

@@ -110,7 +110,7 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """Like `add`, for a full gradient that is stepped at once: the first gradient of a window is not copied."""
+        """Like `add`, for a full gradient that is stepped immediately: the first gradient of a window is not copied."""
         if self.sum is None:
             self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:

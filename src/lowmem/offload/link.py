@@ -14,7 +14,8 @@ device instead. Jobs have one order, the order of the calls: if the "gradients" 
 queue first. Streamed weights are not sent back after a step: they are stepped in place in their `HostBlock`, and copied
 from there before their block computes.
 
-On a CPU, device and host share their memory: `Link` does the same work at once and in place, without copies or threads.
+On a CPU, device and host share their memory: `Link` does the same work immediately and in place, without copies or
+threads.
 """
 
 import queue

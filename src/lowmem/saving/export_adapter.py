@@ -1,8 +1,9 @@
-"""Writes model/ of a run with an adapter: the adapter alone, or with merge=true a plain model with it inside.
+"""Writes model/ of a run with an adapter: the adapter alone, or with merge=true the complete model with merged weights.
 
-peft reads an adapter folder: adapter_model.safetensors, and adapter_config.json, which names the base. A base in 4 bits
-differs from the published one, and the adapter has learned to correct the difference. So the adapter is merged into the
-4-bit weights, layer by layer, in fp32, and rounded once.
+PEFT reads an adapter folder: adapter_model.safetensors, and adapter_config.json, which names the base model. Weights
+that were quantized to 4 bits differ from the published weights, and the adapter has learned to compensate for the
+difference. So the adapter is merged into the dequantized 4-bit weights, layer by layer, in fp32, and the sum is rounded
+once.
 """
 
 import json
@@ -44,16 +45,16 @@ log = logging.getLogger(__name__)
 def export(
     network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
 ) -> None:
-    """Writes the adapter alone or the model with it inside, atomically. A merged network is a plain model afterwards.
+    """Writes the adapter alone or the merged model, atomically. After merging, `network` has no adapter.
 
     Args:
-        folder: without a dtype, a merged model is written in fp32, the adapter's dtype: rounded to a base's 16 bits it
-            would compute something else than was trained.
-        base: the published model or the folder that the network was loaded from; None: it started at random.
-        weights: the model's own reader; None: its parameters are at full precision.
+        folder: where to write. If its dtype is not set, a merged model is written in fp32, the adapter's dtype,
+            because rounding to the base's 16 bits would change the outputs.
+        base: the published model or the folder that the network was loaded from; None: initialized at random.
+        weights: reads the model's weights; None: its parameters are at full precision.
 
     Raises:
-        OverflowError: the folder's dtype cannot hold a number.
+        OverflowError: a weight is out of range of the folder's dtype.
     """
     weights = weights or Weights(network)
     if not is_adapted(network):
@@ -72,7 +73,7 @@ def export(
             return
         for _, p in trainable(network):
             p.data = weights.full(p)
-        network.cpu()  # in fp32 it may not fit on the card
+        network.cpu()  # the merged model in fp32 may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
     else:
@@ -89,12 +90,12 @@ def is_adapted(network: nn.Module) -> bool:
 
 @torch.no_grad()
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Merges the adapter in place, layer by layer, in fp32; no 4-bit weight stays. Args: dtype: of the new
-    parameters.
+    """Merges the adapter in place, layer by layer, in fp32. 4-bit weights are dequantized. Args: dtype: dtype of the
+    merged weights.
 
     Raises:
-        OverflowError: the dtype cannot hold a number.
-        Refused: two adapted layers share one weight.
+        OverflowError: a weight is out of range of the dtype.
+        Refused: two adapted layers share a weight.
     """
     _refuse_shared(network)
     rounding = Rounding(dtype)
@@ -110,8 +111,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _refuse_shared(network: PreTrainedModel) -> None:
-    """Refuse to merge adapters of layers whose weights are tied, as in Zamba: each layer has an adapter of its own, and
-    the one weight cannot hold several."""
+    """Refuses to merge if adapted layers share a weight, as in Zamba: each layer has a separate adapter, and one weight
+    cannot contain several."""
     from peft.tuners.lora import LoraLayer
 
     tied = getattr(network, "all_tied_weights_keys", None) or {}
@@ -125,8 +126,8 @@ def _refuse_shared(network: PreTrainedModel) -> None:
 
 
 def _names(network: nn.Module) -> list[str]:
-    """Returns the names of the layers that are replaced."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, with what it imports
+    """Returns the names of the layers that merging replaces."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # importing PEFT takes seconds
 
     names = [
         name
@@ -137,7 +138,7 @@ def _names(network: nn.Module) -> list[str]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """Returns the plain layer with the adapter inside, its weights in fp32."""
+    """Returns a layer without an adapter, with the merged weights in fp32."""
     if _computes_weights(layer):
         return layer.unpacked(torch.float32)
     base = layer.get_base_layer()
@@ -150,8 +151,8 @@ def _merged(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
-    """Replaces the layers of a sharded model by plain ones, whose weights are gathered and merged when they are
-    read."""
+    """Replaces the adapted layers of a sharded model by ordinary layers, whose weights are gathered and merged when the
+    export reads them."""
 
     def gathered(layer: nn.Module, key: str) -> Tensor:
         full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
@@ -170,7 +171,7 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
 
 
 def _without_numbers(layer: nn.Module) -> nn.Module:
-    """Returns the plain layer that replaces one, with its bias, and with weights that have no memory yet."""
+    """Returns the layer that replaces an adapted layer: with its bias, and with a weight on the meta device."""
     base = layer if _computes_weights(layer) else layer.get_base_layer()
     if _computes_weights(base):
         return base.unpacked(torch.float32, "meta")
@@ -180,8 +181,8 @@ def _without_numbers(layer: nn.Module) -> nn.Module:
 
 
 def _computes_weights(module: nn.Module) -> bool:
-    """Returns True for a layer in 4 bits, and for experts in 4 bits or with LoRA."""
-    from lowmem.techniques.adapter.nf4 import NF4Linear  # its operators take seconds too
+    """Returns True for a 4-bit layer, and for experts that are in 4 bits or have LoRA."""
+    from lowmem.techniques.adapter.nf4 import NF4Linear  # importing bitsandbytes takes seconds
 
     return isinstance(module, ComputedExperts | NF4Linear)
 
@@ -190,7 +191,8 @@ def _computes_weights(module: nn.Module) -> bool:
 
 
 def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
-    """Writes the adapter alone, as PEFT would. Args: folder: exists; dtype: None: that of the adapter."""
+    """Writes the adapter alone, in PEFT's format. Args: folder: an existing folder; dtype: None: the dtype of the
+    adapter."""
     adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in trainable(network)})
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
     if dtype:
@@ -209,7 +211,8 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
 
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns what the header of the weights' file says of a quantized base: empty if it is not quantized."""
+    """Returns the entries about a quantized base for the header of the weight file; empty if the base is not
+    quantized."""
     from lowmem.techniques.adapter.nf4 import NF4Stack
 
     packed_layers = [module for module in network.modules() if isinstance(module, Packed)]
@@ -221,7 +224,7 @@ def _base_of(network: PreTrainedModel) -> dict[str, str]:
 
 
 def _peft_config(network: PreTrainedModel, base: str) -> dict:
-    """Returns peft's configuration with sorted sets: unsorted, the same adapter would have other bytes each time."""
+    """Returns PEFT's configuration. Sets are sorted, so that equal adapters give equal files."""
     (config,) = network.peft_config.values()
     settings = config.to_dict() | {
         "base_model_name_or_path": str(Path(base).expanduser().absolute())
@@ -236,7 +239,7 @@ def _peft_config(network: PreTrainedModel, base: str) -> dict:
 
 
 def _has_conv1d(network: PreTrainedModel) -> bool:
-    """Returns whether the base's matrices are transposed, as GPT-2's."""
+    """Returns whether the base model's matrices are stored transposed, as in GPT-2."""
     return any(
         isinstance(module, Conv1D) or (isinstance(module, Packed) and module.transposed) for module in network.modules()
     )
@@ -250,12 +253,12 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """Returns the model that an adapter belongs to, if its folder names it."""
+    """Returns the base model of an adapter folder; None: the folder does not name one."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def adapter_config_of(folder: Path) -> dict:
-    """Returns the settings of `adapter=` with which a run goes on training the adapter of a folder."""
+    """Returns the settings of `adapter=` that continue training the adapter in a folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))

@@ -138,7 +138,7 @@ def data(
         run: the settings.
         saved: the checkpoint to continue from.
         ranks: the strategy; its ranks divide the rows.
-        texts: the run's open data; None: open them.
+        texts: the run's data, already open; None: it is opened here.
     """
     texts = texts or open_texts(run)
     train = texts.windows(run, ranks, saved.position if saved else START)

@@ -1,7 +1,7 @@
-"""Chooses which of the model's own weights are trained: all of them, or all that `freeze=` does not name.
+"""Freezes weights of the model by name; all other weights are trained.
 
-A frozen weight has no gradient, optimizer state, master or decay, and is in no checkpoint. It costs quality: the model
-can only become what the other weights can make of it.
+A frozen weight has no gradient, optimizer state, master or weight decay, and checkpoints do not contain it. The price
+is quality, because fewer weights can adapt to the data.
 """
 
 import logging
@@ -21,10 +21,11 @@ def none(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes weights. Args: patterns: of names, such as `transformer.wte.*`. A tied tensor has all of its names.
+    """Freezes parameters in place. Args: patterns: patterns of parameter names, such as `transformer.wte.*`; a tied
+    parameter matches by any of its names.
 
     Raises:
-        Refused: a pattern that matches no parameter; nothing left to train.
+        Refused: a pattern matches no parameter, or no parameter is left to train.
     """
     every = list(model.named_parameters(remove_duplicate=False))
     before = {p for p in model.parameters() if not p.requires_grad}

@@ -1,25 +1,26 @@
-"""A linear layer whose matrix is stored in 4 bits: 0.52 bytes per parameter instead of 2 or 4.
+"""Stores the matrices of linear layers and fused experts in 4 bits: 0.52 bytes per parameter instead of 2 or 4.
 
-Each block of 64 elements is divided by its largest, and each element is then rounded to one of NF4's 16 values, which
-cut a normal distribution into equal shares. The scales, one per block, are themselves stored in 8 bits, with one scale
-per 256 of them (double quantization). For each product, forward and backward, the matrix is dequantized into the
-product's dtype and dropped again, so that autograd saves nothing of it. It costs that work, and a rounding by some 9 %
-of each weight's size. So the matrix cannot be trained, only what is added to its product. Source: Dettmers et al. 2023,
-arXiv 2305.14314.
+Each block of 64 elements is divided by its largest magnitude, and each element is rounded to one of the 16 values of
+NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
+second-level scale per 256 scales (double quantization). For each product, forward and backward, the matrix is
+dequantized to the product's dtype and then freed, so autograd saves no copy of the matrix. The price is the time to
+dequantize, and a rounding error of about 9 % of each weight. The quantized matrix cannot be trained; adapters add a
+trained term to its product. Source: Dettmers et al. 2023, arXiv 2305.14314.
 
-The arithmetic is bitsandbytes', the layer is not. bitsandbytes' layer repacks its matrix when it is evaluated on a CPU
-with AVX512-BF16, after which all gradients through it are silently wrong; it stores its scales where neither a ledger
-nor a trace sees them; and on a CPU it reads a matrix whose rows are not a multiple of 64 in wrong blocks. Here blocks
-run over the flat matrix, padded with zeros, which a CPU also reads up to ten times as fast.
+The operators are bitsandbytes', but not its layer, for three reasons. On a CPU with AVX512-BF16 bitsandbytes' layer
+repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. It stores its
+scales where neither the memory ledger nor a trace finds them. On a CPU it misplaces the blocks of a matrix whose rows
+are not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros, which a CPU also reads up to ten
+times as fast.
 
-Fused experts are packed too, expert by expert, to the codes of unfused matrices.
+Fused experts are quantized expert by expert, to the codes that separate matrices would have.
 """
 
 import logging
 import math
 from collections.abc import Sequence
 
-import bitsandbytes  # noqa: F401  (whose operators torch knows by name from then on)
+import bitsandbytes  # noqa: F401  (registers its operators in torch.ops)
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import create_dynamic_map
@@ -38,20 +39,21 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
-with torch.device("cpu"):  # read once: a trace would count the hundreds of numbers for every matrix
+with torch.device("cpu"):  # created once: otherwise a trace would count its tensors for every matrix
     SCALES = create_dynamic_map().tolist()  # the 256 values of a scale in 8 bits
-PIECE = 1 << 22  # elements that are quantized at once: on a CPU it takes some 20 bytes each
+PIECE = 1 << 22  # elements to quantize at once: on a CPU an element needs about 20 bytes of temporary memory
 
 
 class NF4Linear(nn.Linear, Packed):
-    """Computes x (..., in) -> (..., out) like the layer from which it is made, up to the rounding to 4 bits.
+    """Computes x (..., in) -> (..., out) like a given layer, up to the rounding to 4 bits.
 
     Args:
-        layer: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. Its bias is taken over, and is not trained.
+        layer: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. The new layer keeps the bias, which is
+            not trained.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would first allocate a matrix
+        nn.Module.__init__(self)  # the constructor of nn.Linear would allocate a matrix
         self.transposed = isinstance(layer, Conv1D)
         matrix = layer.weight.detach().t() if self.transposed else layer.weight.detach()  # (out, in)
         self.out_features, self.in_features = matrix.shape
@@ -109,7 +111,7 @@ class NF4Linear(nn.Linear, Packed):
 
 
 class _Product(torch.autograd.Function):
-    """The product with the matrix; it saves the layer, and no tensor."""
+    """The product with the dequantized matrix. For backward it saves a reference to the layer, but no tensor."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -123,9 +125,11 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Stack(nn.Module, Packed):
-    """Fused experts (experts, rows, columns), each quantized like the matrix of an `NF4Linear`, to the same codes.
+    """Fused experts (experts, rows, columns). The matrix of each expert gets the codes that an `NF4Linear` would give
+    it.
 
-    The codes and scales of an expert are padded to whole blocks of scales, so that one call dequantizes all experts.
+    The codes and scales of each expert are padded to complete blocks of scales, so that one call dequantizes all
+    experts.
     """
 
     transposed = False
@@ -134,11 +138,11 @@ class NF4Stack(nn.Module, Packed):
         super().__init__()
         self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
         elements = experts[0].numel()
-        self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert
-        # Expert by expert, so that no second copy of the stack is made.
+        self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert, with padding
+        # expert by expert, because a padded copy of the full stack would double the memory
         codes, scales = zip(*(_in_codes(F.pad(e.flatten(), (0, self.padded - elements))) for e in experts), strict=True)
         scales, own = torch.stack(scales), -(-elements // BLOCK)
-        # The mean of a row may be summed in another order than that of a matrix alone.
+        # separate calls: `mean` of a 2-D tensor may sum in a different order than `mean` of a vector
         mean = torch.stack([of_expert.mean() for of_expert in scales[:, :own]])[:, None]  # (experts, 1)
         centred = (scales - mean).index_fill_(1, torch.arange(own, scales.shape[1], device=scales.device), 0.0)
         for name, tensor in {"codes": torch.cat(codes), **_scales_in_codes(centred.flatten()), "mean": mean}.items():
@@ -160,7 +164,7 @@ class NF4Stack(nn.Module, Packed):
 
 
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
-    """Quantizes stacks of this module's experts in place. Args: names: of 3-D parameters."""
+    """Quantizes stacks of a module with fused experts, in place. Args: names: names of 3-D parameters."""
     for name in names:
         stack = NF4Stack(getattr(experts, name).detach())
         delattr(experts, name)
@@ -169,21 +173,21 @@ def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
 
 
 def _scales(layer: nn.Module) -> Tensor:
-    """Returns the fp32 scales of a layer's blocks, which are the largest magnitudes in them."""
+    """Returns the fp32 scales of a layer's blocks. The scale of a block is its largest magnitude."""
     scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
     return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
 
 
 def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns the first elements of a layer's blocks in this shape."""
+    """Dequantizes a layer, and returns its first elements as a tensor of the given shape."""
     scales = _scales(layer)
     blocks = ops.dequantize_4bit(layer.codes, scales, BLOCK, "nf4", (len(scales), BLOCK), dtype)
     return blocks.flatten()[: math.prod(shape)].view(shape)
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits, with their
-    own scales, the table of their 256 values, and their mean."""
+    """Quantizes a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits; the
+    second-level scales; the table of the 256 values of a scale; and the mean of the scales."""
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
     return {"codes": codes, **_scales_in_codes(scales - mean), "mean": mean}
@@ -203,18 +207,18 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantizes every matrix of the model that is not quantized yet, one after the other, except embeddings, the head,
-    and routers, whose choice of experts would change. It runs on the host wherever the model will be trained, so that
-    the same weights get the same codes everywhere.
+    """Quantizes all matrices of the model that are not quantized yet, one by one. Embeddings, the head and routers are
+    left out; a rounded router would choose other experts. Quantization always runs on the host, because the codes must
+    not depend on the device.
 
     Args:
-        with_experts: also experts that are fused into one tensor.
+        with_experts: also quantize fused experts.
 
     Raises:
-        Refused: a model without such a matrix.
+        Refused: the model has no matrix to quantize.
     """
     for name in [name for name, layer in linear_layers(model).items() if not isinstance(layer, NF4Linear)]:
-        # the layer is looked up by name, so that nothing else refers to it once it is replaced
+        # looked up by name: a list of the layers would keep them alive after they are replaced
         model.set_submodule(name, NF4Linear(model.get_submodule(name)))
     for name, keys in fused_experts(model).items() if with_experts else ():
         pack_experts(model.get_submodule(name), keys)

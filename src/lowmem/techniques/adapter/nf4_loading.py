@@ -1,9 +1,9 @@
-"""Quantizes published weights to NF4 while transformers loads them: one tensor at a time is in 16 or 32 bits.
+"""Quantizes published weights to NF4 while transformers loads them, so only one tensor at a time is in 16 or 32 bits.
 
-Quantized after loading, a model would first be in host memory as a whole: 57 GiB for the 30B parameters of a mixture
-whose experts transformers joins into stacks, of which 17 GiB remain. transformers calls a quantizer for each tensor
-once it has been read, converted and joined. This quantizer makes the packed layers of `nf4.py` in place, with the codes
-that `nf4.quantize` makes after loading.
+If a model were quantized after loading, host memory would first hold the complete unquantized model: 57 GiB for a
+mixture of 30B parameters whose experts transformers joins into stacks; quantized, the model takes 17 GiB. transformers
+calls a quantizer for each tensor once the tensor has been read, converted and joined. This quantizer creates the
+quantized layers of `nf4.py`, with the same codes as `nf4.quantize` after loading.
 """
 
 import torch
@@ -20,7 +20,7 @@ from lowmem.model.linear_layers import linear_layers
 from lowmem.techniques.adapter.nf4 import NF4Linear, pack_experts
 from lowmem.techniques.adapter.stacks import NF4
 
-METHOD = "lowmem_nf4"  # the name under which transformers finds the quantizer
+METHOD = "lowmem_nf4"  # name of the quantizer in the registry of transformers
 
 
 @register_quantization_config(METHOD)
@@ -33,10 +33,11 @@ class NF4WhileLoading(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class NF4Quantizer(HfQuantizer):
-    """Replaces layers and stacks of experts by packed ones as their weights arrive.
+    """Replaces layers and stacks of experts by quantized ones as soon as their weights are loaded.
 
-    Layers that transformers loads in another dtype than the model, and subclasses of nn.Linear, which may compute more
-    than a product, are left to `nf4.quantize`. The loaded model shows no trace of the quantizer.
+    `nf4.quantize` handles all other layers later: layers that transformers loads in another dtype than the model, and
+    subclasses of nn.Linear, which may compute more than a product. The loaded model does not keep any setting of the
+    quantizer.
     """
 
     is_trainable = True
@@ -53,7 +54,7 @@ class NF4Quantizer(HfQuantizer):
         }
         experts = fused_experts(model) if self.quantization_config.with_experts else {}
         self.stacks = [f"{name}.{key}" for name, keys in experts.items() for key in keys]
-        self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights that have not arrived
+        self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights that are not loaded yet
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
@@ -63,13 +64,13 @@ class NF4Quantizer(HfQuantizer):
         return Pack(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
-        for name in self.stacks:  # in the order in which `nf4.quantize` packs them: a digest depends on it
+        for name in self.stacks:  # restore the order of `nf4.quantize`, because a digest of the buffers depends on it
             experts, _, key = name.rpartition(".")
             parts = model.get_submodule(experts)._modules
             if key + NF4 in parts:
                 parts[key + NF4] = parts.pop(key + NF4)
         for name, p in model.named_parameters():
-            if p.shape != self.shapes[name]:  # transformers 5.17 compares them only without a quantizer
+            if p.shape != self.shapes[name]:  # transformers 5.17 checks shapes only without a quantizer
                 raise RuntimeError(f"{name} has shape {tuple(p.shape)}, expected {tuple(self.shapes[name])}.")
         for module in model.modules():
             if isinstance(module, NF4Linear) and module.bias is not None:
@@ -81,7 +82,7 @@ class NF4Quantizer(HfQuantizer):
 
 
 class Pack(ConversionOps):
-    """Packs the tensors that have arrived, and returns the others."""
+    """Quantizes loaded tensors in place, and returns the tensors that are not quantized."""
 
     def __init__(self, quantizer: NF4Quantizer) -> None:
         self.quantizer = quantizer
@@ -102,10 +103,11 @@ class Pack(ConversionOps):
         return others
 
     def _packs(self, model: PreTrainedModel, name: str, tensor: Tensor) -> bool:
-        """Packs a weight into its layer, unless its shape or dtype is not the layer's."""
+        """Quantizes a weight and replaces its layer. Returns False, and does nothing, if the weight does not have the
+        layer's shape and dtype."""
         place, _, key = name.rpartition(".")
         layer = model.get_submodule(place)
-        expected = getattr(layer, key)  # without memory
+        expected = getattr(layer, key)  # on the meta device
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             return False
         layer.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
@@ -116,5 +118,5 @@ class Pack(ConversionOps):
             pack_experts(layer, [key])
             packed = layer
         for part in packed.modules():
-            part._is_hf_initialized = True  # else transformers initializes a copy
+            part._is_hf_initialized = True  # otherwise transformers initializes a copy
         return True

@@ -1,9 +1,9 @@
-"""LoRA beside matrices that are stored in 4 bits: 0.52 bytes per parameter remain of a model's own weights.
+"""LoRA on a base model whose matrices are stored in 4 bits: 0.52 bytes per parameter.
 
-The base is quantized while it is loaded (`nf4_loading.py`); a random start, once it has been drawn (`nf4.py`). LoRA
-(`lora.py`) is trained beside it, and recovers a part of what 4 bits took from it. It costs that each matrix is
-dequantized for each product, forward and backward, and that the adapter fits this base alone. Source: Dettmers et al.
-2023, arXiv 2305.14314.
+Published weights are quantized while they are loaded (`nf4_loading.py`), random initial weights after they are
+initialized (`nf4.py`). The LoRA matrices (`lora.py`) are trained on top of the quantized weights, and compensate for
+part of the quantization error. The price: each matrix is dequantized for each product, forward and backward, and the
+adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
 """
 
 from transformers import PreTrainedModel
@@ -15,8 +15,7 @@ from lowmem.techniques.adapter.nf4_loading import NF4WhileLoading
 
 
 class QLoRA(LoRA):
-    """LoRA on a quantized base. Args and Raises: see `LoRA`; a model without a matrix to quantize is
-    refused too."""
+    """LoRA on a quantized base. Args and Raises: see `LoRA`. Also refused: a model that has no matrix to quantize."""
 
     in_4_bits = True
 

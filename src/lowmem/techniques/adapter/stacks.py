@@ -42,7 +42,7 @@ class ComputedExperts:
         return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def __reduce__(self) -> tuple:
-        """Lets a module of a class that was made here be copied and pickled."""
+        """Supports copying and pickling, although the class of the module is created at run time."""
         return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
@@ -91,7 +91,7 @@ def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
 
 
 def adapt(experts: nn.Module, names: Iterable[str], r: int, scaling: float) -> None:
-    """Adds LoRA to stacks. Args: names: of 3-D parameters or packed stacks; others: see `StackLoRA`."""
+    """Adds LoRA to stacks. Args: names: names of 3-D parameters or quantized stacks; r, scaling: see `StackLoRA`."""
     names = list(names)
     for name in names:
         stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
@@ -100,7 +100,7 @@ def adapt(experts: nn.Module, names: Iterable[str], r: int, scaling: float) -> N
 
 
 def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
-    """Returns the parameter or the packed module of a stack."""
+    """Returns the parameter that stores a stack, or the module that stores the stack in 4 bits."""
     return experts._modules.get(name + NF4, experts._parameters.get(name))
 
 
@@ -111,7 +111,7 @@ def computed_stacks(experts: nn.Module) -> list[str]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the names of modules with fused experts, each with the names of its stacks, packed ones included."""
+    """Returns the names of modules with fused experts, each with the names of its stacks, quantized stacks included."""
     found = {name: [*keys] for name, keys in fused_experts(model).items()}
     for name, module in model.named_modules():
         if isinstance(module, ComputedExperts):
@@ -140,7 +140,8 @@ def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Ten
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which a product with this input is computed: autocast's, or that of the input."""
+    """Returns the dtype of matrix products with the input x: the dtype of autocast if enabled, otherwise the dtype of
+    x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

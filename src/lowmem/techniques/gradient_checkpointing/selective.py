@@ -10,7 +10,7 @@ A model may change a result in place (Gemma 3n adds to a product); returning it 
 result that was changed, in its block or later, is recomputed. To detect changes, `Keep` records the version counters of
 all tensors that share memory with a result. torch's `create_selective_checkpoint_contexts` compares only the version of
 the product, and misses changes to the output of a linear layer, which shares the memory but has a separate version
-counter. Results in host memory (`SentResult`) are copied at once, so later changes do not matter.
+counter. Results in host memory (`SentResult`) are copied immediately, so later changes do not matter.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Cross entropy with the logits of one tile of the vocabulary at a time, for all tokens with a label.
 
     forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
-    backward    for each tile: logits again -> their gradient -> gradient (C, H) of the tile, complete at once
+    backward    for each tile: logits again -> their gradient -> complete gradient (C, H) of the tile
 
 `loss=chunked` sums the gradient of the head's weight (V, H) over its chunks in fp32, which with 16-bit weights is often
 the peak of the run. Here the gradient of a tile is a single product over all tokens: 2 bytes per element of the head

@@ -28,7 +28,7 @@ from lowmem.system.scratch_file import PAGE, Drive, is_memory
 # Keys of a model's config that may hold the maximum sequence length.
 POSITIONS = ("max_position_embeddings", "n_positions")
 OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name a trained run or model
-TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # in a yaml
+TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # a `_target_` in a yaml
 # lowmem's own keys of conf/optim. All other keys are arguments of the class that a yaml names.
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 

@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 CONF = Path(__file__).resolve().parents[3] / "conf"
 # Keys whose value is taken literally, even if its characters have a meaning for Hydra.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created if they are missing
-PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")  # they exist, here or on a hub
+# names of existing files or folders, or of hub repositories
+PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")
 PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.drive", "drive")
 UNSPLIT = (*FOLDERS, "may_change", "prompt")  # commas do not separate values, not even in a sweep
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
@@ -157,7 +158,7 @@ def _named(item: object, group: Path) -> list[str]:
     """Returns the choices for which an item of a sweep over a group stands."""
     if not isinstance(item, Glob):
         return ["null" if item is None else item.text if isinstance(item, QuotedString) else str(item)]
-    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # in [16,32*], 16 is an integer
+    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # 16 in [16,32*] is an integer
     return patterns.filter(sorted(file.stem for file in group.glob("*.yaml")))
 
 

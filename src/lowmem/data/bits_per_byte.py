@@ -1,8 +1,9 @@
 """Converts a validation loss to bits per byte of the predicted text, which do not depend on the tokenizer.
 
 For text without gaps the token store knows the bytes of each document. For other data, such as the answers of a chat or
-separate documents, all labels are read once. A run of labels counts as many bytes as it adds to the text of the tokens
-before it, since a token decoded alone may lose a space or be half a character.
+separate documents, all labels are read once. Consecutive labels are decoded together with the tokens before them, and
+the bytes that they add to the text are counted, because a token that is decoded separately may lose a space or contain
+an incomplete character.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Makes windows of micro-batches from rows of tokens, in an order that depends on the seed alone.
 
 An epoch reads every sequence (a row of a split, `packing.py`) once, in a permutation drawn from (seed, epoch). The
-sizes of micro-batches and windows and the number of devices decide where this order is cut, and never change it. The
-only exception is packing=padded, which sorts rows so that micro-batches have rows of similar length.
+sizes of micro-batches and windows and the number of devices only divide this order, and never change it. The only
+exception is packing=padded, which sorts rows so that micro-batches have rows of similar length.
 
 A window carries the position *after* it. Training stores that position when the window is done, so a resume never skips
 a window that was prefetched but not trained on.
@@ -28,8 +28,8 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model at once. A loss that needs more than tokens has a subclass, which adds tensors
-    with equally many rows, and defines `weight`, the divisor of the sum of losses."""
+    """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
+    with as many rows, and defines `weight`, the divisor of the sum of losses."""
 
     UNIT: ClassVar[str] = "tokens"  # what `weight` counts
     ROWS: ClassVar[int] = 1  # rows of an example: both rows of a pair stay on one device
@@ -274,7 +274,7 @@ class WindowLoader:
         stop = end.sequence or len(order)
         micro_batches, every = [], []
         for begin in range(start.sequence, stop, per_step):
-            rows = order[begin : min(begin + per_step, stop)]  # of all devices
+            rows = order[begin : min(begin + per_step, stop)]  # rows of all devices
             batch = self.sequences.micro_batch(rows)
             every.append((batch.input_tokens, batch.learned_tokens, batch.weight))
             micro_batches.append(self.share.rows_of(batch))
@@ -299,7 +299,7 @@ class ValidationLoader:
     """Yields the first `limit` sequences of a validation set, in order, in micro-batches of the training size.
 
     Args:
-        name: of the set; empty if it is the only one.
+        name: name of the validation set; empty if there is only one set.
     """
 
     def __init__(self, sequences: Rows, share: Share, limit: int, name: str = "") -> None:
@@ -308,7 +308,7 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns how many tokens of the split are predicted; the first token is not."""
+        """Returns the number of predicted tokens in rows without gaps: all tokens but the first."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:
@@ -321,8 +321,8 @@ class ValidationLoader:
 
 
 class Groups:
-    """Yields the micro-batches of a validation set in groups; each group is evaluated at once. Args: size:
-    micro-batches of a group."""
+    """Yields the micro-batches of a validation set in groups that are evaluated together. Args: size: micro-batches per
+    group."""
 
     def __init__(self, micro_batches: ValidationLoader, size: int = 1) -> None:
         self.micro_batches, self.size = micro_batches, size

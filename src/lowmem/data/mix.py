@@ -27,7 +27,8 @@ MOST = 1 << 30  # rows of an epoch: a permutation of them takes 8 GB
 
 
 class Mix(Openable):
-    """A mixture. Args: shares: by source; None reads every row of every source once per epoch."""
+    """A mixture of sources. Args: shares: name of a source -> its share of the labels; None: every row of every source
+    is read once per epoch."""
 
     name = "mix"
 
@@ -83,7 +84,8 @@ class Mix(Openable):
 
     def opened(self, wanted: RowSettings) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
-        dress(tokenizer, self)  # before any source is read: the documents of all begin and end in the same tokens
+        # before any source is read, so that documents of all sources begin and end with the same tokens
+        dress(tokenizer, self)
         wanted = wanted._replace(tokenizer=tokenizer)
         opened = {name: _opened(name, source, wanted) for name, source in self.parts.items()}
         train = Mixed({name: source.train for name, source in opened.items()}, self.shares)
@@ -124,7 +126,7 @@ class Mixed(Rows):
         self.per_row = [_per_row(rows) for rows in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
-        self.ends = np.cumsum(self.counts)  # in rows of the mixture
+        self.ends = np.cumsum(self.counts)  # row number after the last row of each source
         # an incomplete last pass reads a fixed random selection of rows, the same in every epoch, instead of the rows
         # at the beginning of the source
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]

@@ -20,7 +20,7 @@ class RowSettings(NamedTuple):
 
     Args:
         bpe_size: vocabulary size of the tokenizer that is trained on the source if the model has none.
-        special_tokens: of that tokenizer, besides the end-of-text token.
+        special_tokens: special tokens of this new tokenizer, besides the end-of-text token.
     """
 
     cache_dir: Path
@@ -43,8 +43,8 @@ class Openable(Source):
 
     @classmethod
     def rows_class(cls, data: Mapping) -> type[Rows]:
-        """Returns the class of this source's rows. The planner traces its `example`, and a loss is asked whether it
-        accepts that. Args: data: the arguments of this class."""
+        """Returns the class of this source's rows, before the source is opened. The planner traces the class's
+        `example`, whose type also shows whether the loss accepts such rows. Args: data: the arguments of the source."""
         return packing.rows_class(data)
 
     def opened(self, wanted: RowSettings) -> Opened:

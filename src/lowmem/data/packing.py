@@ -35,7 +35,7 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-POOL = 4096  # documents that are sorted by length: more leave less padding, and mix the batches less
+POOL = 4096  # documents that are sorted by length together; larger pools need less padding, but mix the documents less
 AT_ONCE = 1 << 22  # tokens whose label bits are unpacked at once
 SAMPLES, SAMPLE = 64, 1 << 14  # number and length, in tokens, of the samples that identify a text
 FILLER = 0  # a token id that every vocabulary has
@@ -259,7 +259,7 @@ PACKINGS = {"joined": Joined, "documents": Documents, "padded": Padded}
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> Rows:
-    """Returns rows of at most `seq_len` tokens. Args: name: of the split, train or val.
+    """Returns rows of at most `seq_len` tokens. Args: name: name of the split, train or val.
 
     Raises:
         Refused: the split has no row or no token to learn, or with too_long=refuse a document that is too long.

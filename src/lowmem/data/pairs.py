@@ -1,12 +1,12 @@
-"""Makes rows of preference pairs: two answers to the same prompt, of which people prefer one.
+"""Makes rows of preference pairs: a chosen and a rejected answer to one prompt.
 
 A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
-rejected one. Labels are the tokens of the answers. `PaddedPairs` gives each answer its own row, and both rows of a pair
-are adjacent; `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or devices, since
-its loss depends on both answers. `rated.py` has the rows of answers that were rated one by one.
+rejected answer. Labels are the tokens of the answers. `PaddedPairs` gives each answer its own row, and both rows of a
+pair are adjacent; `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or devices,
+since its loss depends on both answers. `rated.py` has the rows of answers that were rated one by one.
 
-Batches carry the number of labels of each answer, so that pairs can be counted without reading tokens, and for losses
-with a reference model its log-probabilities (`training/reference.py`).
+Batches contain the number of labels of each answer, so that pairs can be counted without reading tokens. For losses
+with a reference model, batches also contain its log-probabilities (`training/reference.py`).
 """
 
 import logging
@@ -89,7 +89,7 @@ class AnswerRows:
     """The base class of rows of answers. Units, which are pairs or rated answers, are selected as a whole, in place of
     documents."""
 
-    fits: str  # for a refusal: the tokens that have to fit into seq_len
+    fits: str  # text for messages: the tokens that must fit into seq_len
     batch: type[AnswerBatch]
     reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
 
@@ -106,7 +106,7 @@ class AnswerRows:
         """Returns the documents of each unit, (units, ANSWERS).
 
         Args:
-            lengths: of all documents, (documents,); 0: the record was rated and lacks this answer.
+            lengths: (documents,), lengths of all documents; 0: the record was rated and lacks this answer.
         """
         raise NotImplementedError
 
@@ -268,7 +268,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of pairs.
 
     Args:
-        name: of the split, train or val.
+        name: name of the split, train or val.
 
     Raises:
         Refused: see `AnswerRows` and `_Pairs`.

@@ -23,7 +23,7 @@ class Random(Openable):
 
     Args:
         rows, val_rows: sequences per epoch, and in validation.
-        seed: of the tokens.
+        seed: seed of the random tokens.
     """
 
     rows: int

@@ -176,7 +176,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of rated answers.
 
     Args:
-        name: of the split, train or val.
+        name: name of the split, train or val.
 
     Raises:
         Refused: see `RatedAnswers`.

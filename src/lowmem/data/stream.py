@@ -32,7 +32,7 @@ class Stream(Openable):
     """A streamed source.
 
     Args:
-        records: of a data set.
+        records: the source of records.
         block: number of documents that are permuted together.
         val_rows: number of rows of the validation split, or of the beginning of the only split, which epochs then skip.
     """
@@ -76,7 +76,8 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
-        """Yields the blocks that have rows. Args: state: of the stream; None begins after the validation rows."""
+        """Yields the blocks that have rows. Args: state: state of the stream to continue from; None: the first row
+        after the validation rows."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -137,7 +138,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
 
 
 class RowBlock(NamedTuple):
-    """A block of rows. Args: state: of the stream before the block; None for the first block."""
+    """A block of rows. Args: state: state of the stream before the block; None: the first block."""
 
     state: dict | None
     number: int

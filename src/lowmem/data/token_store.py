@@ -98,9 +98,9 @@ def tokenize(
     """Reads a source's tokens from the cache, or tokenizes the source and writes them.
 
     Args:
-        vocab_size: of the byte-level BPE that is trained on the training text if `tokenizer` is None.
+        vocab_size: vocabulary size of the byte-level BPE that is trained on the training text if `tokenizer` is None.
         tokenizer: the pretrained model's tokenizer.
-        special_tokens: of the BPE, besides the end-of-text token.
+        special_tokens: special tokens of this BPE, besides the end-of-text token.
 
     Raises:
         Refused: a file cannot be read or is not text, the source is empty, validation text is also training text, or

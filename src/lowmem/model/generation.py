@@ -101,7 +101,7 @@ class TextGenerator:
     """Continues prompts with a model in evaluation mode.
 
     Args:
-        model, tokenizer: from transformers.
+        model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
         synced: other processes have shards of the model, so all processes continue until the last one is done.
         stopped: called before each token; returns True to end the text.

@@ -1,4 +1,4 @@
-"""Finds the linear layers of a model that an adapter or 4 bits may change."""
+"""Finds the linear layers of a model that can be adapted or quantized to 4 bits."""
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,12 @@ from transformers.pytorch_utils import Conv1D
 from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed
 
-TOLERANCE = 0.02  # of a product in 16 bits; a layer that computes more differs by the size of its result
+TOLERANCE = 0.02  # tolerance of a 16-bit product; a layer that computes more differs by about the size of its result
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Returns the linear layers that compute a product and nothing else, by name. The head, routers, and layers that
-    share the embedding's matrix are left out."""
+    """Returns name -> layer for the linear layers that compute only a matrix product. Excluded are the head, routers,
+    and layers that share the embedding's matrix."""
     head, tokens, no_layers = model.get_output_embeddings(), model.get_input_embeddings().weight, routers(model)
     return {
         name: layer

@@ -68,7 +68,8 @@ class Rounding:
         self.dtype, self.zeros, self.all = dtype, 0, 0
 
     def __call__(self, name: str, numbers: Tensor, device: str | None = None) -> Tensor:
-        """Returns the rounded tensor. Args: name: for the error; device: of the result; None: of `numbers`.
+        """Returns the rounded tensor. Args: name: name of the tensor, for the error; device: device of the result;
+        None: the device of `numbers`.
 
         Raises:
             OverflowError: a finite value would become inf.

@@ -70,8 +70,8 @@ def digest_of_base(model: nn.Module, sent_as: Callable[[Tensor], torch.dtype]) -
 
 
 def digest(tensors: Mapping[str, Tensor], sent_as: Callable[[Tensor], torch.dtype]) -> str:
-    """Returns a SHA-256 digest of names, shapes, dtypes and a sample of the values. Args: tensors: by name; sent_as:
-    see `digest_of_base`."""
+    """Returns a SHA-256 digest of names, shapes, dtypes and a sample of the values. Args: tensors: name -> tensor;
+    sent_as: see `digest_of_base`."""
     read = sha256()
     for name, tensor in tensors.items():
         flat = tensor.detach().flatten()

@@ -59,7 +59,7 @@ class CardLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._registered: dict[int, weakref.finalize] = {}  # by address
+        self._registered: dict[int, weakref.finalize] = {}  # address of registered memory -> its finalizer
         self._down, self._up = self.new_stream(), self.new_stream()
 
     def new_stream(self) -> torch.Stream:

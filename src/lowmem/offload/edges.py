@@ -55,7 +55,8 @@ class Edge(HeadSource):
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
-        self.staging: Tensor | None = None  # in host memory: the rows of a micro-batch on their way to the device
+        # host memory for the rows of a micro-batch that are being copied to the device
+        self.staging: Tensor | None = None
         self._patches = ExitStack()
         # Per micro-batch, since several may be in progress: the head's gradient, which waits in host memory for the
         # embedding's gradient; and the looked-up rows, whose gradient backward has not computed yet.
@@ -231,7 +232,7 @@ def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) 
         by_frequency: divide each sum by the token's count (`scale_grad_by_freq`).
 
     Returns:
-        (N, H): at the first position of each token the sum, at its other positions zeros.
+        (N, H): the sum at the first position of each token, and zeros at its other positions.
     """
     ordered, order = at.sort(stable=True)
     first = order[torch.searchsorted(ordered, at)]

@@ -51,7 +51,7 @@ class HostBlock:
         self.last_copy: Mark | None = None  # reached when the last copy from this buffer is complete
         self.steps = 0  # number of updates; a copy on the device that was made at a lower number is out of date
         with host_side(), torch.no_grad():
-            self.flat = torch.empty(end, dtype=torch.uint8)  # with weights.drive_holds=all its data moves to the drive
+            self.flat = torch.empty(end, dtype=torch.uint8)  # data moves to the drive with weights.drive_holds=all
             for p, view in self.within(self.flat).items():
                 view.copy_(p.data)
         belongs(self.flat, "weights", "host")

@@ -50,7 +50,8 @@ class Link:
     ahead = 0
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
-        """Sends a gradient to the host. Args: gradient: on the device; receive: called with its pieces, in order."""
+        """Sends a gradient to the host. Args: gradient: the gradient on the device; receive: receives its pieces, in
+        order."""
         receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
@@ -78,8 +79,8 @@ class Link:
 
 
 class Gradient(NamedTuple):
-    """A gradient to send. Args: flat: on the device; receive: called with its pieces on the host; complete: reached
-    once the device has computed the gradient."""
+    """A gradient to send. Args: flat: the gradient on the device, one-dimensional; receive: receives its pieces on the
+    host; complete: reached once the device has computed the gradient."""
 
     flat: Tensor
     receive: Receive
@@ -175,13 +176,13 @@ class StagedLink(Link):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
         self._coming: dict[int, Future[Mark]] = {}  # id of a weight -> mark of its update, until `wait`
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates
-        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # queue of "host-step": pieces and updates
+        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # queue of "gradients"
         self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of each gradient that "gradients" has sent
         self._waiting = 0  # bytes on the device of gradients that are queued in `_leaving`
         self._failed: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._threads: list[threading.Thread] = []  # from the first job to `close`; restarted for a second fit
+        self._threads: list[threading.Thread] = []  # running from the first job to `close`; restarted for a second fit
 
     def _start(self) -> None:
         if self._threads:

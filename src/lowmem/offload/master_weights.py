@@ -33,7 +33,7 @@ from lowmem.offload.link import Link, link_to
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.system.errors import NotFinite
 
-ROUNDINGS = "random_roundings"  # in a checkpoint: name -> how often a weight was rounded at random
+ROUNDINGS = "random_roundings"  # key of a checkpoint: name -> number of random roundings of the weight
 
 
 class MasterWeights(Callback):
@@ -45,7 +45,7 @@ class MasterWeights(Callback):
 
     def __init__(self) -> None:
         self.link: Link | None = None  # created in `connect`
-        self.masters: dict[nn.Parameter, HostWeight] = {}  # by weight, in the model's order
+        self.masters: dict[nn.Parameter, HostWeight] = {}  # weight -> its `HostWeight`, in the model's order
         self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, loaded from a checkpoint
         self._roundings: Mapping[str, int] = {}  # name -> number of random roundings, loaded from a checkpoint
         self._hooks: list = []

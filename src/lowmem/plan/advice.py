@@ -23,7 +23,7 @@ def out_of_memory(
         side: "device" or "host": the memory that ran out.
         held: bytes by category.
         choices: group -> technique of the run.
-        batch_size, seq_len: of the run.
+        batch_size, seq_len: settings of the run.
         planned: advice from the planner; None: the run was not planned.
     """
     lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]

@@ -59,7 +59,7 @@ class Prediction:
     on_card: bool
     estimate: str | None = None  # why this is only an estimate
     advice: str | None = None  # what to type if attention takes the math kernel
-    trace: Trace | None = None  # from which `cost/step_time.py` computes the time
+    trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
     mapped: int = 0  # memory-mapped weight files: resident while loading, but dropped if memory is short
     paged: int = 0  # optimizer state that CUDA pages: on the card if it fits, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card

@@ -30,7 +30,7 @@ def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None)
     creates the optimizer state.
 
     Args:
-        rows: of memory.csv.
+        rows: rows of memory.csv.
         seconds: per step.
     """
     if drive is None:

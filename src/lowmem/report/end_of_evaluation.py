@@ -12,8 +12,8 @@ from lowmem.system.stop import Stop
 
 
 class EndOfEvaluation:
-    """Runs computations at the end of an evaluation. Args: seed: of their random numbers, equal for every evaluation
-    and rank."""
+    """Runs computations at the end of an evaluation. Args: seed: seed of their random numbers, equal for every
+    evaluation and rank."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, stop: Stop, meter: MemoryMeter) -> None:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter

@@ -24,11 +24,12 @@ class ExpertBalance:
                 module.register_forward_pre_hook(partial(self._count, name))
 
     def read(self) -> dict[str, float]:
-        """Returns the balance since the last reading, and begin again. It is empty if nothing was counted.
+        """Returns the balance since the last call, and resets the counts. Empty if no tokens were counted.
 
         Returns:
-            expert_entropy: the entropy of the shares of tokens over that of even shares, mean of the blocks: 1 is
-            even, 0 is a single expert. expert_largest_share: the largest share of a block's tokens that one expert has.
+            expert_entropy: entropy of the experts' shares of a block's tokens, divided by the entropy of equal
+                shares, averaged over blocks. 1: all experts get equal shares; 0: one expert gets all tokens.
+            expert_largest_share: the largest share of a block's tokens that one expert gets.
         """
         counts, self._counts = list(self._counts.values()), {}
         shares = [of_block.double() / of_block.sum() for of_block in counts if len(of_block) > 1]

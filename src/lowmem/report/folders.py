@@ -20,7 +20,7 @@ from lowmem.system import folder_locks
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, duration, unit
 
-FAILED = "failed.txt"  # in a run's folder: why the run failed
+FAILED = "failed.txt"  # file in a run's folder with the reason of the failure
 WIDTH = 80  # characters of a row
 LINE = 240  # maximum characters of a reason on the terminal
 QUIET = 600  # seconds without a write after which the state of a run on another machine is unknown
@@ -34,7 +34,7 @@ class RunFolder:
     overrides: list[str]
     summary: dict | None
     status: str  # done, interrupted, failed, running, broken or unknown
-    reason: str = ""  # for every status except done
+    reason: str = ""  # the reason of every status except done
 
     def rows(self, file: str) -> list[dict[str, str]]:
         """Returns the rows of metrics.csv or memory.csv, without an incomplete last line."""

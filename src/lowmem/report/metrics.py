@@ -65,14 +65,14 @@ class Metrics(Callback):
         self.own: Mapping[str, float] = {}  # the latest values of a user's metric
         self.evaluated: list[dict[str, object]] = []  # results of each set in the latest evaluation
         self.first_step_seconds: float | None = None
-        self.step_seconds: list[float] = []  # of every window after the warm-up, or of all windows in a shorter run
-        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # of the windows in step_seconds
+        self.step_seconds: list[float] = []  # seconds of each window after the warm-up; of all windows in a shorter run
+        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals over the windows in step_seconds
         self.val_loss = float("nan")
-        self._lr, self.highest_lr = 0.0, 0.0  # of the current window, and the highest of this process
+        self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window, and the highest one in this process
         self.auxiliary_loss: float | None = None  # such as the router loss that a model adds to the loss of its tokens
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
-        self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 if the model adds none
+        self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 if the model has no auxiliary loss
         self._loss_weight = 0
         self._since = 0.0
         others = [f"{column}_{name}" for name in [*sets][1:] for column in ("val_loss", "bits_per_byte")]
@@ -178,7 +178,7 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # with answers of a single kind, an accuracy compares nothing, and early stopping does not see it
+        # if all answers have one rating, the accuracy is meaningless, and early stopping does not get it
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))

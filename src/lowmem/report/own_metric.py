@@ -18,7 +18,7 @@ Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float
 
 
 class OwnMetric(Callback):
-    """Calls the user's metric. Args: name: of the function, for messages; metrics: stores the values."""
+    """Calls the user's metric. Args: name: name of the function, for messages; metrics: stores the values."""
 
     def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
         self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end

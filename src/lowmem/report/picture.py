@@ -60,7 +60,7 @@ def drawn(
     """Draws the picture.
 
     Args:
-        rows: of memory.csv, thinned out by `thinned`.
+        rows: rows of memory.csv, thinned out by `thinned`.
         title: the chosen techniques.
         typed: other overrides.
         limit: bytes of the card or of `memory.limit`.
@@ -96,7 +96,7 @@ def thinned(rows: Iterable[dict], last: int) -> list[dict]:
     for each column that is drawn.
 
     Args:
-        rows: of memory.csv, in order; an iterator is read lazily.
+        rows: rows of memory.csv, in order; an iterator is read lazily.
         last: the last step.
     """
     step, kept = itemgetter("step"), []

@@ -19,14 +19,14 @@ LEARNED_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
 AT_ONCE = 1 << 22  # number of tokens whose label bits are read at once
-LONGEST_CHARACTER = 4  # bytes in UTF-8, and so the most tokens
+LONGEST_CHARACTER = 4  # maximum bytes of a character in UTF-8, and so its maximum tokens
 
 
 class Row(NamedTuple):
     """A row of tokens.
 
     Args:
-        ids: of its tokens, without padding.
+        ids: token ids, without padding.
         learned: (len(ids),), True for tokens that count in the loss.
         starts: indices at which documents begin.
         padding: the number of padding tokens.

@@ -12,7 +12,7 @@ from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.units import WORDS, byte_size, share_of_limit, unit
 
-RANKS = 8  # with more ranks, only the lowest and the highest have a line
+RANKS = 8  # maximum ranks that each have a line; with more, only the lowest and the highest peak have one
 OF_RANK = ("device", "host_rss", "weights", "gradients", "optimizer")
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 

@@ -41,7 +41,7 @@ def logger(  # noqa: PLR0913
         group: None uses the sweep's folder.
         tags: None uses the choice of each group, as it is typed.
         offline: None is online if an API key is set and the server answers within two seconds.
-        run_id: of the W&B run to continue; None starts a new one.
+        run_id: id of the W&B run to continue; None starts a new run.
     """
     if find_spec("wandb") is None:
         log.info("wandb is not installed: metrics are only written to metrics.csv and memory.csv.")

@@ -64,7 +64,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         if Path(path).is_dir():
             return by_name.load(Path(path))
-        # mmap: tensors are read when they are copied into the model, never all at once beside it.
+        # mmap: each tensor is read when it is copied into the model, so the checkpoint is never fully in memory
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path) -> None:
@@ -290,12 +290,14 @@ class Saved:
             self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
-            self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # of the next step
-            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: the run had none
-            self.begin = ours.get("begin")  # of every text; None: tokens were made by the rule of an earlier lowmem
+            self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # learning rate of the next step
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: the run did not save one
+            # begin tokens of every text; None: tokenized by an earlier version of lowmem
+            self.begin = ours.get("begin")
             self.template = ours.get("template")  # chat template; None: the run had no conversations
             self.start = ours.get("start")  # digest of the initial weights, which a loss uses as reference
-            self.base = ours.get("base")  # digest of the weights that it leaves out; None: it has all
+            # digest of the weights that the checkpoint leaves out; None: it contains all weights
+            self.base = ours.get("base")
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
         except Exception as error:  # torch raises a dozen kinds of errors for other files
             raise Refused(f"{self.asked}: this is not a lowmem checkpoint ({type(error).__name__}).") from None
@@ -359,13 +361,13 @@ class Saved:
             )
 
 
-# Settings that determine the order of the data -> the key to type. Any other difference is one of data=.
+# Settings that determine the order of the data -> the key to type. Any other difference comes from data=.
 _TYPED = {
     "seq_len": "seq_len",
     "seed": "seed",
     "packing": "data.packing",
     "too_long": "data.too_long",
-    "together": "batch_size",  # in all processes together
+    "together": "batch_size",  # sequences per micro-batch of all processes
     "block": "data.block",
     "val_rows": "data.val_rows",
 }

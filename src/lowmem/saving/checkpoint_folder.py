@@ -87,7 +87,8 @@ def _one_error() -> Iterator[None]:
 
 
 class _Writer(dcp.StorageWriter):
-    """Writes the file of one process. Args: rank: of this process; content: written to the index besides the pieces."""
+    """Writes the file of one process. Args: rank: rank of this process; content: written to the index besides the
+    pieces."""
 
     def __init__(self, folder: Path, rank: int, content: dict) -> None:
         self.folder, self.rank, self.content = folder, rank, content

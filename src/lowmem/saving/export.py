@@ -2,7 +2,7 @@
 
 transformers writes the folder from lazy tensors: each knows its shape and dtype, and is computed when its file is
 written. If transformers computes with a tensor before, as with fused experts that files store separately, the tensor is
-computed at once. So the peak over the model is one file, and for a mixture of experts its experts.
+computed immediately. So the peak over the model is one file, and for a mixture of experts its experts.
 
 If the model is sharded, the first process writes, and gathers one weight at a time from the others (`Weights`).
 """
@@ -70,7 +70,8 @@ class Weights:
         network.state_dict()  # makes a sharding engine free the full weights that it gathered for a forward pass
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}  # for parameters that replace some of the model's
+        # parameter that replaces a parameter of the model -> function that computes its value
+        self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
         """Returns a full weight; the first process calls this. Parameters that do not belong to the model were created
@@ -114,7 +115,7 @@ class ModelFolder(NamedTuple):
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
-    dtype: str | None = None  # of the written weights, such as bfloat16; None: unchanged
+    dtype: str | None = None  # dtype of the written weights, such as bfloat16; None: unchanged
     card: str = ""  # README.md
 
     @contextmanager
@@ -169,8 +170,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors without the names that transformers ties to another one when it loads: it would compare (and
-    so compute) them."""
+    """Returns the tensors without names that transformers ties to another name when it loads the folder. transformers
+    would compare both tensors, and so compute them."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

@@ -176,7 +176,8 @@ def _write(folder: Path, file: Path) -> None:
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of the GGUF file. Args: name: its name in transformers; dtype: in the file; read: returns its values."""
+    """A tensor of the GGUF file. Args: name: its name in transformers; dtype: its dtype in the file; read: returns its
+    values."""
 
     name: str
     shape: tuple[int, ...]

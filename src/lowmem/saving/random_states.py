@@ -35,7 +35,8 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
         window: the number of completed windows.
     """
     every = saved["random_states"]
-    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every  # of a version that saved one process only
+    # an earlier version saved a single process
+    every = [every | {"data_rank": 0}] if isinstance(every, dict) else every
     if not _same(every, saved.get("strategy"), ranks):
         log.info(
             "resume=: dropout masks will differ from an unbroken run, because the checkpoint has the random states of "

@@ -32,7 +32,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads it before its first matmul
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # only helps to find errors in kernels, and takes time
-    torch.backends.cudnn.benchmark = False  # else cuDNN picks the algorithm that was fastest in a trial
+    torch.backends.cudnn.benchmark = False  # otherwise cuDNN chooses the algorithm that was fastest in a trial
     try:
         yield
     except RuntimeError as error:

@@ -12,7 +12,8 @@ DENIED = {errno.EACCES, errno.EPERM}
 
 # messages of CUDA, Triton, NCCL, cuBLAS, cuDNN and similar libraries; few of these errors are torch.OutOfMemoryError
 _OF_DEVICE = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED")
-_OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")  # by torch on a CPU; by the system
+# messages of torch on a CPU, and of the operating system
+_OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")
 
 
 class Refused(Exception):

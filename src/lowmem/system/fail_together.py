@@ -1,4 +1,5 @@
-"""Makes all processes fail at the same point when one of them fails, so that the others do not wait for it forever."""
+"""Makes all processes fail at the same point when one process fails, so that other processes do not wait for it
+forever."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def lock(handle: int) -> bool | None:
-    """Lock an open folder until it is closed.
+    """Locks an open folder until it is closed.
 
     Returns:
         False if another process holds the lock; None if the file system has no locks.

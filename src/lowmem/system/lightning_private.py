@@ -1,5 +1,6 @@
-"""Wraps private parts of Lightning that this package uses; no other file touches one. As in `torch_private.py`, each
-wrapper says what would replace it, and `test_torch_private.py` names the ones that a new version has changed."""
+"""Wraps the private parts of Lightning that this package uses; no other file uses private parts. As in
+`torch_private.py`, each wrapper says what would replace it, and `test_torch_private.py` names the parts that a new
+version of Lightning has changed."""
 
 from lightning.pytorch import Trainer
 

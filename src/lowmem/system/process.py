@@ -79,7 +79,7 @@ def trim() -> None:
         libc.malloc_trim(ctypes.c_size_t(0))
 
 
-_M_ARENA_MAX = -8  # of glibc's mallopt
+_M_ARENA_MAX = -8  # parameter of glibc's mallopt
 
 
 def share_heap() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-States = list[Tensor]  # of the CPU's generator and, with CUDA, the device's
+States = list[Tensor]  # states of the CPU's generator and, with CUDA, of the device's generator
 
 
 def captured(device: torch.device) -> States:

@@ -22,7 +22,7 @@ OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own 
 REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor from which lowmem's command reads reports
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
-LOG = "output.log"  # in a rank's folder, or in a job's: what it printed
+LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
 MOST = 4000  # characters of a report: a pipe buffers it until the rank has exited
 ORPHANED = 30.0  # seconds to write a checkpoint after the command that started the ranks has exited
 LOOK = 0.1  # seconds between two polls of the store, so that signals can be handled
@@ -56,7 +56,7 @@ def of_run() -> Path | None:
 
 
 def folder(run: Path, rank: int) -> Path:
-    """Returns the folder for a rank's own files; the first rank's is the run's folder."""
+    """Returns the folder for a rank's own files. The folder of the first rank is the run's folder."""
     return run / f"rank-{rank}" if rank else run
 
 
@@ -114,8 +114,8 @@ def report(how: str, message: str = "") -> None:
 
     Args:
         how: "done", even if threads of libraries fail while the process exits; "interrupted": by a signal, with a
-            checkpoint; "ended": by a signal, at once; "lost": another rank has exited; "not uploaded": complete except
-            for the upload; "failed".
+            checkpoint; "ended": immediately by a signal; "lost": another rank has exited; "not uploaded": complete
+            except for the upload; "failed".
         message: the signal, or the error.
     """
     if REPORTS in os.environ:

@@ -1,9 +1,9 @@
 """Stores bytes on a drive in unnamed files, which several threads read and write with direct I/O, past the page cache.
 
-An unnamed file exists as long as it is open. So a process leaves no file behind, however it ends, and two processes
-never share one. Space is allocated before anything is written, so a full drive fails at once and not in the middle of a
-run. Memory, offset and length of direct I/O are multiples of a page. On file systems without direct I/O (some network
-and overlay ones) the page cache is used.
+An unnamed file exists as long as it is open. So a process leaves no file behind, however the process ends, and two
+processes never share a file. Space is allocated before anything is written, so a full drive fails immediately and not
+in the middle of a run. Memory, offset and length of direct I/O are multiples of a page. On file systems without direct
+I/O (some network and overlay file systems) the page cache is used.
 """
 
 import errno
@@ -20,7 +20,7 @@ import psutil
 
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 23  # bytes that a thread reads or writes at once
-THREADS = 4  # with fewer a fast drive idles between requests
+THREADS = 4  # with fewer threads a fast drive idles between requests
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows lack it
 
 
@@ -86,7 +86,8 @@ class Drive:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
-        self._lock = Lock()  # guards the pool and the counts: the thread that reads weights is not the one that steps
+        # guards the pool and the counts, because one thread reads weights while another thread steps
+        self._lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()
 
@@ -158,7 +159,8 @@ class ScratchFile:
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.create(drive.folder, drive.direct)
-        self.close = weakref.finalize(self, os.close, self._file)  # at the latest; maps stay valid
+        # closes the file when this object is freed; maps stay valid
+        self.close = weakref.finalize(self, os.close, self._file)
 
     def grow(self, size: int) -> None:
         """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""

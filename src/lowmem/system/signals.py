@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-received: list[signal.Signals] = []  # by this command
+received: list[signal.Signals] = []  # signals that this command has received
 # `timeout`, a process group and a sweep that stops a job deliver one signal twice within this time
 ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """A signal that ends the program at once. It is not an `Exception`, so that `except Exception` does not catch it.
-
-    The exit code is the usual one of shells: 128 plus the number of the signal.
-    """
+    """A signal that ends the program immediately. It is not an `Exception`, so that `except Exception` does not catch
+    it. The exit code is the usual one of shells: 128 plus the number of the signal."""
 
     def __init__(self, sent: signal.Signals, why: str = "") -> None:
         self.signal, self.said = sent, f"{sent.name}{why}: ended at once."

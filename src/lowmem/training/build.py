@@ -80,7 +80,7 @@ class Texts(NamedTuple):
     described: Described  # the model, whose tokenizer made the tokens
     tokens: Tokens
     train: Rows
-    val: dict[str, Rows]  # by name; the loss on the first set selects the best checkpoint
+    val: dict[str, Rows]  # name of a set -> its rows; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
         """Returns the number of optimizer steps in `run.epochs` epochs. Works with batch_size=auto, because the number

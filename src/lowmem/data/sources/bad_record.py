@@ -13,7 +13,7 @@ def checked(value: object, name: str, empty: bool = False) -> str:
     """Returns a value if it is text.
 
     Args:
-        name: of the value, in messages.
+        name: name of the value in messages.
         empty: accept text without a visible character.
 
     Raises:
@@ -47,7 +47,7 @@ def control(name: str, token: str) -> BadRecord:
     """Returns the error for text with a control token, which would end a document or a message early.
 
     Args:
-        name: of the text, in messages.
+        name: name of the text in messages.
     """
     return BadRecord(
         f"{name} contains {token}, which the tokenizer reads as a control token; write it differently, for example "

@@ -62,7 +62,8 @@ class Chat(Encoder):
         return ["chat", VERSION, *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
-        """Returns only the contents: a BPE trained on the markup would learn it as words."""
+        """Returns the contents of the messages without markup, because a BPE that is trained on the markup would learn
+        it as words."""
         return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -274,11 +274,11 @@ class ChatTemplate:
         return objects, text, spans
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
-        """Returns a conversation with other values, and its rendering. In it only calls look like arguments; in the
-        original, a message may quote them.
+        """Returns a copy of the conversation with replaced values, and its rendering. In the copy only calls look like
+        arguments, whereas a message of the original may quote arguments.
 
         Args:
-            text: the rendering of the original, returned if the template refuses other values.
+            text: the rendering of the original, returned if the template refuses the replaced values.
         """
         other = Replaced(messages, tools)
         try:
@@ -387,7 +387,7 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
     thoughts from contents.)
 
     Args:
-        text: of a row.
+        text: the rendered text of a row.
         spans: the spans that are learned.
     """
     learned = [text[start:stop] for start, stop in spans]

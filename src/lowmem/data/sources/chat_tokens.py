@@ -85,7 +85,7 @@ class ChatTokens:
     @cached_property
     def stops(self) -> frozenset[int]:
         """Returns the control tokens that may end an answer: all special tokens, and the token that ends an answer
-        without calls if it is not special. (Others, such as </tool_call>, do not end an answer.)"""
+        without calls if it is not special. (Other control tokens, such as </tool_call>, do not.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids

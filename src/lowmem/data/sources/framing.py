@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MARKERS = ("a", "A", "1", ".")  # texts whose ids are located in the ids of the tokenizer's own call
 MOST_MARKERS = 1000  # number of words of the vocabulary that are tried after MARKERS
-# Texts to encode before a completion: after some of them the tokenizer adds no space of its own.
+# Texts to encode before a completion. After some of these texts the tokenizer does not insert a space.
 LEADS = ("", "\n", ".", "0", "a", "A")
 SHOWN = 12  # characters of a text that a message shows
 PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input

@@ -76,7 +76,8 @@ class FileRows:
             for record in islice(self.read(file), self.row, None):
                 self.row += 1
                 name, fields = shown(os.path.relpath(file, self.root)), record.fields
-                known = record.identity if isinstance(fields, BadRecord) else identity(fields)  # as of `datasets`' row
+                # like a row of `datasets`
+                known = record.identity if isinstance(fields, BadRecord) else identity(fields)
                 yield Record(f"{name}, {record.where}", fields, known)
             self.file, self.row = self.file + 1, 0
 
@@ -142,7 +143,7 @@ class Table(Reader):
                 yield self.record(row, name, number)
 
     def record(self, fields: dict | Record, name: str, number: int) -> Record:
-        """Returns the record of a row. Args: name: of its split; number: of the row in its split."""
+        """Returns the record of a row. Args: name: name of its split; number: index of the row in the split."""
         if isinstance(fields, Record):
             return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))

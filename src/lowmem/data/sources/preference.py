@@ -97,10 +97,10 @@ class Preference(Records):
         path: a file, a folder or the id of a data set of the hub.
         prompt, chosen, rejected, completion, messages, label: see `Fields`.
         assistant: which answers of conversations are learned: last or all.
-        template: of conversations, see `Chat`.
-        subset, split, val_split, revision: of a data set of the hub.
+        template: chat template of conversations, see `Chat`.
+        subset, split, val_split, revision: names within a data set of the hub.
         packing, too_long: padded or documents, see `data/pairs.py`.
-        bos: for texts, see `Source`.
+        bos: whether texts begin with a token, see `Source`.
         rated: makes rows of single answers, see `data/rated.py`.
     """
 
@@ -224,7 +224,7 @@ class AnswerEncoder(Encoder):
     answer first.
 
     Args:
-        names: of the record's fields.
+        names: names of the record's fields.
         first: returns the first record.
         assistant, template, bos: see `Preference`.
     """
@@ -280,7 +280,7 @@ class AnswerEncoder(Encoder):
         return sum((encoder.remarks() for encoder in self._encoders.values()), Counter())
 
     def repeats_prompt(self, fields: dict) -> str | None:
-        if self.chats or self.prompt is None:  # for lists of messages, `_continued` checks this
+        if self.chats or self.prompt is None:  # `_continued` checks lists of messages
             return None
         names = (self.fields.completion,) if self.fields.rates(fields) else self.names
         if not all(begins_with(fields[name], fields[self.prompt]) for name in names):

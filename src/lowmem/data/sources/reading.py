@@ -47,7 +47,7 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the same items. A thread prepares the next item while the current item is in use."""
+    """Yields the items of an iterable. A thread prepares the next item while the current item is in use."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:

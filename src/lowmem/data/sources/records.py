@@ -131,7 +131,7 @@ class Records(StoredSource):
     """A source that consists of a reader and an encoder.
 
     Args:
-        name: of the yaml, such as jsonl.
+        name: name of the yaml, such as jsonl.
         packing, too_long, bos: see `Source`.
         skip_bad: leave out records that cannot be used, and count them; otherwise the first such record is refused.
     """
@@ -304,7 +304,7 @@ def records_of_files(  # noqa: PLR0913
 
 
 class _Fields(Encoder):
-    """The base class of encoders of text fields. Args: names: of the fields; bos: see `Source`."""
+    """The base class of encoders of text fields. Args: names: names of the fields; bos: see `Source`."""
 
     def __init__(self, *names: str, bos: bool | str = "auto") -> None:
         self.names, self.bos = names, bos
@@ -394,7 +394,7 @@ def encoder(
     checked_fields(field, prompt, completion, messages)
     if messages:
         check_no_bos(bos)
-        from lowmem.data.sources.chat import Chat  # templates are slow to import
+        from lowmem.data.sources.chat import Chat  # chat templates are slow to import
 
         return Chat(messages, **chat)
     return Completion(prompt, completion, bos=bos) if prompt and completion else Text(field or "text", bos=bos)

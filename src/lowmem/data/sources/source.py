@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
     """A document, or a part of one that is too long for memory."""
 
     ids: np.ndarray | list[int]  # including the tokens that begin and end it, see `framing.py`
-    learned: np.ndarray | None  # (len(ids),) bool; None: all of them
+    learned: np.ndarray | None  # (len(ids),) bool; None: all tokens are learned
     text_bytes: int  # bytes of the encoded text, without the tokens that begin and end it
     ends: bool = True  # False: more of this document follows
 
@@ -86,7 +86,7 @@ class Source:
 
     name: str  # prefix of the cache folder's name
     packing = "joined"  # how its documents become rows: joined, documents or padded
-    too_long = "cut"  # what happens to a document that is longer than a row: cut, drop or refuse
+    too_long = "cut"  # how documents longer than a row are handled: cut, drop or refuse
     chat: ChatFormat | None = None  # the format of conversations
     bos: bool | str = "auto"  # whether each text begins with a token; auto: as the tokenizer's own call does
     streams = False  # True: the source has no known end and no number of rows

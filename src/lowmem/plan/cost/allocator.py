@@ -164,7 +164,7 @@ def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | Non
     """Returns the minimum of reserved bytes with which all events succeed, in multiples of 2 MiB. Args: events: see
     `replay`; free: the result of `replay(events)`, if known."""
     free = free or replay(events)
-    fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # in segments
+    fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # numbers of 2 MiB units
     while works - fails > 1:
         middle = (fails + works) // 2
         try:

@@ -55,7 +55,7 @@ class Machine:
     network: Rate | None = None  # bytes per second from other nodes; None: `peer`
     drive_read: Rate = drives.READ  # bytes per second
     drive_written: Rate = drives.WRITTEN
-    host: "Machine | None" = None  # of a card
+    host: "Machine | None" = None  # rates of the host of a card
 
     def operator(self, work: Work) -> float:
         """Returns the seconds of an operator. Raises: Refused: the rate of the operator's dtype is not known."""

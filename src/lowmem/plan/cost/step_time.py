@@ -128,7 +128,8 @@ def _step(
     drive = stepped / machine.drive_read + stepped / machine.drive_written  # reads ahead, writes behind
     if link is None or not trace.steps_on_host:
         return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth  # not in the traced work
-    copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)  # to the card
+    # bytes of updated weights that are copied to the card
+    copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
     update += 2 * copied / (machine.host or machine).bandwidth  # the host reads and writes them, into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]

@@ -41,7 +41,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
-        ranks.all_max = ranks.broadcast = lambda value: value  # as if all ranks had equal values
+        ranks.all_max = ranks.broadcast = lambda value: value  # all ranks have equal values
         ranks.all_gather = lambda value: [value] * run.devices
         ranks.rank_0_first = nullcontext
         ranks.in_numbers = True  # every rank has the full model as fake tensors

@@ -343,7 +343,7 @@ class Steady(Callback):
         if self.accumulates or module.masters is not None:
             self._make_gradients(module)
         if module.masters is not None and (self.overlaps or not self.accumulates):
-            module.optimizer.mark_used(self.early)  # as after the step of the previous window
+            module.optimizer.mark_used(self.early)  # the state after the step of a previous window
 
     def _count(self, optimizer: WindowOptimizer) -> None:
         """Counts the work of sum, step and update in separate phases, even if it runs inside backward."""
@@ -351,7 +351,7 @@ class Steady(Callback):
 
         def clipped(*args) -> None:
             clip(*args)
-            self.mode.phase = self.mode.phase and "update"  # the update follows at once
+            self.mode.phase = self.mode.phase and "update"  # the update follows immediately
 
         optimizer.clip = clipped
         if isinstance(optimizer, HostOptimizer):

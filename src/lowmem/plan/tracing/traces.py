@@ -1,6 +1,6 @@
 """The results of a trace: sizes of the model, memory, and work.
 
-A field that does not apply to a run is 0. No field has a default, so `trace` cannot forget one.
+A field that does not apply to a run is 0. No field has a default, so `trace` cannot forget a field.
 """
 
 from collections import Counter

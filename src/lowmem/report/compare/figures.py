@@ -32,24 +32,24 @@ class Figures:
     host: float | None
     drive: float | None
     drive_rate: float | None  # GB/s, read plus written
-    peak: dict[str, float]  # by category
+    peak: dict[str, float]  # category -> bytes
     loss: Curve  # tokens, learned tokens, seconds, loss
     evaluations: Curve  # tokens, learned tokens, seconds, loss
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
     drive_bytes: Curve
     planned: dict[str, tuple[float, float]]  # phase -> (predicted, measured) on the device
-    inside: Stack  # of one step, at every allocation
+    inside: Stack  # bytes at every allocation of one step
     steps: Stack
     phases: Stack
     on: str  # device name
-    colour: str = ""  # on the page
+    colour: str = ""  # colour of the run on the page
     stands_out: bool = False  # drawn in `colour`; if there are many runs, most are grey
 
 
 def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
-    for row in metrics:  # in an earlier version `tokens` were learned tokens
+    for row in metrics:  # an earlier version wrote the number of learned tokens as `tokens`
         row["learned_tokens"] = row.get("learned_tokens") or row.get("tokens")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns the page as HTML. Args: names: of the runs."""
+    """Returns the page as HTML. Args: names: names of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
     every.sort(key=lambda figures: figures.device or float("inf"))  # the smallest first, unfinished runs last
     best = front(every)

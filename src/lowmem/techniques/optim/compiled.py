@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in half.hpp
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in half.hpp
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:

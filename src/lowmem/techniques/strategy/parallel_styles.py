@@ -128,7 +128,8 @@ class Rowwise(ParallelStyle):
             self.group.leaving()
             x = self.group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if self.split else x
             product = self.group.redistributed(F.linear(x, _local(layer)), Partial(), Replicate())
-            return product if layer.bias is None else product + layer.bias.to(product.dtype)  # as with autocast
+            # the result has the dtype that autocast gives
+            return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
         layer.forward = forward
         return layer

@@ -39,7 +39,7 @@ class Several(OneDevice):
     """
 
     several = True
-    turns: Turns  # for work of rank 0 that other ranks wait for
+    turns: Turns  # lets other ranks wait for work of rank 0
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
@@ -137,7 +137,7 @@ class LocalParameters(nn.Module):
 
     def __init__(self, ranks: Several, model: nn.Module) -> None:
         super().__init__()
-        self.ranks, self.model = ranks, (model,)  # in a tuple, so that it is not registered as a submodule
+        self.ranks, self.model = ranks, (model,)  # a tuple keeps the model from being registered as a submodule
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model[0].named_parameters(*args, **kwargs)

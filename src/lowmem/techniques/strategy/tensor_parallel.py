@@ -178,7 +178,7 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> None:
     tied = embedding.weight is head.weight
     parallelize_module(embedding, group.mesh, Embedding(group), src_data_rank=None)
     parallelize_module(head, group.mesh, Colwise(group, gathered=True), src_data_rank=None)
-    head.source = HeadShard(head, group)  # for a loss in tiles
+    head.source = HeadShard(head, group)  # read by losses that compute the logits in tiles
     if tied:
         embedding.weight = head.weight
 

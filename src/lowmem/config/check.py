@@ -1,4 +1,4 @@
-"""Refuses a run that cannot work before anything heavy is built. All errors are reported at once, in a sentence each.
+"""Refuses a run that cannot work before anything heavy is built. All errors are reported together, one sentence each.
 
 Cheap checks run first, before torch is imported (`settled`, `check_places`); `check` then imports the classes that a
 yaml names. Errors that only show in the data or the weights are raised, as the same exception, by the code that reads
@@ -37,8 +37,8 @@ def settled(cfg: Config) -> Run:
     """Returns the run of a composed config. A `Run` is returned unchanged.
 
     Raises:
-        Refused: wrong types or ranges, unknown keys, and interpolations of missing keys, all at once; or values that
-            contradict each other.
+        Refused: wrong types or ranges, unknown keys, and interpolations of missing keys, reported together; or values
+            that contradict each other.
     """
     if isinstance(cfg, Run):
         return cfg

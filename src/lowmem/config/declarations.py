@@ -47,20 +47,21 @@ class Technique:
     Any group:
         saves: category of bytes -> the largest share that remains of the default run's bytes; empty if it saves
             nothing.
-        tried: the planner may choose it on its own: it needs no other lr and keeps the quality of updates.
+        tried: the planner may choose it although it was not typed: it works with the typed lr, and keeps the quality
+            of updates.
         advised: the first of its group to recommend when memory runs out.
         generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card. The
             allocations of generated code cannot be traced.
     optim:
-        update_of: the optimizer with the same update and another state; None: the update is its own.
+        update_of: the optimizer that computes equal updates with another state; None: there is no such optimizer.
         state_bits: bits per element of its state.
         on_host: the optimizer with the same state that steps masters in host memory.
         pages: its state moves to host memory by itself.
         steps_by: "element" or "matrix" if its step consists of torch operators, which also run on tensors without
-            memory. By matrix, a step on some rows gives another result. None: it has kernels of its own.
+            memory. "matrix": a step on some rows of a matrix gives another result. None: it has its own kernels.
         cpu_factor: time of its update on a CPU, relative to the time that memory bandwidth alone would need.
     gradient_checkpointing:
-        joins_blocks: it recomputes several blocks at once.
+        joins_blocks: it recomputes several blocks together.
         inputs_on_host: the inputs of blocks are offloaded to host memory.
         sees_operators: it decides for each operator of a block whether its result is stored.
     loss:

@@ -53,8 +53,8 @@ class Run(schema.Keys):
         return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
-        """Returns a run in which a key such as adapter or model.architecture has exactly this value; nothing of the old
-        value is merged."""
+        """Returns a run in which a key such as adapter or model.architecture has exactly this value; the old value
+        is not merged."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
         return Run.from_draft(draft)
@@ -324,12 +324,13 @@ def _class_of(node: schema.Node, base_name: str) -> type:
 
 @dataclass(frozen=True)
 class Command:
-    """A run and the command that asked for it. In a notebook nothing was typed.
+    """A run and the command that started it.
 
     Args:
-        folder: for its results.
+        run: the settings.
+        folder: folder of the results.
         choices: group -> chosen yaml, for messages.
-        typed: the typed overrides, for the summary.
+        typed: the typed overrides, for the summary; empty for a run from a notebook.
         lines: the typed overrides plus the steps of epochs=, from which recipes are composed.
     """
 

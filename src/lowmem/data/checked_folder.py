@@ -37,7 +37,7 @@ class FolderContents(NamedTuple):
 
 
 class _Damaged(Exception):
-    """A file differs from what was written."""
+    """Raised if a file does not have the size or checksum with which it was written."""
 
 
 def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
@@ -48,7 +48,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 
     Raises:
         OSError: the folder cannot be written.
-        Refused: files read back differ from what was written.
+        Refused: files that were just written cannot be read back unchanged.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)

@@ -31,7 +31,7 @@ class MicroBatch:
     """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
     with as many rows, and defines `weight`, the divisor of the sum of losses."""
 
-    UNIT: ClassVar[str] = "tokens"  # what `weight` counts
+    UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     ROWS: ClassVar[int] = 1  # rows of an example: both rows of a pair stay on one device
 
     input_ids: Tensor  # (B, T) int64
@@ -94,7 +94,8 @@ class MicroBatch:
 
     @property
     def nothing(self) -> Self:
-        """Returns the first example without any label, for a device that has no rows left but must take part."""
+        """Returns the first example without labels, for a device that has no rows left but must take part in
+        collectives."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
@@ -199,8 +200,8 @@ class Rows:
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Returns the order of rows in an epoch. Args: permutation: drawn from the seed; rows_per_step: of all
-        devices."""
+        """Returns the order of rows in an epoch. Args: permutation: row numbers, permuted by the seed; rows_per_step:
+        rows of a micro-batch of all devices."""
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:

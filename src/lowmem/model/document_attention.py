@@ -3,7 +3,7 @@
 In a packed row, a token attends to earlier tokens of its own document. The start offsets of all documents, a tensor of
 (documents + 1,), describe this completely, and replace the mask (B, 1, T, T). With 1 x 32k tokens this saves 2 GiB in
 16 bits, and the compute of attention grows with the lengths of the documents instead of the length of the row. The
-result for a document equals that of the document alone.
+result for a document equals its result in a separate row.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
     fp32, dropout, older cards, CPUs                         one call of torch's SDPA per document

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 class HeadSource:
-    """A source of tiles of the output layer's matrix. Base class for sources whose device reads all tiles; a matrix
-    that is sharded over devices needs the two reductions below."""
+    """A source of tiles of the output layer's matrix. The default methods are for a device that reads all tiles; a
+    source of a matrix that is sharded over devices overrides `joined` and `summed`."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices.

@@ -34,7 +34,7 @@ def largest_magnitude(numbers: Tensor) -> float:
 def same(
     one: Tensor, other: Tensor, largest: float, dtypes: Iterable[torch.dtype], least: float = OTHER_KERNELS
 ) -> bool:
-    """Returns True if two results agree up to rounding. Values that are inf or nan must be so in both.
+    """Returns True if two results agree up to rounding. Values that are inf or nan must be equal in both results.
 
     The tolerance is `ROUNDINGS` roundings of the largest value in the coarsest dtype, but at least `least`. The default
     of `least` is more than 8 roundings of fp32 and less than 8 roundings of any 16-bit dtype.

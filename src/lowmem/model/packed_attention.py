@@ -1,7 +1,7 @@
 """Checks that documents in a packed row do not attend to each other, and selects the attention implementation.
 
 Given position ids that restart at each document, transformers separates documents with a mask (B, 1, T, T). If it gets
-a mask or a cache, it silently ignores the boundaries. `document_attention.py` computes the same without the mask.
+a mask or a cache, it silently ignores the boundaries. `document_attention.py` computes equal results without the mask.
 
 Some models do not pass position ids to their masks, and recurrent layers (state spaces, linear attention) have no
 document boundaries at all. There is no list of such models, so each model is tested before its first step, in the run's
@@ -49,8 +49,8 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
 
 
 def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
-    """Returns True if documents in a row have the same logits as alone. Args: model: the model; input_ids: (B, T), T at
-    least 4; longest: tokens of a row of the run."""
+    """Returns True if each document in a row has the logits that it has in a separate row. Args: model: the model;
+    input_ids: (B, T), T at least 4; longest: tokens of a row of the run."""
     tokens = input_ids.shape[1]
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
     if not _keeps_apart(model, input_ids, lengths):

@@ -69,11 +69,11 @@ def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[st
 def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: dict) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(module.named_parameters())
     for name, tensor in state_dict.items():
-        if tensor.is_meta:  # its shard is in another process
+        if tensor.is_meta:  # another process has the shard
             continue
         if name in parameters:
             p = parameters[name]
-            # the shard that the optimizer steps, which `tensor` may not be
+            # the optimizer's shard, which may be another object than `tensor`
             yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor

@@ -51,7 +51,7 @@ def atomic_cache_write(path: Path) -> Iterator[Path]:
     """Yields a draft path of this process, for a file or a folder of a cache. When the `with` ends, the draft is
     renamed to `path`. A folder `path` that another process has filled meanwhile stays.
 
-    Nothing is synced: a reader checks what it finds. After an error the draft is deleted.
+    Nothing is synced, so readers verify the content. After an error the draft is deleted.
     """
     with TemporaryDirectory(prefix=".writing-", dir=path.parent, ignore_cleanup_errors=True) as folder:
         draft = Path(folder) / path.name

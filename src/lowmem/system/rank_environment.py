@@ -136,8 +136,8 @@ def _shortened(message: str) -> str:
 def says(message: str) -> bool:
     """Returns whether this rank prints an error on stderr.
 
-    With lowmem's own command, ranks with their own log print it, since the command prints what is reported. With
-    torchrun, the first rank that has the error prints it.
+    With lowmem's own command, all ranks but the first print the error into their own logs; the command itself prints
+    the error that a rank reports. With torchrun, the first rank that has the error prints it.
     """
     if of_run() is not None:
         return number() > 0

@@ -13,12 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class Stop(Callback):
-    """Ends training between windows, and an evaluation between micro-batches. A second signal ends the program at once.
+    """Ends training between windows, and an evaluation between micro-batches. A second signal ends the program
+    immediately.
 
     This callback comes first: if it stops an evaluation, no other callback sees the evaluation begin.
 
     Args:
-        keeps: whether the run writes checkpoints. Without checkpoints a signal ends the run at once.
+        keeps: the run writes checkpoints. Without checkpoints a signal ends the run immediately.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -71,8 +72,8 @@ class Stop(Callback):
                 self._trainer = None
 
     def waits_no_longer(self, known: bool) -> None:
-        """Lets signals end the program at once from now on, since the remaining work can be repeated. Args: known:
-        whether the summary already says `interrupted`."""
+        """Lets signals end the program immediately from now on, since the remaining work can be repeated. Args: known:
+        the summary already says `interrupted`."""
         self._trainer = None
         if self.interrupted and not known:
             raise signals.Ended(self.signal)

@@ -406,8 +406,8 @@ def _is_python(arguments: object, text: str) -> bool:
 
 
 def _check_spelling(name: str, text: str, messages: Messages) -> None:
-    """Refuses arguments that a template renders as a quoted string. Args: name: of the template; text: its
-    rendering."""
+    """Refuses arguments that a template renders as a quoted string. Args: name: name of the template; text: the
+    rendered messages."""
     for number, message in enumerate(messages, 1):
         for function in functions(message):
             arguments = function.get("arguments")

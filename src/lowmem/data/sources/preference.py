@@ -184,8 +184,8 @@ class ByPrompt(Reader):
 
 
 def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
-    """Raises Refused if a key is typed that does not apply to this path. Args: typed: by key; what: describes the
-    path."""
+    """Raises Refused if a key is typed that does not apply to this path. Args: typed: key -> True if it was typed;
+    what: description of the path; instead: the first word of the advice."""
     for key, is_typed in typed.items():
         if is_typed:
             raise Refused(
@@ -297,8 +297,8 @@ class AnswerEncoder(Encoder):
         }
 
     def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:
-        """Returns both documents of a record, or the reason why it cannot be used. Args: answers: by the names of their
-        fields."""
+        """Returns both documents of a record, or the reason why it cannot be used. Args: answers: field name -> its
+        encoded answer."""
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(

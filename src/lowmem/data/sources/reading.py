@@ -56,7 +56,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class NotText(Refused):
-    """A file that is not valid UTF-8. Args: line: the first invalid line; instead: what else can be typed."""
+    """A file that is not valid UTF-8. Args: line: the first invalid line; instead: the advice of the message."""
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(

@@ -42,7 +42,7 @@ SMALLEST = 512  # minimum bytes that a record counts, which limits the number of
 class Record(NamedTuple):
     where: str  # "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line is not a record
-    identity: bytes = b""  # equal for equal records, wherever they are
+    identity: bytes = b""  # equal for equal records, even of different files
 
 
 class Reader:
@@ -94,7 +94,7 @@ class FileReader(Reader):
     its records.
 
     Args:
-        settings: those settings that change the records.
+        settings: settings that change the records, for the cache key.
         read: yields the records of a file.
     """
 

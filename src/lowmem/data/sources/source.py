@@ -81,7 +81,7 @@ class Encoder:
 
 
 class Source:
-    """A data set. Sources whose tokens are stored on disk derive from a class in `data/opening.py`; others open
+    """A data set. Sources whose tokens are stored on disk derive from a class in `data/opening.py`; other sources open
     themselves."""
 
     name: str  # prefix of the cache folder's name

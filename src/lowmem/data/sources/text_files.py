@@ -40,8 +40,8 @@ class Corpus(StoredSource):
     """Text files, each of which is a document. Names in keys and messages are relative to `root`.
 
     Args:
-        on_error: what to do with bytes that are not valid UTF-8: `refuse` the file, `replace` them by U+FFFD, or `skip`
-            the file.
+        on_error: handling of files that are not valid UTF-8: `refuse` or `skip` the file, or `replace` invalid bytes by
+            U+FFFD.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
         packing, too_long, bos: see `Source`.
     """
@@ -184,7 +184,7 @@ def find_files(
     """Finds the files of `data.path` and `data.val_path`, or selects some files of `data.path` for validation.
 
     Args:
-        val_path: of several paths the first is validation; files of the others are excluded from training, too.
+        val_path: one or several paths. Files of the first path are for validation; no file of any path is for training.
         usable: returns the matching files that can be read.
 
     Raises:

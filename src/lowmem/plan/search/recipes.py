@@ -376,7 +376,7 @@ class _Search:
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
     """Yields the routes, restricted to checkpointings that keep block inputs in host memory (`on_host`), or to all
-    others."""
+    other checkpointings."""
     known = techniques("gradient_checkpointing")
     for route in ways:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]

@@ -5,10 +5,10 @@ trainer, measured by the run's own memory meter. Only the tensors are fake: they
 whose bytes are counted, but no memory. So the prediction comes from the run's own code instead of formulas.
 Data-dependent checks (such as "are all gradients finite?") return True.
 
-One micro-batch represents all others: optimizer state is created before it, and with gradient accumulation also the
-gradients of an earlier micro-batch (`Steady`). With several devices, one rank is traced and the other ranks are
+One micro-batch represents all micro-batches: optimizer state is created before it, and with gradient accumulation also
+the gradients of an earlier micro-batch (`Steady`). With several devices, one rank is traced and the other ranks are
 simulated (`one_rank.py`). Strategies keep buffers from one window to the next, so a full window is executed before the
-one that counts; with gradient accumulation both windows have two micro-batches.
+traced window; with gradient accumulation both windows have two micro-batches.
 """
 
 import logging

@@ -129,7 +129,8 @@ def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
     notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
     if not traces:
         notes = [at | {"text": "no measurements", "x": 0.5, "y": 0.5}]
-    axis = {"automargin": True, "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}  # two zeros in a corner
+    # invisible ticks keep the zeros of both axes apart
+    axis = {"automargin": True, "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
     axis |= {"gridcolor": "rgba(128,138,150,0.22)", "zerolinecolor": "rgba(128,138,150,0.5)"}
     for name in ("xaxis", "yaxis"):
         layout[name] = axis | {"zeroline": False, "title": {"standoff": 6}} | layout.get(name, {})

@@ -9,7 +9,8 @@ from lowmem.report import folders
 from lowmem.report.folders import RunFolder
 
 LONG = 20  # characters; longer values are shortened
-MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)  # says nothing without its key
+# values that a reader does not understand without their key
+MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)
 
 
 def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:

@@ -59,7 +59,7 @@ def _written(name: str, figure: go.Figure) -> str:
 
 
 def _lead(every: Sequence[Figures]) -> str:
-    """Returns the number of runs and the overrides that all of them share, which the page shows only here."""
+    """Returns the number of runs, and the overrides that all runs share. The page shows shared overrides only here."""
     states = [figures.run.status for figures in every]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
     typed = [figures.run.overrides for figures in every]

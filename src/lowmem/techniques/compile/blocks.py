@@ -25,8 +25,8 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
-# Maximum graphs per kind of block: micro-batches have one shape, with a few others at the end of an epoch. From the
-# second shape on torch compiles with dynamic sizes.
+# Maximum graphs per kind of block: micro-batches have one shape, and a few other shapes at the end of an epoch. From
+# the second shape on torch compiles with dynamic sizes.
 MOST_GRAPHS = 64
 
 

@@ -1,9 +1,9 @@
 """Steps the optimizer inside backward: each parameter is updated as soon as its gradient exists, which is then freed.
 
-Gradients are never all in memory at once: instead of 4 bytes per parameter (2 with 16-bit weights), the peak is the
-largest single gradient. Excludes everything that needs all gradients at once: clipping by the global norm, loss scaling
-(an overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023, arXiv
-2306.09782.
+Gradients are never all in memory at the same time: instead of 4 bytes per parameter (2 with 16-bit weights), the peak
+is the largest single gradient. Excludes everything that needs all gradients at once: clipping by the global norm, loss
+scaling (an overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023,
+arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -89,7 +89,8 @@ class BasePrecision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Restores what `state_dict` returned. Lightning calls this on a resume, with the weights on the device."""
+        """Restores the values that `state_dict` returned. Lightning calls this on a resume, with the weights on the
+        device."""
 
     def device_tensors(self) -> Iterable[Tensor]:
         """Returns tensors on the device besides weights, gradients and optimizer state. The memory meter counts these

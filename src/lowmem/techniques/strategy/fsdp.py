@@ -2,8 +2,8 @@
 block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
-the one that computes and the next one. Costs two all-gathers of all weights and one reduce-scatter of all gradients per
-micro-batch. `fsdp_offload` keeps the shards in host memory and runs the optimizer there. Source: Zhao et al. 2023,
+the block that computes and the next block. Costs two all-gathers of all weights and one reduce-scatter of all gradients
+per micro-batch. `fsdp_offload` keeps the shards in host memory and runs the optimizer there. Source: Zhao et al. 2023,
 arXiv 2304.11277; torch's fully_shard.
 """
 

@@ -53,7 +53,7 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # and all other work of rank 0
+            with ranks.rank_0_first("write the model"):  # covers all work of rank 0
                 pass
             ranks.barrier()  # keeps the store open until all ranks know that rank 0 is done
         leave(ranks)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lowmem.system.errors import RankLost
 
-BEAT = "rank 0"  # key in the store; its value is a count, or FAILED
+BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
 EVERY = 1.0  # seconds between heartbeats
 LOOK = 0.1  # maximum seconds between two polls; shorter at first
@@ -100,7 +100,7 @@ class Turns:
                     )
         finally:
             look.ended.set()
-            look.thread.join(EVERY)  # as above; returns early if the store responds
+            look.thread.join(EVERY)  # a short wait, so that signals are handled; ends early if the store responds
         if look.how != DONE:
             raise RankLost(f"Rank 0 failed or exited before it finished its task ({work}).")
 

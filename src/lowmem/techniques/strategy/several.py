@@ -245,7 +245,7 @@ class Divided(Several):
         where = zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements, strict=True)
         for size, place, placement in reversed([*where]):
             if not placement.is_replicate():
-                pieces = full.chunk(size, placement.dim)  # the last ones are smaller, or missing
+                pieces = full.chunk(size, placement.dim)  # the last pieces are smaller, or missing
                 full = pieces[place] if place < len(pieces) else full.narrow(placement.dim, 0, 0)
         return full.clone(memory_format=torch.contiguous_format)
 

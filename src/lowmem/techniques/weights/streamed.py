@@ -88,8 +88,8 @@ def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Returns block -> the weights to stream: those that no other module shares. In a mostly frozen block only the
-    frozen weights, so that its host memory is never updated."""
+    """Returns block -> its weights to stream: the weights that no other module shares. In a mostly frozen block only
+    the frozen weights are streamed, so the host memory of the block is never updated."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}

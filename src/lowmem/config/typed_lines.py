@@ -182,7 +182,7 @@ def unquoted(line: str) -> str:
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")
     if as_only_source(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
-        # Hydra escapes a quotation mark and the backslashes right before it or before the end, and no other ones
+        # Hydra escapes a quotation mark and the backslashes right before it or before the end, and no other backslashes
         escaped = rf"(\\+)({value[0]}|\Z)"
         return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
     return line

@@ -95,7 +95,8 @@ class Mix(Openable):
 
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
-    """Returns the validation sets of all sources, named after the source, plus the name of the set if it has one."""
+    """Returns the validation sets of all sources, named after the source, followed by the name of the set if the set
+    has a name."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():

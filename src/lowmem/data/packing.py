@@ -97,7 +97,7 @@ class Joined(Rows):
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
         spans = [(i * self.seq_len, (i + 1) * self.seq_len + 1) for i in indices]
         rows = torch.from_numpy(np.stack([self.split.ids[start:stop] for start, stop in spans]).astype(np.int64))
-        inputs, labels = rows[:, :-1], rows[:, 1:]  # (B, T), views of one (B, T + 1)
+        inputs, labels = rows[:, :-1], rows[:, 1:]  # (B, T), views of one tensor (B, T + 1)
         if self.split.learned_bits is not None:
             learned = np.stack([self.split.learned(start + 1, stop) for start, stop in spans])
             labels = labels.where(torch.from_numpy(learned), IGNORED)

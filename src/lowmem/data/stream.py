@@ -158,7 +158,7 @@ class Blocks(Rows):
 
 
 class StreamLoader(WindowLoader):
-    """Yields windows of a stream. A window may begin in one block and end in the next one."""
+    """Yields windows of a stream. A window may begin in one block and end in the next block."""
 
     @property
     def order(self) -> dict:

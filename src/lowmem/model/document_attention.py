@@ -34,7 +34,7 @@ MASKED = "lowmem_masked"  # always with the mask
 
 def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
     """Returns a floating-point mask (B, 1, T, T) in the dtype of the matrix products: 0 for visible tokens, the lowest
-    finite number for all others. None: no mask is needed."""
+    finite number for all other tokens. None: no mask is needed."""
     if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
         return None
     dtype = by_autocast(dtype, mask.device.type)
@@ -87,7 +87,7 @@ def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.
 
     Returns:
         (documents + 1,) int32: index of each document's first token in the concatenated rows, and B x T. None: some
-        token does not see all earlier tokens of its document, or sees later ones.
+        token does not see all earlier tokens of its document, or sees later tokens.
     """
     if (known := known_first_tokens(mask_function, tokens)) is not None:
         pinned = device.type == "cuda"  # a copy from pageable memory would wait for the card

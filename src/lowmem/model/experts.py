@@ -50,8 +50,8 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Returns the number of parameters that a token does not use: the weights of all fused experts except the chosen
-    ones."""
+    """Returns the number of parameters that a token does not use: the weights of all fused experts that the router does
+    not choose."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

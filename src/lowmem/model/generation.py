@@ -103,7 +103,7 @@ class TextGenerator:
     Args:
         model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
-        synced: other processes have shards of the model, so all processes continue until the last one is done.
+        synced: other processes have shards of the model, so all processes continue until the last process is done.
         stopped: called before each token; returns True to end the text.
     """
 

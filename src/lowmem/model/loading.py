@@ -52,7 +52,7 @@ class Described(NamedTuple):
 
     spec: schema.Model
     config: PretrainedConfig  # without rows for added tokens
-    tokenizer: PreTrainedTokenizerBase | None = None  # None: one is trained on the data, or none is needed
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: trained on the data, or not needed
     added: vocabulary.Added | None = None  # tokens that were added to the tokenizer; None: none were requested
 
     @property
@@ -209,7 +209,7 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
     """Refuses keys that the architecture lacks, because transformers silently stores unknown keys, such as misspelled
-    ones."""
+    keys."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     unknown = [key for key in unknown if not _is_read(config, key)]

@@ -80,7 +80,8 @@ def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
-    """Returns True if no document depends on an earlier one: the gradient is then exactly zero, in any precision."""
+    """Returns True if no document depends on an earlier document: the gradient is then exactly zero, in any
+    precision."""
     return not any(_depends(model, packed, boundary) for boundary in (lengths[0], lengths[0] + lengths[1]))
 
 

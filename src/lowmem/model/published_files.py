@@ -1,7 +1,7 @@
 """Compares published weight files with the model class that reads them, before any weight is loaded.
 
-transformers silently drops tensors that its model class does not use, and a config may tie a head although the files
-contain a separate one. The headers of the files have the names, shapes and dtypes of all tensors in a few kilobytes.
+transformers silently drops tensors that its model class does not use, and a config may tie the head although the files
+contain a separate head. The headers of the files have the names, shapes and dtypes of all tensors in a few kilobytes.
 Tensors of these shapes are loaded on the meta device by transformers itself, so renamed tensors and merged experts are
 handled as in a real load.
 """
@@ -42,7 +42,7 @@ class Compared(NamedTuple):
     unused: list[str]  # tensors that the class does not use
     beyond: str | None  # the first unused tensor of a layer that the config does not have
     layers: int  # number of layers in the files, if `beyond` is set; otherwise 0
-    own_head: bool  # the config ties the head, but the files contain a separate one
+    own_head: bool  # the config ties the head, but the files contain a separate head
 
 
 _compared: dict[tuple, Compared] = {}
@@ -108,7 +108,8 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
 
 
 def joins_tensors(config: PretrainedConfig) -> bool:
-    """Returns True if transformers joins tensors of the published files, such as the experts of a block, into one.
+    """Returns True if transformers joins tensors of the published files, such as the experts of a block, into one
+    tensor.
 
     A joined tensor is in memory, where another tensor would be pages of its file.
     """

@@ -63,12 +63,14 @@ class ByLayer:
     ) -> None:
         self.runs, self.generators, self.enter = runs, generators, enter
         self.current = 0  # index of the micro-batch whose thread runs
-        self.sums: dict[nn.Parameter, Tensor] = {}  # gradients of the window, until the last micro-batch has added one
+        # gradients of the window, until the last micro-batch has added its gradient
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._alive: list[int] = []  # micro-batches whose threads have not ended
         self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
         self._reached: Barrier = END  # the barrier that the first unfinished micro-batch has reached in this round
-        # Without gradients (when generating), one micro-batch may end before others, because texts differ in length.
+        # Without gradients (when generating), one micro-batch may end before other micro-batches, because texts differ
+        # in length.
         self._end_alone = not torch.is_grad_enabled()
         self._error: BaseException | None = None
 
@@ -164,7 +166,7 @@ class ByLayer:
         self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Wakes the next micro-batch after `number`, or the first unfinished one; the caller after the last."""
+        """Wakes the next micro-batch after `number`, or the first unfinished micro-batch; the caller after the last."""
         following = [other for other in self._alive if other > number] or self._alive
         (self._may_run[following[0]] if following else self._all_ended).release()
 

@@ -3,9 +3,10 @@
     Lane    a pair of copy streams, one per direction    `CardLane` (CUDA, ROCm, XPU)    `AtOnceLane` (CPU)
     Mark    an event of a stream                         `torch.Event`                   `AtOnce`
 
-A copy waits for one mark (its source is computed, or its target is free) and returns another (the copy is complete).
-Marks work in both directions: `Lane.hold` makes the device wait, `Mark.synchronize` makes the host wait. `torch.Stream`
-and `torch.Event` have the same interface for every kind of card. On a CPU, a copy is complete when the call returns.
+A copy waits for one mark (its source is computed, or its target is free) and returns another mark (the copy is
+complete). Marks work in both directions: `Lane.hold` makes the device wait, `Mark.synchronize` makes the host wait.
+`torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a copy is complete when the
+call returns.
 """
 
 import weakref

@@ -62,7 +62,8 @@ class Sizes(NamedTuple):
 def goes_to_drive(tensor: object) -> bool:
     """Returns True if a value of a weight's state is swapped: a tensor of at least one page. Numbers and small tensors
     stay in memory."""
-    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):  # a quantized tensor wraps others
+    # a quantized tensor wraps several tensors
+    if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.nbytes >= PAGE
 
@@ -108,7 +109,7 @@ class SwapFile:
         self._bound = False  # True: the tensors' data is in `memory`
 
     def put(self, key: Key, tensor: Tensor) -> None:
-        """Adds a tensor, or replaces it by a new one that an optimizer has created under the same key."""
+        """Adds a tensor, or replaces the tensor of the same key by a tensor that an optimizer has created."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -205,7 +206,7 @@ class SwapFile:
 
 
 class SwapFiles:
-    """Swap files of one kind. One file is pinned; meanwhile the previous one is written, and the next ones are read.
+    """Swap files of one kind. One file is pinned; meanwhile the previous file is written, and the next files are read.
 
     Args:
         drive: stores the files; None: only `sizes` is used.

@@ -66,7 +66,7 @@ class Edge(HeadSource):
     def start(
         self, host_block: HostBlock, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
     ) -> None:
-        """Replaces the forward passes of embedding and head by ones that read the weight from host memory.
+        """Replaces the forward passes of embedding and head by functions that read the weight from host memory.
 
         Args:
             host_block: stores the weight.

@@ -27,7 +27,7 @@ from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
 
 log = logging.getLogger(__name__)
-SLOTS = 2  # the host fills one staging buffer while the device reads the other
+SLOTS = 2  # the host fills one staging buffer while the device reads the other buffer
 
 
 class Registered:

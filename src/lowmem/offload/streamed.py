@@ -201,7 +201,8 @@ class StreamedWeights(WeightsOnDevice):
         self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
             share_heap()  # otherwise each micro-batch's thread has its own heap: 1.8 GiB for 8 x 256 tokens, GPT-2 XL
-            # Let one block's 16-bit size of gradients queue on the card: its fp32 sums, twice that, leave in one burst.
+            # Let gradients of the size of one block's 16-bit weights queue on the card: the fp32 sums of a block have
+            # twice this size, and are sent in one burst.
             sink.link.ahead = max(host_block.flat.numel() for host_block in self.host_blocks)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:
@@ -368,5 +369,5 @@ class StreamedWeights(WeightsOnDevice):
                 p.data = nowhere(p, p.dtype, self.device)
             slot.free = self._up.mark()
         else:
-            slot.free = slot.landed  # the next copy must not start before this one is complete
+            slot.free = slot.landed  # the next copy into the slot must not start before this copy is complete
         slot.host_block, slot.bound = None, False

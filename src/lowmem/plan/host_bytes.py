@@ -130,7 +130,7 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns True if an adapter quantizes the base weights, one by one: published ones while they are loaded."""
+    """Returns True if an adapter quantizes the base weights, one by one: published weights while they are loaded."""
     return "weights" in run.technique("adapter").saves
 
 

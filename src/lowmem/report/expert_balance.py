@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class ExpertBalance:
     """Counts the tokens that each expert computes in training.
 
-    A router that sends most tokens to a few experts leaves the others untrained. Blocks whose experts do not get their
-    tokens as indices, such as Llama 4's, are not counted, nor are compiled ones.
+    A router that sends most tokens to a few experts leaves the other experts untrained. Blocks whose experts do not get
+    their tokens as indices, such as Llama 4's, are not counted, nor are compiled blocks.
 
     Args:
         model: hooks are registered on the experts of each of its blocks.

@@ -224,7 +224,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     lines = _hydras_config(folder)
-    return "name: train" in lines if lines else (folder / "summary.json").is_file()  # plan.py's folders have one too
+    # folders of plan.py contain a summary.json too
+    return "name: train" in lines if lines else (folder / "summary.json").is_file()
 
 
 def _hydras_config(folder: Path) -> set[str]:

@@ -221,7 +221,8 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
 
 def _readers_from_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> ReadersOf:
-    names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}  # a tied weight has one memory
+    # the names of a tied weight have one address
+    names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
     def readers(name: str, p: nn.Parameter, ranks: OneDevice) -> dict[str, Callable[[], object]]:

@@ -64,7 +64,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
         content: further tensors and plain values; the content of rank 0 is written.
 
     Raises:
-        OSError: on every process, if one cannot write. The draft is deleted, and `path` is unchanged.
+        OSError: on every process, if any process cannot write. The draft is deleted, and `path` is unchanged.
     """
     with fail_together(ranks), ExitStack() as stack:
         with fail_together(ranks):

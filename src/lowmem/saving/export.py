@@ -4,7 +4,7 @@ transformers writes the folder from lazy tensors: each knows its shape and dtype
 written. If transformers computes with a tensor before, as with fused experts that files store separately, the tensor is
 computed immediately. So the peak over the model is one file, and for a mixture of experts its experts.
 
-If the model is sharded, the first process writes, and gathers one weight at a time from the others (`Weights`).
+If the model is sharded, the first process writes, and gathers one weight at a time from all processes (`Weights`).
 """
 
 from collections.abc import Callable, Iterator
@@ -99,8 +99,8 @@ class Weights:
                 yield False
 
     def _send_name(self, name: str | None) -> str | None:
-        """Returns the next parameter's name, which the first process sends; the others wait for as long as it
-        writes."""
+        """Returns the next parameter's name, which the first process sends; the other processes wait without a time
+        limit while it writes."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)

@@ -253,7 +253,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """Returns the base model of an adapter folder; None: the folder does not name one."""
+    """Returns the base model of an adapter folder; None: the folder does not name a base model."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 

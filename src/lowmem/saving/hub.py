@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def push(folder: Path, name: str, again: str) -> None:
-    """Uploads a folder to the Hugging Face hub. If the repository does not exist, a private one is created.
+    """Uploads a folder to the Hugging Face hub. If the repository does not exist, a private repository is created.
 
     Args:
         folder: model/ of a run.

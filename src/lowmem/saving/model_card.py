@@ -86,7 +86,8 @@ def command(overrides: list[str]) -> str:
     """Returns the command that repeats the run, without local folders. A file or folder is shown as its name in <>, for
     the reader to replace."""
     typed = set(map(key, overrides))
-    implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}  # by typing the other one
+    # set to null because the other key of the pair was typed
+    implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}
     lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
     return shlex.join(["python", "train.py", *(without_place(line, "data=hub" in lines) for line in lines)])
 

@@ -1,8 +1,8 @@
 """Rewrites the files of an exported folder so that older programs can read them, too.
 
 transformers 5 writes names that transformers 4, and servers and converters of that time, do not know: they fail, or use
-a default silently. config.json gets the old keys in addition to the new ones; in tokenizer_config.json old keys replace
-new ones. transformers 5 reads both.
+a default silently. config.json gets the old keys in addition to the new keys; in tokenizer_config.json old keys replace
+new keys. transformers 5 reads both.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of earlier steps.
 
 Files are replaced atomically: if a process is killed while it resumes, the file has either all old rows or all new
-ones.
+rows.
 """
 
 import csv

@@ -21,7 +21,7 @@ class Ranks(Protocol):
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
     """Wraps work that every process does, or that rank 0 does for all of them. At the end of the `with`, each rank
-    tells the others whether its work succeeded; the work may take as long as it needs.
+    tells the other ranks whether its work succeeded; the work may take as long as it needs.
 
     Raises:
         RankLost: rank 0 was stopped meanwhile, or has exited.

@@ -22,7 +22,7 @@ def lock(handle: int) -> bool | None:
 
 def is_locked(folder: Path) -> bool | None:
     """Returns whether a process holds the folder's lock; None if the file system has no locks, or if the folder cannot
-    be opened, such as one that another user may not list.
+    be opened, for example because of its permissions.
 
     Some shared file systems (GPFS, some mounts of Lustre) do not show the locks of other machines.
     """

@@ -173,7 +173,7 @@ def redirected(run: Path) -> None:
 
 
 def agreed(claimed: Path | None) -> Path:
-    """Returns the run's folder: rank 0 tells the others which folder it has claimed.
+    """Returns the run's folder: rank 0 sends the folder that it has claimed to all other ranks.
 
     Args:
         claimed: the folder that this process has claimed. None waits for rank 0; if rank 0 is refused, torchrun ends

@@ -1,7 +1,7 @@
 """Builds the data loaders and the model of a run: the data first, the weights last.
 
 Several techniques replace the `forward` of a module or register hooks. This list has all of them, in the order of a
-run. A later replacement wraps the earlier ones:
+run. A later replacement wraps the earlier replacements:
 
     while the model is built (`causal_lm`)
         compile/blocks.py                       a block's forward: compiled

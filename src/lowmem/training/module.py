@@ -291,7 +291,8 @@ class CausalLM(LightningModule):
 
     def _mean(self, value: Tensor, weight: int) -> float | None:
         """Returns the mean of a metric of `Loss.figures`. Args: value: the metric's sum, and its count if it has one;
-        weight: the count of metrics without one. Returns: None: the set has no answer of the metric's kind."""
+        weight: the count of metrics without their own count. Returns: None: the set has no answer of the metric's
+            kind."""
         total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
         return None if count == [0] else total / ((count[0] if count else weight) or math.nan)
 

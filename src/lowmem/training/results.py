@@ -81,7 +81,8 @@ def _measured(training: Training) -> dict:
 
 
 def _stepped_by(optimizer: WindowOptimizer | None) -> str | None:
-    """Returns the optimizer's class name and, if it has several implementations, which one ran. None: no training."""
+    """Returns the optimizer's class name and, if the optimizer has several implementations, the implementation in use.
+    None: no training."""
     if optimizer is None:
         return None
     optimizer = optimizer.inner

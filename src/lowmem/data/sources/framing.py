@@ -52,7 +52,7 @@ class Framing(NamedTuple):
     apart: bool = False
 
     def document(self, ids: np.ndarray, size: int, begins: bool = True, ends: bool = True) -> Encoded:
-        """Returns a document of text, or a part of one.
+        """Returns a document of text, or a part of a document.
 
         Args:
             size: bytes of the text.

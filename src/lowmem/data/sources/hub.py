@@ -1,4 +1,5 @@
-"""Reads a data set of the Hugging Face hub, or a folder laid out like one, row by row, without a complete download.
+"""Reads a data set of the Hugging Face hub, or a folder with the layout of a data set, row by row, without a complete
+download.
 
 `datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
 of csv and JSON: 007 becomes a number, NA null and 2024-05-01 a date. So csv and JSON-lines files of a folder are read

@@ -214,7 +214,7 @@ def _records(file: Path, fields: Fields) -> Iterator[Record]:
 
 
 def _first_record(reader: Reader, fields: Fields) -> dict:
-    """Returns the fields of the first record with an answer; empty if no record has one."""
+    """Returns the fields of the first record with an answer; empty if no record has an answer."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
     return next((values for values in usable if fields.answered(values)), {})
 

@@ -265,7 +265,7 @@ def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
 
 
 def _all_files(root: Path) -> set[Path]:
-    """Returns all files except hidden ones.
+    """Returns all files except hidden files.
 
     Raises:
         OSError: a folder cannot be read; `glob` would silently skip it.

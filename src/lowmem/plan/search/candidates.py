@@ -45,7 +45,7 @@ class Typed:
     Args:
         run: the resolved run of the typed overrides.
         lines: the typed overrides.
-        compose: returns the run in which the given overrides replace typed ones with equal keys.
+        compose: returns the run in which the given overrides replace typed overrides with equal keys.
         may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: all groups that were not typed.
     """
 
@@ -153,9 +153,9 @@ class Route:
     @property
     def on_card(self) -> tuple:
         """Returns a key for routes of which the first needs the least device memory: if it does not fit on the card, no
-        later route with an equal key does. Several micro-batches come before a single one, and
-        weights.order=by_micro_batch before by_layer. Neither a drive nor the optimizer of host masters changes the
-        device memory, so the key leaves them out."""
+        later route with an equal key does. Routes with several micro-batches come before routes with a single
+        micro-batch, and weights.order=by_micro_batch before by_layer. Neither a drive nor the optimizer of host masters
+        changes the device memory, so the key leaves them out."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -202,7 +202,7 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
     micro-batches that keep the effective batch size.
 
     With host masters, several micro-batches per step and a single micro-batch are separate routes: several need fp32
-    sums of gradients on the host, a single one needs more device memory. Streamed weights have a route for each
+    sums of gradients on the host, a single micro-batch needs more device memory. Streamed weights have a route for each
     weights.order. optim.in_backward=true needs a single micro-batch.
 
     Args: names: the strategies to try.

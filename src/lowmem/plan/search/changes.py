@@ -14,7 +14,7 @@ from lowmem.config.settle import Run
 
 
 class Tier(IntEnum):
-    """The distance of a training from the typed one: a smaller value is closer."""
+    """The distance of a training from the typed training: a smaller value is closer."""
 
     AS_TYPED = 1
     CLOSE = 2  # matrix products in 16 bits with fp32 updates of the weights; optimizer state in fewer bits

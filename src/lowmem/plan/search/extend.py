@@ -40,7 +40,7 @@ from lowmem.system.errors import Refused
 from lowmem.training import build
 
 FEWEST = 3  # minimum number of blocks: a first, a middle and a last block
-WINDOWS = (4, 5)  # micro-batches of the traced windows from which longer ones are extrapolated (by_layer)
+WINDOWS = (4, 5)  # micro-batches of the traced windows from which longer windows are extrapolated (by_layer)
 PLAIN = (int, float, bool, str, type(None))  # types of attributes that distinguish kinds of blocks
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@
                 each recipe                          traced with few blocks and extrapolated (`extend.py`)
             the best recipe                          traced at full depth; stop if it fits
 
-A later rank or set is tried only if no recipe of the earlier ones fits.
+A later rank or set is tried only if no recipe of the earlier ranks and sets fits.
 """
 
 import math
@@ -65,7 +65,7 @@ class Recipe:
         overrides: added to the typed lines; they replace typed lines with equal keys.
         prediction: the predicted memory.
         seconds: estimated seconds of an optimizer step.
-        changes: differences of the training from the typed one.
+        changes: differences of the training from the typed training.
     """
 
     overrides: tuple[str, ...]
@@ -386,7 +386,7 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
 
 def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -> int:
     """Returns the rank of a training; rank 1 is tried first. If `may_change` names any group, close trainings have the
-    rank of the typed one."""
+    rank of the typed training."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 

@@ -1,4 +1,4 @@
-"""Makes a trace on a CPU allocate memory as a CUDA device would, so that a machine without a card can plan for one.
+"""Makes a trace on a CPU allocate memory as a CUDA device would, so that a machine without a card can plan for a card.
 
 Each difference names its source in torch. A margin is added for facts that only a card could show, and the plan says
 so.

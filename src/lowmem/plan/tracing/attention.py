@@ -33,7 +33,7 @@ class AttentionCall:
         grouped: several query heads share a key and value head.
         square: equal numbers of keys and queries.
         trains: a gradient is needed.
-        plain: tensors have four dimensions, and the last one is contiguous.
+        plain: tensors have four dimensions, and the last dimension is contiguous.
     """
 
     dtype: torch.dtype

@@ -146,7 +146,7 @@ class ShapeMode(LeanFakeTensorMode):
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Replaces the sizes of a split by equal ones, because the given sizes come from values that are not real."""
+        """Replaces the sizes of a split by equal sizes, because the given sizes come from values that are not real."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim

@@ -327,7 +327,7 @@ class Steady(Callback):
     Args:
         mode: the fake tensor mode, which counts work by phase.
         run: the settings.
-        before: number of windows that are executed before the traced one. If not 0, these create the state.
+        before: number of windows that are executed before the traced window. If not 0, these create the state.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
@@ -367,7 +367,8 @@ class Steady(Callback):
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
         """Returns a replacement for the step of a weight on the host, in which only the first weight of a kind (shape,
-        dtypes, group and place) steps. For all others the first one's work is counted. Args: known: kind -> work."""
+        dtypes, group and place) steps. For all other weights of the kind the work of the first weight is counted. Args:
+        known: kind -> work."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
@@ -385,7 +386,7 @@ class Steady(Callback):
 
     def _step_all(self, module: LightningModule) -> None:
         """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
-        stepped; all others of the kind get state of equal sizes (`another`)."""
+        stepped; all other parameters of the kind get state of equal sizes (`another`)."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}

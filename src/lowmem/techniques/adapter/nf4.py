@@ -88,7 +88,7 @@ class NF4Linear(nn.Linear, Packed):
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a layer of the kind from which this one was made, with the dequantized matrix in `dtype`; with
+        """Returns a layer of the original class (nn.Linear or Conv1D) with the dequantized matrix in `dtype`; with
         device="meta" it has no memory yet."""
         return self.as_found(self.linear(dtype, device))
 
@@ -101,7 +101,7 @@ class NF4Linear(nn.Linear, Packed):
         return layer
 
     def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
-        """Returns `layer` as the kind of layer from which this one was made."""
+        """Converts `layer` to the class of the original layer (nn.Linear or Conv1D)."""
         if not self.transposed:
             return layer
         with torch.device("meta"):

@@ -33,7 +33,7 @@ class NF4WhileLoading(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class NF4Quantizer(HfQuantizer):
-    """Replaces layers and stacks of experts by quantized ones as soon as their weights are loaded.
+    """Replaces layers and stacks of experts by quantized versions as soon as their weights are loaded.
 
     `nf4.quantize` handles all other layers later: layers that transformers loads in another dtype than the model, and
     subclasses of nn.Linear, which may compute more than a product. The loaded model does not keep any setting of the

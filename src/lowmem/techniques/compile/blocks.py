@@ -42,7 +42,8 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
         backend: inductor generates code; aot_eager only traces graphs, without a compiler;
             aot_eager_decomp_partition also decides which activations to save.
         activation_memory_budget: share of the activations' bytes that is saved for backward, from 0 (only a block's
-            input) to 1; torch recomputes the cheapest of all others. None: torch's default, which is 1.
+            input) to 1; torch chooses to recompute the activations that cost the least time. None: torch's default,
+            which is 1.
 
     Raises:
         Refused: the budget is not between 0 and 1, or this version of torch does not support it.

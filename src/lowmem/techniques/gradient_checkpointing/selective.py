@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: saves the results of expensive operators, and recomputes all others.
+"""Selective activation checkpointing: saves the results of expensive operators, and recomputes all other results.
 
 Matrix products and attention take nearly all of a block's time, but only about a third of its activations. Two dispatch
 modes are the contexts of torch's checkpoint:

@@ -90,7 +90,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             higher = torch.maximum(top, logits.amax(1))
             total.mul_((top - higher).exp_()).add_(logits.sub_(higher[:, None]).exp_().sum(1))
             top = higher
-            del logits, tile  # before the next ones are allocated
+            del logits, tile  # freed before the next tile and its logits are allocated
         top, total, chosen = source.joined(top, total, chosen)
         lse = total.log_().add_(top)  # log-sum-exp over the vocabulary
         ctx.save_for_backward(rows, lse, labels, learned, bias)

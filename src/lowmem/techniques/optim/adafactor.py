@@ -92,7 +92,7 @@ def _pieces(shape: Shape) -> Iterator[Piece]:
 
 
 def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
-    norms = torch.empty(len(pieces))  # one tensor: many small ones would fragment the heap
+    norms = torch.empty(len(pieces))  # one tensor, because many small tensors would fragment the heap
     for number, piece in enumerate(pieces):
         norms[number] = read(piece).norm(2)
     return norms.norm(2) / elements**0.5

@@ -1,13 +1,13 @@
 """Steps bitsandbytes' block-wise 8-bit Adam and Lion on a CPU in one pass over memory.
 
 bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
-small elements of a block to a code next to the nearest one (version 0.50: 12 % of elements on the signed scale and 18 %
-on the unsigned one, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
+small elements of a block to a code next to the nearest code (version 0.50: 12 % of elements on the signed and 18 % on
+the unsigned scale, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
 
 This module has the same step as one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class
 and its checkpoints do not change, so a card can continue from a checkpoint. Without a compiler, torch operators do the
-same step. Codes are the nearest ones, as in bitsandbytes' CUDA kernels; the error of 20 steps against AdamW is half of
-that of bitsandbytes on a CPU. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
+same step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels; the error of 20 steps against
+AdamW is half of that of bitsandbytes on a CPU. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 If a gradient overflows, the step is skipped and the scale is halved; after many steps without overflow it is doubled.
 Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and unscales their
-gradients in fp16, where small ones underflow.
+gradients in fp16, where small gradients underflow.
 """
 
 from lightning.pytorch import LightningModule

@@ -111,7 +111,7 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent ones. A shared
+    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent buffers. A shared
     buffer is listed for each module."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):

@@ -153,9 +153,10 @@ class Pipeline(Divided):
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Creates torch's schedule. Each window needs a new one, because its buffers are for a fixed number and length
-        of micro-batches. torch then exchanges shapes between the stages: a small message from the first to the last and
-        back. With fewer micro-batches than stages, 1F1B is not defined, and GPipe stores no more activations."""
+        """Creates torch's schedule. Each window needs a new schedule, because the buffers of a schedule are for a fixed
+        number and length of micro-batches. torch then exchanges shapes between the stages: a small message from the
+        first to the last and back. With fewer micro-batches than stages, 1F1B is not defined, and GPipe stores no more
+        activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels

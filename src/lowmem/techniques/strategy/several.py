@@ -81,7 +81,7 @@ class Several(OneDevice):
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        # Ranks with different rows draw different dropout masks; ranks that compute a row together draw equal ones. A
+        # Ranks with different rows draw different dropout masks; ranks that compute a row together draw equal masks. A
         # CPU generator uses the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
@@ -252,7 +252,7 @@ class Divided(Several):
 
 def in_full(tensor: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor; a plain tensor is returned unchanged. Gathers one mesh dimension at a time,
-    because torch warns about gathering all at once."""
+    because torch warns if all dimensions are gathered in one call."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [*tensor.placements]

@@ -171,7 +171,7 @@ class Division(NamedTuple):
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's weights, including tied ones."""
+        """Returns the bytes of a stage's weights, including tied weights."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 

@@ -1,7 +1,7 @@
 """Drives: the folder for data that do not fit in host memory, and the bytes that may be stored there.
 
 plan.py's `drive=` is a folder of this machine, whose free space counts, or the size of a planned drive. Drives are sold
-in powers of ten, so a size may also end in GB or TB. This module imports nothing heavy.
+in powers of ten, so a size may also end in GB or TB. This module does not import torch.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Lists combinations that cannot work, each with its error message.
 
 The list is complete: every combination that is neither listed here nor refused by a technique because of the model is
-tested. For each refusal, a test of `tests/config/test_refusals.py` runs the combination and shows what would happen.
+tested. For each refusal, a test of `tests/config/test_refusals.py` runs the combination without the refusal and shows
+the result.
 """
 
 import shutil

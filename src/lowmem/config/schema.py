@@ -1,6 +1,6 @@
 """Declares every key once: its type, its range, and how an error message describes a valid value.
 
-`Keys` is conf/config.yaml. A technique's yaml needs no entry: its values show the types of its arguments, and
+`Keys` is conf/config.yaml. A technique's yaml does not need an entry: its values show the types of its arguments, and
 `ARGUMENTS` adds ranges for names that have one meaning in all classes of `PACKAGES`. The signature of a class says
 which names it accepts (`check.py`); nothing else is known about classes of other packages. This module imports nothing
 heavy.

@@ -149,8 +149,8 @@ class Run(schema.Keys):
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device. (The class says so too, but importing it
-        imports torch.)"""
+        """Returns whether there may be several processes, one per device. (The class declares this too, but importing
+        it imports torch.)"""
         return not self.technique("strategy").one_process
 
     @property

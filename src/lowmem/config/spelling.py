@@ -1,7 +1,7 @@
 """Explains overrides that Hydra cannot use. A sentence that suggests the most similar valid override replaces Hydra's
 page of text.
 
-This module imports nothing heavy.
+This module does not import torch.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Handles overrides (key=value): as users type them, as Hydra reads them, and the config that they compose.
 
-The command line reads its arguments with this module, so it imports nothing heavy.
+The command line reads its arguments with this module, so it does not import torch.
 """
 
 import os

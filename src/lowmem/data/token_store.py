@@ -192,7 +192,7 @@ def _write(
     special_tokens: Sequence[str],
     splits: Sequence[SplitName] = ("val", "train"),
 ) -> dict:
-    """Fills a folder with a source's tokens, and returns their dtype and what was left out."""
+    """Fills a folder with a source's tokens, and returns the dtype of the ids and notes about left-out records."""
     log.info("Tokenizing data=%s", source.name)
     if tokenizer is None:
         texts = _spread(source.texts(), source.size("train"))

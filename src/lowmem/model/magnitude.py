@@ -50,7 +50,7 @@ def same(
 
 
 def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
-    """Checks that no weight of a loaded model overflows in a dtype. Args: advice: what to type, for the error.
+    """Checks that no weight of a loaded model overflows in a dtype. Args: advice: advice for the error message.
 
     Raises:
         Refused: a weight is larger than the dtype's largest number.

@@ -43,7 +43,7 @@ BOUNCE = THREADS * PIECE  # bytes; size of the buffer for the first write of a f
 PARTS = 4  # swap files per block, about: fewer need larger buffers; each takes two file descriptors
 SMALL = 32  # weights this many times smaller than the block's largest stay in memory: swapping them costs more
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
-MASTERS = ("master", "rest")  # names of what `HostWeight.master_tensors` returns
+MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
 
@@ -473,7 +473,7 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def failures_told(drive: Drive) -> Iterator[None]:
-    """Converts an `OSError` of the drive into a message that says what to do. Raises: DriveFailed."""
+    """Converts an `OSError` of the drive into a `DriveFailed` with advice. Raises: DriveFailed."""
     try:
         yield
     except OSError as error:

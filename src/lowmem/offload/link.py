@@ -159,7 +159,7 @@ def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 class StagedLink(Link):
     """The link to a device with separate memory: pinned staging slots, and a host thread that does all work in the
-    order of the calls. The module's docstring says what each thread does.
+    order of the calls. The docstring of the module describes the threads.
 
     Args:
         lane: the device's copy streams.

@@ -56,8 +56,8 @@ class MasterWeights(Callback):
         self.connect(trainer.precision_plugin, module.weights)
 
     def connect(self, precision: Precision, weights: WeightsOnDevice) -> None:
-        """Creates the link, and registers `make` with the precision. Args: precision: knows the dtype of the weights on
-        the device; weights: stores them."""
+        """Creates the link, and registers `make` with the precision. Args: precision: declares the dtype of the weights
+        on the device; weights: stores the weights."""
         self.precision, self.weights = precision, weights
         self.device = torch.device(precision.device)
         self.link = link_to(self.device)

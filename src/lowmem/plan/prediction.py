@@ -58,7 +58,7 @@ class Prediction:
     parameters: int
     on_card: bool
     estimate: str | None = None  # why this is only an estimate
-    advice: str | None = None  # what to type if attention takes the math kernel
+    advice: str | None = None  # overrides that avoid the math kernel of attention; None: it is not used
     trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
     mapped: int = 0  # memory-mapped weight files: resident while loading, but dropped if memory is short
     paged: int = 0  # optimizer state that CUDA pages: on the card if it fits, otherwise on the host

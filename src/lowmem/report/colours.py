@@ -7,7 +7,7 @@ OF_CATEGORY = {
     "activations": "#3f9d6b",
     "other": "#9a9a9a",
 }
-# At least 30 (CIE76) from every category and 25 from each other. More colours could not be told apart.
+# CIE76 distances: at least 30 from every category and 25 from each other. With more colours, some would look alike.
 OF_RUNS = ("#cf1f4a", "#12a5b0", "#9aa800", "#e86fc0", "#9c5a33", "#5ad1ff", "#ff6f61", "#a8005c")
 INK = "#5b7083"  # neither category nor run: runs in the background, the process, the allocator
 LIMIT = "#c0392b"

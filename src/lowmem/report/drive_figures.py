@@ -1,4 +1,5 @@
-"""Reports what a run stores on a drive, and what each step reads and writes there: writing wears the drive."""
+"""Reports the bytes that a run stores on a drive, and that each step reads and writes there. Writing wears the
+drive."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Reads the folders of earlier runs and sweeps: finished, failed or still running.
 
-The process that starts the jobs of a sweep reads them, too, so this module imports nothing heavy.
+The process that starts the jobs of a sweep reads them, too, so this module does not import torch.
 """
 
 import csv

@@ -210,9 +210,9 @@ def _step(path: Path) -> int:
 
 
 def intact(path: Path) -> bool:
-    """Returns whether the content of the file or folder is exactly what was written.
+    """Returns True if the file or folder has exactly the bytes that were written.
 
-    A CRC-32 finds any flipped bit and any changed run of up to four bytes; it misses one in 4 billion of other damages,
+    A CRC-32 finds any flipped bit and any changed run of up to four bytes; it misses one in 4 billion other errors,
     such as a page of zeros. It reads 1 GB in 0.3 s; a cryptographic digest takes a second.
     """
     if path.is_dir():

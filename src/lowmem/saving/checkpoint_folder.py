@@ -1,8 +1,8 @@
 """Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the shards it
 needs.
 
-torch's distributed checkpoint plans which process writes which piece of a tensor, and from which pieces a reader with
-other shards assembles its own. This module does the input and output, and no process holds more than its own shards:
+torch's distributed checkpoint assigns pieces of tensors to processes when saving, and finds the pieces from which a
+reader assembles its shards. This module does the input and output, and no process holds more than its own shards:
 
     part-00000.bin ...   the bytes of tensors, one file per process; a reader maps it and copies what it needs
     index.pt             everything else, and for each piece its offsets in the tensor, its file and its CRC-32
@@ -238,7 +238,7 @@ def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns whether all content is exactly what was written, by CRC-32, as for a checkpoint file."""
+    """Returns True if all files have the CRC-32 with which they were written."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:
             if archive.testzip() is not None:

@@ -17,7 +17,7 @@ def push(folder: Path, name: str, again: str) -> None:
         again: the `export=` to type after an error.
 
     Raises:
-        NotPublished: why, and what to type.
+        NotPublished: the upload failed. The message has the reason and the command to type.
     """
     from huggingface_hub import HfApi
 

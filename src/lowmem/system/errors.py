@@ -21,8 +21,8 @@ class Refused(Exception):
 
 
 class NotFinite(Refused):
-    """A loss, gradient or weight is inf or nan. The message says which and where; `training/training.py` adds
-    advice."""
+    """A loss, gradient or weight is inf or nan. The message names the value and its location; `training/training.py`
+    adds advice."""
 
 
 class NotPublished(Refused):
@@ -49,7 +49,7 @@ def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
 
 
 def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
-    """Raises Refused if the error says that a Hugging Face repository is gated: its owner asks for an agreement first.
+    """Raises Refused if the error says that a Hugging Face repository is gated: its owner requires an agreement first.
 
     Args:
         key: the key that names the repository.

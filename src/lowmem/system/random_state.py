@@ -1,7 +1,7 @@
 """Captures and restores the random states from which dropout draws: the CPU's, and with CUDA the device's.
 
-Computation that runs twice (a checkpointed block, a slice, a resumed run) must draw the same numbers both times. A
-state is what torch's generators store: 5 KB for the CPU, 16 bytes for a GPU.
+Computation that runs twice (a checkpointed block, a slice, a resumed run) must draw equal numbers both times. The state
+of torch's generator takes 5 KB for the CPU and 16 bytes for a GPU.
 """
 
 from collections.abc import Iterator, Sequence

@@ -21,7 +21,7 @@ from lowmem.system.errors import Refused
 OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
 REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor from which lowmem's command reads reports
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
-MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: where ranks meet
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address at which ranks rendezvous
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
 MOST = 4000  # characters of a report: a pipe buffers it until the rank has exited
 ORPHANED = 30.0  # seconds to write a checkpoint after the command that started the ranks has exited

@@ -1,6 +1,6 @@
 """Handles signals that end a program: Ctrl-C, a closed terminal, and the SIGTERM of a cluster or a spot machine.
 
-Signals are handled from the first line of a command on, so this module imports nothing heavy.
+Signals are handled from the first line of a command on, so this module does not import torch.
 """
 
 import signal

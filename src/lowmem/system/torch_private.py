@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
 
 # Tensors with shape, dtype and storage but without memory, for the planner. Instead: the meta device, and a replacement
-# for code that asks a tensor for its device.
+# for code that reads the device of a tensor.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 # A process group without processes, for the planner's runs on several devices. Instead: those processes.
@@ -141,7 +141,7 @@ class LeanFakeTensorMode(FakeTensorMode):
 
 
 def storage_key(tensor: Tensor | UntypedStorage) -> int:
-    """Returns a key that all tensors of one storage share, valid while the storage lives. Instead: nothing; `data_ptr`
+    """Returns a key that all tensors of one storage share, valid while the storage exists. Instead: nothing; `data_ptr`
     is 0 for every tensor without memory."""
     return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
 

@@ -376,8 +376,8 @@ class CausalLM(LightningModule):
         return loaded
 
     def on_train_start(self) -> None:
-        """Restores the random states of a checkpoint directly before the first window, after all other code that draws
-        random numbers."""
+        """Restores the random states of a checkpoint directly before the first window, after all other code has drawn
+        its random numbers."""
         self.model.train()
         self.ranks.before_training(self)
         if self._drawn is not None:

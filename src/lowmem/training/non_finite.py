@@ -41,7 +41,7 @@ class NonFiniteSteps:
 def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     """Returns a message with the step, the values that are not finite, and the sequences that the step read."""
     trainer = module.trainer
-    names = module.ranks.all_gather(module.optimizer.first_not_finite())  # each rank knows its own shard
+    names = module.ranks.all_gather(module.optimizer.first_not_finite())  # each rank checks its own shard
     name = next(filter(None, names), None)
     faults = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
     faults += [f"the gradient of {name} (the first such parameter) is not finite"] if name else []

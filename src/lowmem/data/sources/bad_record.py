@@ -6,7 +6,8 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used. The message says what is wrong, without the file's name and without a full stop."""
+    """A record that cannot be used. The message describes the error, without the file's name and without a full
+    stop."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:

@@ -25,7 +25,7 @@ from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
-TRAVEL = "travel"  # a further phase of some traces: copies of weights for a pass
+TRAVEL = "travel"  # an additional phase of some traces: copies of weights for a pass
 SUM_BYTES = 4  # bytes per element of a sum of gradients
 REACHED = 0.65  # share of a card's peak FLOP/s that a full pass reaches; published values are 0.5 to 0.9
 

@@ -1,7 +1,7 @@
 """Makes a trace on a CPU allocate memory as a CUDA device would, so that a machine without a card can plan for a card.
 
-Each difference names its source in torch. A margin is added for facts that only a card could show, and the plan says
-so.
+Each difference names its source in torch. A margin is added where only a card could give the exact value, and the plan
+reports the margin.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ class OnHost:
 
     Args:
         tensor: the boundary.
-        chain: knows the order of boundaries in backward.
+        chain: prefetches boundaries in the order of backward.
         block: index of the block.
     """
 

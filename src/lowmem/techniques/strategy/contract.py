@@ -131,7 +131,7 @@ class OneDevice:
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """Called after a step, done or skipped, once the gradients of local parameters are dropped."""
+        """Called after each step, even if it was skipped, once the gradients of local parameters are freed."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 gloo and NCCL only report a closed socket or a timeout in milliseconds. The traceback shows the collective and the code
 that called it. NCCL's watchdog thread aborts the process without a traceback, so only its log output can be parsed.
-This module imports nothing heavy, because the launcher parses this output too.
+This module does not import torch at its top, because the launcher parses the output too.
 """
 
 import re

@@ -120,7 +120,7 @@ def check_values(run: Run) -> None:
 
 
 def _check_data(run: Run) -> None:
-    """Refuses early, from the keys alone, data settings that the source would refuse when it is opened."""
+    """Refuses data settings before the source is opened, if the keys show that the source would refuse them."""
     data = run.data.arguments
     if (sources := data.get("parts")) is not None:
         values.checked_shares(sources, data.get("shares"))

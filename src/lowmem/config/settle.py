@@ -278,8 +278,8 @@ class Run(schema.Keys):
     @property
     def order(self) -> str | None:
         """Returns the order in which the micro-batches of a window pass through streamed blocks; None if weights do not
-        stream. With by_layer the block inputs of all micro-batches exist at once, so it is chosen only if they are
-        offloaded to the host.
+        stream. With by_layer the block inputs of all micro-batches exist at the same time, so by_layer is chosen only
+        if block inputs are offloaded to the host.
 
         Raises:
             Refused: an unknown order.
@@ -298,7 +298,7 @@ class Run(schema.Keys):
 
     @property
     def overlaps(self) -> bool:
-        """Returns whether several micro-batches of a window are in progress at once."""
+        """Returns True if several micro-batches of a window are in progress at the same time."""
         return self.by_layer or self.strategy_class.overlaps_micro_batches
 
 

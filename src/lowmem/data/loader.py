@@ -29,7 +29,7 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
-    with as many rows, and defines `weight`, the divisor of the sum of losses."""
+    with the number of rows of `input_ids`, and defines `weight`, the divisor of the sum of losses."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     ROWS: ClassVar[int] = 1  # rows of an example: both rows of a pair stay on one device
@@ -160,7 +160,7 @@ class Rows:
 
     seq_len: int
     report: Mapping = MappingProxyType({})
-    counted = "documents"  # name, in messages, of the items that are trained on
+    counted = "documents"  # name in messages: the items that training counts
     without_gaps = False
     positions = False  # micro-batches have `position_ids`
     filler = False  # micro-batches have `real`

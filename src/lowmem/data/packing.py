@@ -1,4 +1,4 @@
-"""Packs the documents of a split into rows, and so decides which tokens a model sees together.
+"""Packs the documents of a split into rows, which determines the tokens that a model sees together.
 
 `joined` concatenates all text and cuts it into full rows: no token is wasted, and a row may contain unrelated
 documents. `documents` packs complete documents into rows (best fit decreasing), each with its own positions, so that

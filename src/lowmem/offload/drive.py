@@ -11,8 +11,8 @@ file, and one file of each kind is pinned (kept in memory) while the host thread
     SwapFiles    all swap files of one kind; pins, reads ahead, writes, and limits the buffers
     OnDrive      the two kinds of a model: masters with optimizer state, and 16-bit weights
 
-A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file:
-a checkpoint that reads the tensor reads the drive. Reads and writes run in the drive's own threads
+A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file: a
+checkpoint reads such a tensor from the drive. Reads and writes run in the drive's own threads
 (`system/scratch_file.py`). The host thread of `link.py` pins files; a lock lets other threads ask for tensors.
 
 With 8-bit state and bf16 weights with split masters this saves the host 4.03 of 6.03 bytes per parameter. Each step

@@ -1,5 +1,5 @@
-"""Suggests overrides after a run was out of memory: from each group the technique whose yaml declares that it should be
-tried first."""
+"""Suggests overrides after a run has run out of memory: from each group the technique whose yaml declares that it
+should be tried first."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ def out_of_memory(
     seq_len: int,
     planned: str | None = None,
 ) -> str:
-    """Returns the message of a run that was out of memory.
+    """Returns the message of a run that ran out of memory.
 
     Args:
         side: "device" or "host": the memory that ran out.

@@ -104,7 +104,7 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
     if run.drive_folder is not None and not _packs(run):
         # All weights are loaded first. Then masters are created and written to the drive block by block. If the 16-bit
         # weights go to the drive too and keep the dtype of their files, they are pages of these files until then, which
-        # the system can drop. A base that gets quantized is quantized before this.
+        # the system can drop. A base that is quantized is already quantized at this point.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)

@@ -18,7 +18,7 @@ class ExpertBalance:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counts: dict[str, Tensor] = {}  # tokens of each expert since the last reading, by block
+        self._counts: dict[str, Tensor] = {}  # block -> number of tokens of each expert since the last call of `read`
         for name, module in model.named_modules():
             if "expert" in type(module).__name__.lower() and isinstance(getattr(module, "num_experts", None), int):
                 module.register_forward_pre_hook(partial(self._count, name))

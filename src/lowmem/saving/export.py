@@ -1,8 +1,8 @@
 """Writes a trained model as a folder in Hugging Face's format, file by file, without a second model in memory.
 
 transformers writes the folder from lazy tensors: each knows its shape and dtype, and is computed when its file is
-written. If transformers computes with a tensor before, as with fused experts that files store separately, the tensor is
-computed immediately. So the peak over the model is one file, and for a mixture of experts its experts.
+written. If transformers computes with a tensor earlier, as with fused experts that files store separately, the tensor
+is computed immediately. So the peak over the model is one file, and for a mixture of experts its experts.
 
 If the model is sharded, the first process writes, and gathers one weight at a time from all processes (`Weights`).
 """
@@ -24,7 +24,7 @@ from lowmem.system.torch_private import tree_map_only
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 
 CARD = "README.md"  # the hub shows it as the model card
-FILE_BYTES = 2 * 10**9  # the most per file, unless a single tensor is larger
+FILE_BYTES = 2 * 10**9  # maximum bytes per file, unless a single tensor is larger
 _SAYS = {  # queries that a tensor without memory can answer
     *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
     *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),

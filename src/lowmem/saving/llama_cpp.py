@@ -27,7 +27,7 @@ TOP = 20  # compared per position: the largest log-probabilities
 FACTOR = 2.0
 CONTEXT = 512  # context length of llama.cpp, in tokens
 PARTS = 6  # number of prefixes of TEXT that llama.cpp tokenizes itself
-SAME = 1e-3  # nats: tolerance between two results of llama.cpp for the same tokens, whose batches may have other sizes
+SAME = 1e-3  # nats: tolerance between two results of llama.cpp for equal tokens in batches of different sizes
 
 
 def is_installed() -> bool:

@@ -31,8 +31,8 @@ class NotPublished(Refused):
 
 
 class DriveFailed(Refused):
-    """A drive that stores weights or optimizer state failed during the run. `training/training.py` adds how to
-    continue."""
+    """A drive that stores weights or optimizer state failed during the run. `training/training.py` adds the command
+    that continues the run."""
 
 
 class RankLost(Refused):

@@ -91,7 +91,7 @@ def share_heap() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
-_MADV_PAGEOUT = 21  # Linux 5.4; modified pages are kept, so a wrong address costs time and nothing else
+_MADV_PAGEOUT = 21  # Linux 5.4; modified pages are kept, so a wrong address only costs time
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:

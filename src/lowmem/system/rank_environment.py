@@ -51,7 +51,7 @@ def on_this_machine() -> int:
 
 
 def of_run() -> Path | None:
-    """Returns the run's folder if lowmem's own command has started this rank; else None."""
+    """Returns the run's folder if lowmem's own command has started this rank; otherwise None."""
     return Path(os.environ[OF_RUN]) if OF_RUN in os.environ else None
 
 

@@ -213,7 +213,7 @@ def has_memory_budget() -> bool:
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
     """Checkpoints code that other code calls, such as the blocks of a model: the first `next` opens the segment, the
     second one closes it, and `again` recomputes it. Instead: the public checkpoint, which calls a function itself. It
-    supports segments of one block only, so every_k and sqrt would have to go."""
+    supports segments of one block only, so every_k and sqrt would have to be removed."""
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 
     # Random states are saved per block: some models draw random numbers between two blocks.
@@ -330,8 +330,8 @@ def hand_on_first_tokens() -> None:
 
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
     """Returns the `counted_first` from which a mask of transformers was made, if for rows of `tokens` tokens the mask
-    is causal, separates documents and does nothing else; else None. Instead: evaluating the mask, which reads from the
-    device."""
+    is causal, separates documents and does nothing else; otherwise None. Instead: evaluating the mask, which reads from
+    the device."""
     first, made_by, parts = None, set(), [mask_function]
     for part in parts:  # the list grows during the loop
         if isinstance(part, Tensor):

@@ -1,4 +1,4 @@
-"""Writes model/ of a run: the trained model or its adapter, with a model card. Uploads the folder if push= is typed.
+"""Writes model/ of a run: the trained model or its adapter, with a model card. Uploads the folder if push= is set.
 
 The folder is written last, because it needs the most disk space: if the disk is full, all other files are complete.
 """

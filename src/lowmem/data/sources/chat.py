@@ -3,8 +3,8 @@
 A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders it to one
 text. Only the assistant's tokens, including the token that ends each answer, count in the loss (chat_template.py,
 chat_tokens.py).
-Mistakes that a template renders without complaint are refused before: a message without a role, a blank answer, control
-tokens in a text.
+Records with mistakes that templates do not report are refused before rendering: a message without a role, a blank
+answer, control tokens in a text.
 """
 
 from collections import Counter

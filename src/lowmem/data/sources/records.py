@@ -182,8 +182,8 @@ class Records(StoredSource):
         """Makes the rows of a split.
 
         Raises:
-            Refused: see `StoredSource`. For a document that is too long the message names its record, unless records
-                were left out, so that the number of the record is unknown.
+            Refused: see `StoredSource`. If a document is too long, the message names its record. If records were left
+                out, the number of the record is unknown.
         """
         try:
             return self.make_rows(split, seq_len, name)

@@ -11,8 +11,8 @@ update                  updated weights                      norm, update   mast
 Boundaries are offloaded block inputs. All entries except operators and boundaries apply only to streamed weights and
 host masters. If masters step early (`Run.early`), the host's update overlaps with the last backward pass. Otherwise the
 host computes the norm of all gradients first, and the update overlaps with the first forward pass of the next window.
-An update on the card overlaps with nothing. On a CPU only the drive works at the same time. Exchanges between devices
-overlap with the pass that starts them.
+An update on the card does not overlap with other work. On a CPU only the drive works at the same time. Exchanges
+between devices overlap with the pass that starts them.
 """
 
 from collections.abc import Mapping

@@ -66,7 +66,7 @@ def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
 def _planned(plan_of: PlanOf, lines: Sequence[str]) -> Plan | str:
     try:
         return plan_of(lines)
-    except (Refused, ConfigCompositionException) as error:  # a model with fewer positions, or without a typed key
+    except (Refused, ConfigCompositionException) as error:  # the model has fewer positions, or lacks a typed key
         return str(error)
 
 

@@ -308,7 +308,7 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager that mutes logs and warnings. The real run repeats those that matter."""
+    """Context manager that mutes logs and warnings. The real run repeats the important messages."""
     logging.disable(logging.CRITICAL)  # torch logs a traceback for each data-dependent check of a fake tensor
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -26,8 +26,8 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups with a `role` (matrix, embedding, vector).
-        momentum: Muon's momentum, for matrices.
-        betas, eps: AdamW's, for all other parameters.
+        momentum: momentum of Muon, for matrices.
+        betas, eps: arguments of AdamW, for all other parameters.
     """
 
     def __init__(

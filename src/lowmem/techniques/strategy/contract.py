@@ -114,7 +114,8 @@ class OneDevice:
     # --- each window ----------------------------------------------------------------------------------------------
 
     run_window: Callable[[Window], tuple[Tensor, Tensor | None]] | None = None  # None: use `CausalLM.run_window`
-    forward: Callable[[MicroBatch], Tensor] | None = None  # wrapped forward pass; None: use the module's
+    # wrapped forward pass; None: use the module's own forward pass
+    forward: Callable[[MicroBatch], Tensor] | None = None
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
         """Context manager for the forward and backward pass of one micro-batch. Args: last: True for the last

@@ -89,8 +89,8 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that all ranks have equal parameters, because loading weights may change the model, for example untie a
-    weight. Raises: Refused."""
+    """Checks that all ranks have equal parameters, because loading weights may change the model, for example by untying
+    a weight. Raises: Refused."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
     theirs = ranks.broadcast(ours)  # compared on each rank; trivially equal on rank 0
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:

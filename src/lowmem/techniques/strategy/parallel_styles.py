@@ -46,7 +46,7 @@ class Group:
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """Called after these layers: drops the reference to their input."""
+        """Called after the layers that share an input: drops the reference to this input."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:

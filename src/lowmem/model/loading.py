@@ -375,7 +375,7 @@ def load(
         dtype = str(weights_dtype).removeprefix("torch.")
         log.info(
             f"model.name={spec.name}: transformers keeps {len(others)} weights in fp32, such as {next(iter(others))}. "
-            f"They are rounded to {dtype} like all weights. Type precision=32 or bf16 to keep them in fp32."
+            f"Here they are {dtype} like all weights."
         )
     # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
@@ -483,7 +483,12 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
     name, here = spec.name, _folder_here(spec.name)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            _place(name), config=config, use_safetensors=True, output_loading_info=True, **how
+            _place(name),
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the shapes
+            **how,
         )
     except SafetensorError as error:  # usually a file that was not downloaded or copied completely
         raise Refused(
@@ -491,8 +496,12 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
         ) from None
     except (OSError, RuntimeError) as error:
         raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
-    missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-    if missing:
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        raise Refused(
+            f"model.name={name}: {key} has shape {tuple(found)} in the files, and {tuple(expected)} in the model. "
+            f"{_of_missing(model, [key])}"
+        )
+    if missing := sorted(info["missing_keys"]):
         raise Refused(
             f"model.name={name}: its files lack the weights {', '.join(missing[:5])} ({len(missing)} in all), which "
             f"would be initialized at random. {_of_missing(model, missing)}"

@@ -96,6 +96,25 @@ def test_folder_that_peft_has_written_is_continued(tmp_path, family, modules):
     assert (logits(again) - logits(ours)).abs().max() < FP32_REORDERED * logits(ours).abs().max()
 
 
+def test_folder_with_experts_of_some_blocks_keeps_them_in_the_next_export(tmp_path, caplog):
+    one = ["model.layers.1.mlp.experts.down_proj"]
+    theirs = moved(get_peft_model(made("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj"], target_parameters=one)))
+    theirs.save_pretrained(tmp_path / "first")
+    ours = made("qwen3_moe")
+    with caplog.at_level("INFO"):
+        LoRA(path=str(tmp_path / "first"))(ours)
+    assert "2 of 8 linear layers and 1 stack of experts" in caplog.text and "3 fused expert tensors" in caplog.text
+    load(ours, str(tmp_path / "first"))
+    (tmp_path / "again").mkdir()
+    write_adapter(ours, tmp_path / "again", None, "base", Weights(ours))
+    again = made("qwen3_moe")
+    LoRA(path=str(tmp_path / "again"))(again)
+    load(again, str(tmp_path / "again"))
+    assert torch.equal(logits(again), logits(ours))
+    opened = PeftModel.from_pretrained(made("qwen3_moe"), tmp_path / "again", is_trainable=True)
+    assert len(trainable(opened)) == len(trainable(ours)) == 2 * 2 + 2
+
+
 @pytest.mark.wrong
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_of_other_experts_differ(family):

@@ -188,8 +188,8 @@ class LoRA(Adapter):
             problem = f"has {', '.join(more)}"
         if problem:
             raise Refused(
-                f"{line}: this adapter {problem}, which is not supported. Type a folder with a LoRA or DoRA adapter of "
-                "linear layers only."
+                f"{line}: this adapter {problem}, which is not supported. Type a folder with a LoRA or DoRA adapter "
+                "without this."
             )
         config.target_modules = config.target_modules or set()
         if config.use_dora != self.magnitudes:
@@ -316,7 +316,10 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
     renamed = _renamed(config, model, names)
-    stacks = {f"{'.'.join(name.split('.')[-2:])}.{key}" for name, keys in adapted_stacks(model).items() for key in keys}
+    adapted = {f"{name}.{key}" for name, keys in adapted_stacks(model).items() for key in keys}
+    every = {f"{name}.{key}" for name, keys in stacks_of(model).items() for key in keys}
+    ends = {".".join(name.split(".")[-3:]) for name in adapted}
+    stacks = ends if adapted == {name for name in every if any(_meant(name, end) for end in ends)} else adapted
     return {
         "target_modules": _shortest(model, [name for name in names if name not in renamed]),
         "target_parameters": [*(f"{name}.weight" for name in renamed), *sorted(stacks)] or None,
@@ -388,7 +391,7 @@ def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
     values, usual = config.to_dict(), default.to_dict()
     more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
     if _stacks_of(config) and (config.rank_pattern or config.alpha_pattern):
-        more.append("several ranks beside target_parameters of experts")
+        more.append("rank_pattern or alpha_pattern for fused experts (PEFT makes them of older names, such as w1)")
     if config.init_lora_weights not in INITIALIZATIONS:
         more.append(f"init_lora_weights={config.init_lora_weights}")
     return more
@@ -491,10 +494,11 @@ def _left_out(model: PreTrainedModel) -> str:
     if head is not None:
         left_out.append("the head (tied to them)" if head.weight is tied else "the head")
     adapted = adapted_stacks(model)
-    fused = [f"{name}.{key}" for name, found in stacks_of(model).items() for key in found if name not in adapted]
+    every = ((name, key) for name, keys in stacks_of(model).items() for key in keys)
+    fused = [f"{name}.{key}" for name, key in every if key not in adapted.get(name, ())]
     return ", ".join([*left_out, *([f"{len(fused)} fused expert tensors such as {fused[0]}"] if fused else [])])
 
 
 def _and(stacks: Mapping[str, Sequence[str]]) -> str:
     count = sum(map(len, stacks.values()))
-    return f" and {count} stacks of experts" if count else ""
+    return f" and {count} {'stacks' if count > 1 else 'stack'} of experts" if count else ""

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem.model.experts import fused_experts
 from lowmem.model.linear_layers import linear_layers
+from lowmem.model.trainable import Packed
 from lowmem.techniques.adapter.nf4 import NF4Linear, pack_experts
 from lowmem.techniques.adapter.stacks import NF4
 
@@ -75,6 +76,8 @@ class NF4Quantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, NF4Linear) and module.bias is not None:
                 module.bias.requires_grad_(False)
+            if isinstance(module, Packed):
+                del module._is_hf_initialized
             if isinstance(module, PreTrainedModel):
                 vars(module.config).pop("_is_quantized", None)
         self.remove_quantization_config(model)

@@ -160,8 +160,8 @@ def _module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def opened(name: str) -> property:
         def get(experts: ComputedExperts) -> Tensor:
-            if experts._open is None:
-                return read(experts, name)
+            if experts._open is None:  # FSDP and others read the parameter itself
+                return experts._parameters[name] if name in experts._parameters else read(experts, name)
             dtype, found = experts._open
             if name not in found:
                 found[name] = read(experts, name, dtype)

@@ -84,6 +84,10 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         "adapter=lora": (also(plain, "adapter=lora", "lr=1"), FP32),
         "adapter=dora": (also(plain, "adapter=dora", "lr=1"), FP32),
         "adapter=qlora": (also(plain, "adapter=qlora", "lr=1"), FP32),
+        "adapter.experts=lora": (
+            also(plain, "adapter=lora", "adapter.experts=lora", "lr=1", network="qwen3_moe", apart=True),
+            FP32,
+        ),
         "freeze": (also(exact, "freeze=['*embed*','*layers.0.*']"), FP64),
         "a mixture's auxiliary loss": (also(plain, network="qwen3_moe", apart=True), FP32),
         "tied embeddings (GPT-2)": (also(exact, network="gpt2"), FP64),

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from operator import attrgetter
 
 from lowmem.config.declarations import CHANGEABLE
@@ -48,6 +48,8 @@ def of_plan(plan: Plan, rows: int) -> str:
     of a recipe, and the overrides to type after the heading's overrides."""
     head = ("time", "device", "spare", "PyTorch", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
+    used = [any(column) for column in zip(*cells, strict=True)]  # on a CPU, some columns are empty
+    head, *cells = (tuple(compress(row, used)) for row in (head, *cells))
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     lines, rows_left = [_line(head, widths)], iter(cells)
     for says, same_changes in groupby(plan.recipes[:rows], attrgetter("says")):

@@ -29,8 +29,10 @@ REFUSED = {
     ("tensor_parallel", "adapter=dora"): "DoRA needs the norms of full rows",
     ("tensor_parallel", "adapter=qlora"): "NF4Linear, and only linear layers can be sharded",
     ("tensor_parallel", "a mixture's auxiliary loss"): "unsupported sharding style",
+    ("tensor_parallel", "adapter.experts=lora"): "unsupported sharding style",
     ("pipeline", "freeze"): "has no trainable weights on stage 0",
     ("pipeline", "a mixture's auxiliary loss"): "adds an auxiliary loss",
+    ("pipeline", "adapter.experts=lora"): "adds an auxiliary loss",
 }
 REFUSED |= {(f"fsdp_{strategy}", name): why for (strategy, name), why in REFUSED.items() if strategy != "pipeline"}
 DROPOUT = ("model.architecture.resid_pdrop=0.1",)

@@ -117,7 +117,8 @@ def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
     """Returns the bytes of loading a model whose weights stream: all weights are still on the host, and masters are
     split off one weight at a time."""
     waiting = trace.streamed + trace.outside
-    return {"weights": waiting + (trace.weights if on_card else 0), "masters": trace.host_bytes - waiting}
+    others = trace.weights - trace.slots if on_card else 0  # will stay on the device
+    return {"weights": waiting + others, "masters": trace.host_bytes - waiting}
 
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:

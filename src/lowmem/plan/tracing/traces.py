@@ -25,6 +25,7 @@ class ModelSizes:
     gradients: int  # bytes of all gradients, as backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
     streamed: int  # bytes of the blocks' weights that are copied from the host for each pass
+    slots: int  # bytes of the device memory into which blocks are copied
     outside: int  # bytes of streamed weights outside the blocks
     head: int  # the part of `outside` that is copied for each pass, in tiles
     paged: int  # bytes of optimizer state that CUDA pages; not in `phases`, because torch does not allocate it

@@ -4,9 +4,10 @@ python -m benchmarks.prepare                     # half an hour on two cores, an
 python -m benchmarks.prepare --sizes 64 192      # MB
 
 The text consists of paragraphs of the standard library in random order, as one text file and as JSON lines. The
-tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. Each row reads, hashes, tokenizes, packs and writes in a
-separate process, with all cores. The last column is the time that a step waits for its accumulation window of 8 x 1024
-tokens, in the order of an epoch, if the file is in the system's page cache.
+tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. For each row of the table, a separate process
+reads, hashes, tokenizes and packs a file and writes its tokens, with all cores. The last column is the median time that
+a step waits for its accumulation window of 8 x 1024 tokens. The windows are read in the random order of an epoch, and
+the times assume that the file of tokens is in the system's page cache.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Starts the ranks of a run: each runs the typed command in its own process, on one device of this machine.
 
-`devices=2` starts a light process, which locks the run's folder and does not import torch. It starts the ranks,
-forwards signals, and ends all ranks when one has died: the others would wait for it until a timeout of many minutes.
-Only this process prints how the ranks ended. Ranks other than the first print to their own output.log.
+With `devices=2` the command itself is only a launcher: it locks the run's folder, does not import torch, starts the
+ranks and forwards signals. If a rank fails, the launcher ends the other ranks; otherwise they would wait for the failed
+rank until a timeout of many minutes. Only the launcher prints how the ranks ended. Ranks other than the first print to
+their own output.log.
 """
 
 import json
@@ -32,10 +33,11 @@ GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.05  # seconds between two checks of which ranks have ended
 LEAVES = 30.0  # seconds that a rank may keep running after it has reported its failure
 LAST = 20  # lines of a rank's log in an error message
-WORDS = 1 << 16  # bytes of the first rank's stderr that are kept (the end)
+WORDS = 1 << 16  # bytes that are kept of the end of the first rank's stderr
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
-# If several ranks failed, the first of these causes is reported. A rank may abort because another one has ended.
+# If ranks failed for several causes, the cause that is first in this tuple is reported: later causes, such as "lost",
+# may only be consequences of another rank's failure.
 CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
@@ -49,13 +51,14 @@ class Rank:
 
     Args:
         number: the rank.
-        reports: the pipe of its report.
-        log: the file of its output.
+        reports: file descriptor of the pipe from which the rank's report is read.
+        log: the file of the rank's output; train.log for the first rank.
         last_stderr: the end of the first rank's stderr, which is not in a log.
-        reader: the thread that reads that stderr.
+        reader: the thread that reads the first rank's stderr.
         code: exit code, once the process has ended.
-        at: when the end of the process, or its report, was seen.
-        ended_by_us: it was sent a signal because another rank had ended.
+        at: time.monotonic() when the launcher first saw the report or the end of the process; 0: neither was seen.
+        ended_by_us: the launcher has sent a signal because another rank had failed, or after a second signal.
+        report: the rank's report (`rank_environment.report`); empty without a report.
     """
 
     number: int
@@ -91,8 +94,8 @@ class Rank:
 
     @property
     def how(self) -> str:
-        """Returns how the rank ended: "done", "interrupted" (by a signal, with a checkpoint), "ended" (by a signal, at
-        once), or one of CAUSES."""
+        """Returns how the rank has ended, or how it will end according to its report: "done", "interrupted" (by a
+        signal, with a checkpoint), "ended" (immediately by a signal), or another of CAUSES."""
         if self.report:
             return self.report["how"]
         if self.code == 0:
@@ -125,17 +128,18 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     """Runs all ranks until they end.
 
     Args:
-        folder: locked by this process.
+        folder: the run's folder, which this process has locked.
         typed: overrides, as Hydra gives them.
         size: number of ranks.
 
     Returns:
-        The signal that interrupted the ranks, which have written a checkpoint; None if they are done.
+        The signal after which ranks wrote a checkpoint and ended; None if all ranks are done.
 
     Raises:
-        RankEnded: a rank has failed. If it was killed or lost, its error is written to failed.txt.
-        NotPublished: all ranks are done, but `push=` or `export_format=` failed.
-        Ended: a signal has ended the ranks at once.
+        RankEnded: a rank has failed. If the rank left no report, or a traceback that not all ranks have reported, this
+            function writes the error to failed.txt.
+        NotPublished: the run is complete, but `push=` or `export_format=` failed.
+        Ended: a signal has ended at least one rank immediately, without waiting for a checkpoint.
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
@@ -154,7 +158,7 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
-    """Starts the ranks and yields them. When the `with` ends, ranks that still run are ended."""
+    """Starts the ranks and yields them. When the `with` ends, ranks that still run are killed."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
     # each rank gets its share of the processors; otherwise each rank would use all of them
@@ -178,11 +182,11 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
 
 
 def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
-    """Starts a rank. The first rank writes its output and its progress bar directly to this command's stdout; its
-    stderr passes through this process.
+    """Starts a rank. The first rank writes its output and its progress bar directly to the launcher's stdout. The
+    launcher reads the first rank's stderr and copies it to its own.
 
-    A rank exits when its stdin closes, that is, when this process has exited. It runs in its own session, so that
-    Ctrl-C in a terminal reaches it only through this process.
+    A rank ends when its stdin closes, that is, when the launcher has exited. A rank runs in its own session, so that
+    Ctrl-C in a terminal reaches the rank only through the launcher.
     """
     rank_folder = rank_environment.folder(folder, number)
     rank_folder.mkdir(exist_ok=True)
@@ -214,17 +218,18 @@ def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
 
 
 def free_port() -> int:
-    """Returns a free port of this machine. If another process takes it first, the ranks report it."""
+    """Returns a free port of this machine. If another process opens the port first, the ranks report an error."""
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         return probe.getsockname()[1]
 
 
 def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
-    """Waits until all ranks have ended, and returns the signals received meanwhile.
+    """Waits until all ranks have ended, and returns the signals that the launcher received meanwhile.
 
-    When a rank fails, the other ranks are ended. The first signal is forwarded, and ranks take the time they need for a
-    checkpoint; after a second signal, or after SIGTERM from here, they have seconds.
+    Each signal is forwarded to all running ranks. After the first signal, ranks have as much time as they need to write
+    a checkpoint. After a second signal, they are killed GRACE seconds later. If a rank fails, the other ranks receive
+    SIGTERM after SETTLE seconds, and SIGKILL after another GRACE seconds.
     """
     received: list[signal.Signals] = []
     due: list[tuple[float, signal.Signals]] = []  # (time, signal) to send to ranks that still run
@@ -250,7 +255,8 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
-    """Sends a signal to ranks, except to failed ranks that may still be exiting; at_once: to all ranks."""
+    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago and may still be
+    exiting. Args: at_once: send the signal to these ranks, too."""
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue
@@ -259,7 +265,7 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
-    """Returns the error message. If all ranks have the same error, the message names no rank."""
+    """Returns the error message. If all ranks have the same error, the message does not name a rank."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported
@@ -277,7 +283,7 @@ def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
 
 
 def _again(folder: Path) -> str:
-    """Returns advice on what to type after a rank was lost."""
+    """Returns advice on how to continue after a rank has crashed or was killed."""
     if any(folder.glob("checkpoints/step-*.ckpt")):
         return (
             f"Add resume=auto {in_shell('hydra.run.dir', folder)} to the same command to continue from its last "

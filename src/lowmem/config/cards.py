@@ -24,10 +24,10 @@ SPARE = 0.02  # share of a bare size that is kept free
 CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; only the largest cards have more
 COMMUNICATOR = 512 * MIB  # of NCCL, per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
 LATER = 160 * MIB  # for kernels that load at their first call: 20 to 70 MiB were published, an H200 took 158
-# dtype -> the lowest compute capability with matmuls in it. Cards without tensorfloat32 compute in fp32.
+# dtype -> the lowest compute capability with hardware matmuls in it. Cards without tensorfloat32 compute in fp32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
-# Bytes of cuBLAS's workspace. torch's allocator holds one for each thread that has run a matmul: getChosenWorkspaceSize
-# in aten/src/ATen/cuda/CublasHandlePool.cpp, measured on an H200.
+# Bytes of a cuBLAS workspace. torch's allocator holds a workspace for each thread that has run a matmul. The sizes are
+# from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
 WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
 WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large workspace
 REFERENCE = "rtx3060"  # its speeds are assumed for a bare size if this machine has no card

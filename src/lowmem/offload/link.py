@@ -175,7 +175,7 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        self._coming: dict[int, Future[Mark]] = {}  # id of a weight -> mark of its update, until `wait`
+        self._coming: dict[int, Future[Mark]] = {}  # id of a weight -> reached once its update is on the device
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # queue of "host-step": pieces and updates
         self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # queue of "gradients"
         self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of each gradient that "gradients" has sent
@@ -217,7 +217,7 @@ class StagedLink(Link):
             self._jobs.put(partial(self._receive, gradient.receive, start, host, landed, slot))
 
     def _send_all(self) -> None:
-        """The loop of the thread "gradients": sends gradients, and passes other jobs on, in order."""
+        """The loop of the thread "gradients": sends gradients, and forwards other jobs to "host-step", in order."""
         while (job := self._leaving.get()) is not None:
             if not isinstance(job, Gradient):
                 self._jobs.put(job)

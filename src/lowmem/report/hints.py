@@ -47,7 +47,8 @@ def tell_commands(
 
 
 def tell_folders(run: Run, output_dir: Path) -> None:
-    """Logs that a run is resumed in a new folder, and the folder that `export=` writes."""
+    """Logs the folder that `export=` writes to, and the new folder of a run that `resume=` continues outside its old
+    folder."""
     if run.export is not None:
         instead = " and replaces the old one" if (output_dir / "model").exists() else ""
         log.info(f"export={run.export}: writes {_shown(output_dir / 'model')}{instead}.")
@@ -61,7 +62,7 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 
 def tell_lr(run: Run) -> None:
-    """Logs a warning if an adapter is trained with the learning rate that is meant for all weights of a published
+    """Logs advice if an adapter is trained with the learning rate that is meant for all weights of a published
     model."""
     if run.adapter_class.freezes_base and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
@@ -71,7 +72,7 @@ def tell_lr(run: Run) -> None:
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs a warning if the run ends during its warmup, or resumes a run whose schedule differs.
+    """Logs advice if the run ends during its warmup, or if it resumes a run that had a different schedule.
 
     Args:
         resumed: the setting that named the resumed run, its steps, and the learning rate of its next step.

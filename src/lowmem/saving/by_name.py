@@ -48,9 +48,10 @@ def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
 
 
 def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
-    """Separates a checkpoint's tensors from the rest; all processes call this.
+    """Separates a checkpoint's tensors from its other values. All processes must call this function.
 
-    Returns: the tensors by name, as `checkpoint_folder.save` takes them, and the rest.
+    Returns:
+        The tensors by name (an argument of `checkpoint_folder.save`), and the checkpoint without its tensors.
     """
     tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))
@@ -203,7 +204,8 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape  # else: scales per block, means per row
+        # False for optimizer state of another shape than the parameter, such as a scale per block or a mean per row
+        laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (
             torch.empty_like(like, device="cpu")

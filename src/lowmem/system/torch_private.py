@@ -103,12 +103,12 @@ ATTENTION_BACKWARD = (
 # in training, and this operator in inference.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # called by `.item()` and `bool()`
-NONZERO = aten.nonzero.default  # called by mixtures that compute expert by expert, to find the tokens of each
+NONZERO = aten.nonzero.default  # called by mixtures that run expert after expert, to find each expert's tokens
 COMPARES = (aten.equal.default, aten.allclose.default)  # called by `torch.equal` and `torch.allclose`
 MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # called by `torch.tensor`
 ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # called by fully_shard to reduce and scatter gradients
 WAITS = torch.ops._c10d_functional.wait_tensor.default  # called before a received tensor is used
-SPLIT = aten.split_with_sizes.default  # called by other mixtures, to split the tokens by expert
+SPLIT = aten.split_with_sizes.default  # called by mixtures that split their tokens into a tensor per expert
 ASKS_FOR_DEVICE = torch.ops.prim.device.default  # called by C++ code to ask for the device of a tensor without memory
 GROUPED_PRODUCTS = aten._grouped_mm.default  # called by the mixtures of experts of transformers
 CAUSAL = "transformers.masking_utils", "causal_mask_function"
@@ -354,14 +354,14 @@ def tensors_count_as_real() -> AbstractContextManager:
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Rebuilds DDP's buckets in the order in which gradients became ready. DDP does so once, before the second window.
-    Instead: leaving it to DDP."""
+    """Rebuilds DDP's buckets in the order in which gradients became ready. DDP itself rebuilds them only once,
+    before the second window. Instead: DDP's own rebuild."""
     ddp.reducer._rebuild_buckets()
 
 
 def check_reduced(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Checks that the last backward pass has averaged all gradients. DDP checks it only before the next forward pass,
-    after the step. Instead: leaving it to DDP.
+    """Checks that the last backward pass has averaged all gradients. DDP itself checks this only before the next
+    forward pass, when the optimizer has already used the gradients. Instead: DDP's own check.
 
     Raises:
         RuntimeError: some gradients were not averaged.

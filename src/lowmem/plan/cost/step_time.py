@@ -8,11 +8,12 @@ forward     operators   weights                boundaries                   weig
 backward    operators   weights, boundaries    gradients     sums           weights (read)
 update                  updated weights                      norm, update   masters and state (read, written)
 
-Boundaries are offloaded block inputs. All entries except operators and boundaries apply only to streamed weights and
-host masters. If masters step early (`Run.early`), the host's update overlaps with the last backward pass. Otherwise the
-host computes the norm of all gradients first, and the update overlaps with the first forward pass of the next window.
-An update on the card does not overlap with other work. On a CPU only the drive works at the same time. Exchanges
-between devices overlap with the pass that starts them.
+Boundaries are offloaded block inputs. All entries except operators and boundaries apply only to streamed weights, host
+masters and CPU offload. If host masters are updated as their gradients arrive (`Run.early`), the norm and the update
+overlap with the last backward pass. Otherwise the host computes the norm of all gradients first, and the update
+overlaps with the first forward pass of the next window. An update on the card, or on the host with CPU offload, does
+not overlap with a pass. On a CPU only the drive works at the same time as other resources. An asynchronous exchange
+between devices overlaps with the pass that starts it; the device waits for other exchanges.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,13 @@ REACHED = 0.65  # share of a card's peak FLOP/s that a full pass reaches; publis
 
 
 class WindowTime(NamedTuple):
-    """Seconds of a window: the passes, and the part of copies and update that does not overlap with the passes."""
+    """Seconds of a window.
+
+    Args:
+        passes: the operators of all forward and backward passes.
+        transfers: the part of copies, host work and exchanges in the passes that does not overlap with operators.
+        step: the part of gradient norm and update that does not overlap with a pass.
+    """
 
     passes: float
     transfers: float
@@ -63,12 +70,13 @@ class Load(NamedTuple):
 
 
 def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> WindowTime:
-    """Returns the seconds of a window. Args: node: devices per node."""
+    """Returns the seconds of the run's largest window. Args: node: devices per node."""
     return window(machine, run, trace, seconds(machine, trace), run.windows.largest, node)
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns the seconds of a trace's operators by phase, at the rates of the device or of the host that runs them."""
+    """Returns the seconds of a trace's operators by phase. Phases in STEP have the rates of the host if the optimizer
+    runs on the host; all other work has the rates of the device."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     durations = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
@@ -103,7 +111,8 @@ def window(
 def _passes(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int
 ) -> tuple[Load, Load]:
-    """Returns the loads of a forward and of a backward pass."""
+    """Returns the loads of a forward and of a backward pass. If micro-batches overlap, each load is for the full
+    window; otherwise each load is for one micro-batch."""
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
     read = 1 / machine.drive_read if run.reads_weights else 0.0
     boundaries, head = trace.offloaded, trace.head * (micro_batches if run.overlaps else 1)
@@ -111,7 +120,7 @@ def _passes(
     gradients = _gradients(run, trace, micro_batches) if trace.steps_on_host else 0
     if trace.waits_on_host and not trace.steps_on_host:  # CPU offload copies all weights for each pass
         head, gradients = head + trace.gradients, trace.gradients
-    copied = 0.0 if machine.link else durations.get(TRAVEL, 0.0)  # copies by the CPU, for both passes
+    copied = 0.0 if machine.link else durations.get(TRAVEL, 0.0)  # seconds, for both passes
     forward = Load(durations["forward"], up * (trace.streamed + head) + copied, down * boundaries)
     backward = Load(durations["backward"], up * (boundaries + again + head), down * gradients, durations["sum"])
     return forward._replace(drive=read * trace.streamed), backward._replace(drive=read * again)
@@ -120,20 +129,24 @@ def _passes(
 def _step(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
 ) -> float:
-    """Returns the seconds that the gradient norm and the update add, beyond what overlaps with a pass."""
+    """Returns the seconds that the gradient norm and the update add to a window: the part that does not overlap with a
+    pass."""
     norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0
-    drive = stepped / machine.drive_read + stepped / machine.drive_written  # reads ahead, writes behind
+    # the update overlaps with reads and writes, but the drive is assumed to read and write in turn
+    drive = stepped / machine.drive_read + stepped / machine.drive_written
     if link is None or not trace.steps_on_host:
-        return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth  # not in the traced work
-    # bytes of updated weights that are copied to the card
+        # the traced work does not include paged state, which is read and written once
+        return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth
+    # bytes of updated weights that are copied to the card after the update; streamed weights are copied in the passes
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
-    update += 2 * copied / (machine.host or machine).bandwidth  # the host reads and writes them, into pinned buffers
+    update += 2 * copied / (machine.host or machine).bandwidth  # copied by the host into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
-    # Backward reaches the embeddings last, and they are usually the largest weight: their update overlaps with nothing.
+    # The backward pass computes the embedding's gradient last, and the embedding is usually the largest weight: its
+    # update cannot overlap with a pass.
     exposed = max(update, drive) * trace.largest_trained / trace.trained_parameters
     beyond = (hides + load).seconds(link) - hides.seconds(link)
     return max(exposed, beyond) + (0.0 if run.early else norm)
@@ -150,9 +163,9 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 def free_from(machine: Machine, products: str) -> float:
     """Returns the number of tokens from which streaming weights takes no extra time, per micro-batch or, with
-    weights.order=by_layer, per window. Each weight needs two FLOPs per token of the forward pass, and two bytes over
-    the link.
+    weights.order=by_layer, per window. In a forward pass, each weight needs two FLOPs per token and is copied over the
+    link in 2 bytes.
 
-    This is for a dense model. For a mixture of experts, divide the result by the share of active weights.
+    The number is for a dense model. For a mixture of experts, divide the result by the share of active weights.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

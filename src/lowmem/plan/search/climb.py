@@ -77,8 +77,11 @@ class Climb:
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
-        """Tries the slower choices, in order. A slower choice is only considered with a larger micro-batch than the
-        best settings so far."""
+        """Returns the fastest settings found among the slower choices; None: no settings fit.
+
+        After the first settings that fit, a slower choice is tried only with a larger micro-batch than the best
+        settings so far: with an equal or smaller micro-batch it would be slower.
+        """
         found = None
         for loss in self.losses[1:] or self.losses:
             begin = 0 if found is None else self.checkpointings.index(found.settings.checkpointing)

@@ -23,7 +23,7 @@ class Attend:
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
-        self.advice: str | None = None  # advice for the first call in training that uses the math kernel
+        self.advice: str | None = None  # how the first training call with the math kernel could avoid it
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
     def __call__(  # noqa: PLR0913

@@ -101,7 +101,8 @@ def _planned(summary: dict) -> dict[str, tuple[float, float]]:
 
 
 def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns a curve of the rows that have all columns. The last of these rows is always included."""
+    """Returns the curve of the rows with a value in each of `columns`, thinned to at most POINTS rows. The last of
+    these rows is always included."""
     complete = [[number(row.get(column)) for column in columns] for row in rows]
     complete = [row for row in complete if None not in row]
     complete = complete[:: -math.ceil(len(complete) / POINTS)][::-1] if complete else []
@@ -109,7 +110,7 @@ def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns (steps, bytes) of the first column that has measurements."""
+    """Returns (steps, maximum of bytes per step) for the first of `columns` that has measurements."""
     for column in columns:
         by_step: dict[float, float] = {}
         for row in rows:

@@ -360,8 +360,8 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
 def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
     """Adds adapters beside exactly these layers.
 
-    PEFT finds the layers by the names of an adapter's tensors, not by target_modules, which it would change first
-    (`targets_for_peft`).
+    The names are passed to PEFT as the keys of a state dict. PEFT would rewrite some names in `target_modules` before
+    matching them, and adapt other layers (see `targets_for_peft`).
     """
     from peft import inject_adapter_in_model
 

@@ -226,6 +226,6 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)
     names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}  # a DTensor also lists its mesh
+    parts = {name: getattr(value, name) for name in names}  # for a DTensor also its mesh, not a tensor
     copies = {name: _copied(part, device) if isinstance(part, Tensor) else part for name, part in parts.items()}
     return type(value).__tensor_unflatten__(copies, context, value.shape, value.stride())

@@ -25,7 +25,6 @@ class ModelSizes:
     gradients: int  # bytes of all gradients, as backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
     streamed: int  # bytes of the blocks' weights that are copied from the host for each pass
-    slots: int  # bytes of the device memory into which blocks are copied
     outside: int  # bytes of streamed weights outside the blocks
     head: int  # the part of `outside` that is copied for each pass, in tiles
     paged: int  # bytes of optimizer state that CUDA pages; not in `phases`, because torch does not allocate it
@@ -40,6 +39,7 @@ class MemoryTrace(ModelSizes):
     parameters: int
     largest: int  # elements of the largest parameter
     weights: int  # bytes of weights on the device
+    slots: int  # bytes of these into which streamed blocks are copied
     host_bytes: int  # bytes of weights and masters in host memory
     unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
     generated: bool  # the step is compiled by torch.compile

@@ -176,7 +176,7 @@ def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp
     assert ("FOLDER stands for a folder on it." in said) == (drive == "200GB")
     assert "3.5 GB/s read and 1.5 written, as assumed" in said
     code, said, written = planned(*exact(*large, ram))
-    assert code == 2 and "or drive=200GB for what a drive may hold" in said
+    assert code == 2 and "or drive=200GB to also use a drive" in said
     code, said, _ = planned(*exact(*large, ram, "drive=20MiB"))
     assert code == 2
     code, _, written = planned(*exact(*large, "ram=64GiB", "drive=200GB"))  # there is room for all of it

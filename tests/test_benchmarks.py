@@ -181,10 +181,10 @@ def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
 # --- quality ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
+def measured_quality():
+    """Returns {precision or optimizer: difference from fp32, or from AdamW}, and the spread of fp32's seeds."""
     rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
     plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
-    spread = max(plain.values()) - min(plain.values())
     lost = {
         name: statistics.mean(rows[f"precision={name} seed={seed}"] - plain[seed] for seed in SEEDS)
         for name in PRECISIONS[1:]
@@ -192,6 +192,11 @@ def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
     lost |= {name: rows[f"precision={name}"] - plain[0] for name in ("16", "16-true")}
     masters = rows["precision=bf16-master seed=0"]
     lost |= {name: rows[f"optim={name} precision=bf16-master"] - masters for name in OPTIMIZERS}
+    return lost, max(plain.values()) - min(plain.values())
+
+
+def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
+    lost, spread = measured_quality()
     tried = {
         name
         for group in ("precision", "optim")
@@ -202,3 +207,11 @@ def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
     assert all(lost[name] < spread for name in tried)
     assert all(lost[name] > spread for name in ("bf16-true", "16-true", "adamw4bit"))  # and none of these is tried
     assert not tried & {"bf16-true", "16-true", "adamw4bit"}
+
+
+def test_quality_on_the_page_of_techniques_is_the_measured_difference():
+    lost, spread = measured_quality()
+    page = (ROOT / "docs" / "techniques.md").read_text()
+    stated = dict(re.findall(r"\| `(?:precision|optim)=([\w-]+)` \|.*; quality ([+-]?[\d.]+) \|", page))
+    assert len(stated) == 7 + 5 and f"differs by {spread:.3f} between seeds" in page
+    assert {name: float(figure) for name, figure in stated.items()} == {name: round(lost[name], 3) for name in stated}

@@ -53,7 +53,7 @@ class Technique:
         generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card. The
             allocations of generated code cannot be traced.
     optim:
-        update_of: the optimizer that computes equal updates with another state; None: there is no such optimizer.
+        update_of: name of the optimizer whose update this optimizer computes with another state; None: its own.
         state_bits: bits per element of its state.
         on_host: the optimizer with the same state that steps masters in host memory.
         pages: its state moves to host memory by itself.

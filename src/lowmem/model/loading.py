@@ -496,7 +496,8 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
         ) from None
     except (OSError, RuntimeError) as error:
         raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
-    for key, found, expected in sorted(info["mismatched_keys"]):
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, found, expected = mismatched[0]
         raise Refused(
             f"model.name={name}: {key} has shape {tuple(found)} in the files, and {tuple(expected)} in the model. "
             f"{_of_missing(model, [key])}"

@@ -4,6 +4,7 @@ overflow and underflow in fp16."""
 import logging
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
         Refused: a weight is larger than the dtype's largest number.
     """
     packed = ((name, layer.largest) for name, layer in model.named_modules() if isinstance(layer, Packed))
-    for name, largest in (*((name, _largest(p.data)) for name, p in model.named_parameters()), *packed):
+    for name, largest in chain(((name, _largest(p.data)) for name, p in model.named_parameters()), packed):
         if largest > torch.finfo(dtype).max:
             raise Refused(f"{_exceeds(name, largest, dtype)} {advice}")
 

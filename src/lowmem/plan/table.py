@@ -129,8 +129,8 @@ def _facts(plan: Plan) -> list[str]:
             "memory."
         ]
     notes = [
-        "Sizes are in GiB. device: the smallest card that works; PyTorch: what it reserves if there is room; both "
-        f"include {_context(plan.recipes[0].prediction)}. spare: what the card has left. time: relative to the "
+        "Sizes are in GiB. device: the smallest card that works; PyTorch: memory it reserves if the card has room; "
+        f"both include {_context(plan.recipes[0].prediction)}. spare: what the card has left. time: relative to the "
         "fastest recipe, computed from operations and bytes."
     ]
     if plan.recipes[0].prediction.paged:

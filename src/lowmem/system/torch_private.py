@@ -1,8 +1,9 @@
 """Wraps every private part of torch, Lightning and transformers that this package uses; no other file uses private
 parts.
 
-Each wrapper says what it is for and, after "Instead", what would replace it. `test_torch_private.py` names the parts
-that a new version has removed or changed. A test refuses private names of other packages anywhere else.
+The docstring of each wrapper states its purpose and, after "Instead", the public API that could replace it.
+`test_torch_private.py` names the parts that a new version has removed or changed. A test refuses private names of other
+packages anywhere else.
 """
 
 import warnings

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -127,9 +128,10 @@ class LoRA(Adapter):
                 f"{type(model).__name__}, because it takes their names for names of experts. Type adapter=lora{others}."
             )
         _inject(config, model, names)
-        for name, keys in stacks.items():
+        for name in stacks:
             scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
-            adapt(model.get_submodule(name), keys, config.r, scaling)
+            experts, _, key = name.rpartition(".")
+            adapt(model.get_submodule(experts), key, config.r, scaling)
         for _, p in trainable(model):
             p.data = p.data.float()
         for name in names:
@@ -140,19 +142,17 @@ class LoRA(Adapter):
             f"parameters beside {own_count:,} frozen ones. Without an adapter: {_left_out(model)}."
         )
 
-    def _stacks(self, model: PreTrainedModel) -> dict[str, list[str]]:
-        """Returns the names of modules with fused experts, each with the names of the stacks that get matrices.
+    def _stacks(self, model: PreTrainedModel) -> list[str]:
+        """Returns the names of the stacks of fused experts that get matrices.
 
         Raises:
             Refused: the model has no fused experts, or lacks some that a folder names.
         """
         if not self.adapts_experts:
-            return {}
-        every = stacks_of(model)
-        full_names = [f"{name}.{key}" for name, keys in every.items() for key in keys]
-        patterns = _stacks_of(self.config)
+            return []
+        every, patterns = stacks_of(model), _stacks_of(self.config)
         for pattern in patterns:
-            if not any(_meant(name, pattern) for name in full_names):
+            if not any(_meant(name, pattern) for name in every):
                 raise Refused(
                     f"adapter.path={self.path}: this adapter changes {pattern}, which is not a stack of experts of "
                     f"{type(model).__name__}. Type the model= that the adapter was trained on."
@@ -162,11 +162,7 @@ class LoRA(Adapter):
                 f"adapter.experts=lora: {type(model).__name__} has no fused experts. Experts that are linear layers "
                 "are chosen by adapter.target. Type adapter.experts=none."
             )
-        chosen = {
-            name: [key for key in keys if any(_meant(f"{name}.{key}", pattern) for pattern in patterns or ["*"])]
-            for name, keys in every.items()
-        }
-        return {name: keys for name, keys in chosen.items() if keys}
+        return [name for name in every if any(_meant(name, pattern) for pattern in patterns or ["*"])]
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
         from peft import LoraConfig, PeftConfig, PeftType
@@ -221,7 +217,7 @@ class LoRA(Adapter):
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
         """Returns the names of the layers that a folder's adapter changes. Raises: Refused: it changes a layer that
-        cannot be adapted, or layers other than those of `target`."""
+        cannot be adapted, or layers that `target` does not name."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -316,10 +312,9 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
     renamed = _renamed(config, model, names)
-    adapted = {f"{name}.{key}" for name, keys in adapted_stacks(model).items() for key in keys}
-    every = {f"{name}.{key}" for name, keys in stacks_of(model).items() for key in keys}
+    adapted = adapted_stacks(model)
     ends = {".".join(name.split(".")[-3:]) for name in adapted}
-    stacks = ends if adapted == {name for name in every if any(_meant(name, end) for end in ends)} else adapted
+    stacks = ends if adapted == [name for name in stacks_of(model) if any(_meant(name, e) for e in ends)] else adapted
     return {
         "target_modules": _shortest(model, [name for name in names if name not in renamed]),
         "target_parameters": [*(f"{name}.weight" for name in renamed), *sorted(stacks)] or None,
@@ -426,10 +421,10 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
         for name, _ in trainable(model)
     }
-    for experts, keys in adapted_stacks(model).items():
-        for outside, key in enumerate(reversed(keys)):
+    for experts, stacks in groupby(adapted_stacks(model), lambda name: name.rpartition(".")[0]):
+        for outside, stack in enumerate(reversed([*stacks])):
             for matrix in ("lora_A", "lora_B"):
-                names[f"{experts}.{key}{LORA}.{matrix}"] = f"{experts}{'.base_layer' * outside}.{matrix}.weight"
+                names[f"{stack}{LORA}.{matrix}"] = f"{experts}{'.base_layer' * outside}.{matrix}.weight"
     return names
 
 
@@ -493,12 +488,10 @@ def _left_out(model: PreTrainedModel) -> str:
     left_out = ["embeddings"]
     if head is not None:
         left_out.append("the head (tied to them)" if head.weight is tied else "the head")
-    adapted = adapted_stacks(model)
-    every = ((name, key) for name, keys in stacks_of(model).items() for key in keys)
-    fused = [f"{name}.{key}" for name, key in every if key not in adapted.get(name, ())]
+    adapted = {*adapted_stacks(model)}
+    fused = [name for name in stacks_of(model) if name not in adapted]
     return ", ".join([*left_out, *([f"{len(fused)} fused expert tensors such as {fused[0]}"] if fused else [])])
 
 
-def _and(stacks: Mapping[str, Sequence[str]]) -> str:
-    count = sum(map(len, stacks.values()))
-    return f" and {count} {'stacks' if count > 1 else 'stack'} of experts" if count else ""
+def _and(stacks: Sequence[str]) -> str:
+    return f" and {len(stacks)} {'stacks' if len(stacks) > 1 else 'stack'} of experts" if stacks else ""

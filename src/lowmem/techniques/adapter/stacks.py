@@ -90,13 +90,11 @@ def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
     experts.__class__ = _class(plain_class(experts), tuple(sorted({*computed_stacks(experts), *names})))
 
 
-def adapt(experts: nn.Module, names: Iterable[str], r: int, scaling: float) -> None:
-    """Adds LoRA to stacks. Args: names: names of 3-D parameters or quantized stacks; r, scaling: see `StackLoRA`."""
-    names = list(names)
-    for name in names:
-        stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
-        experts.add_module(name + LORA, stack)
-    read_when_used(experts, names)
+def adapt(experts: nn.Module, name: str, r: int, scaling: float) -> None:
+    """Adds LoRA to a stack. Args: name: name of a 3-D parameter or a quantized stack; r, scaling: see `StackLoRA`."""
+    stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
+    experts.add_module(name + LORA, stack)
+    read_when_used(experts, [name])
 
 
 def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
@@ -110,24 +108,19 @@ def computed_stacks(experts: nn.Module) -> list[str]:
     return list(dict.fromkeys(part.removesuffix(NF4).removesuffix(LORA) for part in parts))
 
 
-def stacks_of(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the names of modules with fused experts, each with the names of its stacks, quantized stacks included."""
-    found = {name: [*keys] for name, keys in fused_experts(model).items()}
-    for name, module in model.named_modules():
-        if isinstance(module, ComputedExperts):
-            found[name] = list(dict.fromkeys([*computed_stacks(module), *found.get(name, ())]))
-    return found
-
-
-def adapted_stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the names of modules with experts, each with the names of its stacks with LoRA, in the module's order of
-    parameters."""
-    found = {
-        name: [part.removesuffix(LORA) for part in module._modules if part.endswith(LORA)]
+def stacks_of(model: nn.Module) -> list[str]:
+    """Returns the names of all stacks of fused experts, quantized stacks included, in the order of the model."""
+    stored = fused_experts(model)
+    return [
+        f"{name}.{key}"
         for name, module in model.named_modules()
-        if isinstance(module, ComputedExperts)
-    }
-    return {name: stacks for name, stacks in found.items() if stacks}
+        for key in dict.fromkeys([*computed_stacks(module), *stored.get(name, ())])
+    ]
+
+
+def adapted_stacks(model: nn.Module) -> list[str]:
+    """Returns the names of the stacks with LoRA, in the order of the model."""
+    return [name.removesuffix(LORA) for name, module in model.named_modules() if isinstance(module, StackLoRA)]
 
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:

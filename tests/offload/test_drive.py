@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from lowmem.offload.drive import SwapFile, SwapFiles
+from lowmem.offload.drive import OnDrive, SwapFile, SwapFiles
 from lowmem.system import scratch_file
 from lowmem.system.errors import DriveFailed, Refused
 from lowmem.system.scratch_file import PAGE, Disk, Drive
@@ -227,6 +227,22 @@ def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
             blocks.pin(swap_file)
             ahead_of_it = [every[(number + more) % 6].memory is not None for more in range(1, ahead + 1)]
     assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(swap_file.size for swap_file in every)
+
+
+def test_buffers_of_a_mixture_hold_a_block_ahead_and_attention_is_swapped():
+    """A block has a small router, attention, and two stacks of experts, one twice as large as the other. The buffers
+    hold the file that is being written, the pinned file and a block ahead. Buffers of the largest stack's size would
+    take more."""
+    router, attention, up, down = (torch.nn.Parameter(torch.zeros(n)) for n in (2000, 40_000, 2_000_000, 1_000_000))
+    blocks = [[torch.nn.Parameter(p.clone()) for p in (router, attention, up, down)] for _ in range(6)]
+    on_drive = OnDrive(None, blocks, (), weights_too=False)
+    for block in blocks:
+        for number, p in enumerate(block):
+            on_drive.put(p, str(number), {"master": torch.zeros(p.numel())})
+    sizes = on_drive.sizes
+    assert sizes.masters == 6 * 4 * (40_000 + 2_000_000 + 1_000_000)  # the routers stay in memory
+    largest, block_size = 4 * 2_000_000, 4 * 3_040_000
+    assert block_size + largest <= sizes.room <= 2 * block_size < 4 * largest
 
 
 def test_small_tensors_stay_in_memory_and_unpinned_tensors_are_read_only(tmp_path):

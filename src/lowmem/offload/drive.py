@@ -25,7 +25,7 @@ import errno
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 from threading import RLock
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from lowmem.system.torch_private import is_traceable_wrapper_subclass
 
 BOUNCE = THREADS * PIECE  # bytes; size of the buffer for the first write of a file
 PARTS = 4  # swap files per block, about: fewer need larger buffers; each takes two file descriptors
-SMALL = 32  # weights this many times smaller than the block's largest stay in memory: swapping them costs more
+SMALL = 0.01  # share of a block's elements: its smallest weights up to this share stay in memory and are not swapped
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
 
@@ -88,13 +88,11 @@ class SwapFile:
 
     Args:
         drive: creates the file; None: only sizes are computed.
-        buffers: number of buffers of this size that may be in memory while this file is pinned.
         single_weight: the file has one weight, so it is unpinned after that weight's step.
         stepped: each optimizer step changes the file.
     """
 
-    def __init__(self, drive: Drive, buffers: int, single_weight: bool, stepped: bool) -> None:
-        self.buffers = buffers
+    def __init__(self, drive: Drive, single_weight: bool, stepped: bool) -> None:
         self.single_weight = single_weight
         self.stepped = stepped
         # File size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the map's own address.
@@ -230,9 +228,7 @@ class SwapFiles:
             single_weight: the file is for one large weight; while it is pinned, no other file needs a buffer.
             stepped: each optimizer step changes the file.
         """
-        self._every.append(
-            swap_file := SwapFile(self.drive, 1 if single_weight else self.ahead + 2, single_weight, stepped)
-        )
+        self._every.append(swap_file := SwapFile(self.drive, single_weight, stepped))
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
@@ -308,7 +304,7 @@ class SwapFiles:
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
             sum(sizes.values()),
-            max((swap_file.buffers * size for swap_file, size in sizes.items()), default=0),
+            self._room(sizes),
             sum(size for swap_file, size in sizes.items() if swap_file.stepped),
             sum(swap_file.masters for swap_file in self._every),
         )
@@ -357,11 +353,14 @@ class SwapFiles:
         Returns: None: there is no room."""
         size = swap_file.size
         # No other buffers next to a large weight: its first step creates optimizer state that is not counted yet.
-        room = size if swap_file.single_weight else max(size, *(other.buffers * other.size for other in self._every))
-        while self._buffer_bytes() + size > room:
-            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.prefetched)))
-            if self._spare and self._spare[-1].nbytes == size:
+        room = size if swap_file.single_weight else self._room({other: other.size for other in self._every})
+        while True:
+            for number, spare in enumerate(self._spare):
+                if spare.nbytes == size:
+                    return self._spare.pop(number)
+            if self._buffer_bytes() + size <= room:
                 break
+            leaves = (s for s in self._inside if s is not self._now and (waits or not (s.moving() or s.prefetched)))
             if self._spare:
                 self._spare.pop()
             elif (oldest := next(leaves, None)) is not None:
@@ -370,9 +369,15 @@ class SwapFiles:
                 break  # the file alone is larger than `room`
             else:
                 return None
-        if self._spare and self._spare[-1].nbytes == size:
-            return self._spare.pop()
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
+
+    def _room(self, sizes: Mapping[SwapFile, int]) -> int:
+        """Returns the largest total size of the buffers in bytes. Either one large weight has the only buffer, or there
+        are buffers for neighbouring files: the file that is being written, the pinned file, and the files that are read
+        ahead. Args: sizes: size of each file."""
+        row = [size for swap_file, size in sizes.items() if not swap_file.single_weight]
+        neighbours = (sum(row[first : first + self.ahead + 2]) for first in range(len(row)))
+        return max(chain(neighbours, (size for swap_file, size in sizes.items() if swap_file.single_weight)), default=0)
 
     def _buffer_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.memory())
@@ -398,12 +403,13 @@ class OnDrive:
         self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
     ) -> None:
         self.drive = drive
+        parts_of = [parts(block) for block in blocks]
         # the swap files of a block are pinned in quick succession, so read a full block ahead
-        self._masters, self._weights = SwapFiles(drive, ahead=PARTS), SwapFiles(drive)
+        self._masters, self._weights = SwapFiles(drive, ahead=max(map(len, parts_of), default=1)), SwapFiles(drive)
         self._masters_of = {edge: self._masters.new(single_weight=True) for edge in edges}
         self._weights_of: dict[Tensor, SwapFile] = {}
-        for block in blocks:
-            for part in parts(block):
+        for block, divided in zip(blocks, parts_of, strict=True):
+            for part in divided:
                 self._masters_of |= dict.fromkeys(part, self._masters.new())
             if weights_too:
                 trained = any(p.requires_grad for p in block)
@@ -460,9 +466,12 @@ class OnDrive:
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
     """Divides the large weights of a block, in order, into groups that share a swap file. A group has at most as many
     elements as the largest weight, or as a quarter of the block if that is more."""
-    largest = max(p.numel() for p in block)
-    large = [p for p in block if SMALL * p.numel() >= largest]
-    room = max(largest, sum(p.numel() for p in large) // PARTS)
+    ascending = sorted(block, key=Tensor.numel)
+    up_to = accumulate(p.numel() for p in ascending)  # elements of a weight and of all smaller weights
+    total = sum(p.numel() for p in block)
+    small = {p for p, elements in zip(ascending, up_to, strict=True) if elements <= SMALL * total}
+    large = [p for p in block if p not in small]
+    room = max(ascending[-1].numel(), total // PARTS)
     divided: list[list[Tensor]] = [[]]
     for p in large:
         if divided[-1] and sum(q.numel() for q in divided[-1]) + p.numel() > room:

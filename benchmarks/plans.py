@@ -1,6 +1,6 @@
 """Lists the recipes that the planner chooses for common models and cards.
 
-python -m benchmarks.plans               # about ten minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.plans               # about forty minutes on two cores; nothing is downloaded or allocated.
 """
 
 import argparse
@@ -8,26 +8,27 @@ import json
 import os
 import sys
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 from benchmarks.runner import measure, options_of, write
 from lowmem.system.units import GIB
 
-PLANNED = [
-    *(("gpt2-xl", card) for card in (8, 12, 16, 24)),
-    *(("llama-3.2-1b", card) for card in (8, 12)),
-    *(("llama-3.1-8b", card) for card in (24, 80)),
-]
+MODELS = ("gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
+CARDS = (4, 8, 12, 16, 24, 80)  # GiB
+TRAINED = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}  # -> adapter
 RAM = 64
 
 
-def row(model: str, card: str) -> dict:
+def row(adapter: str, model: str, card: str) -> dict:
     """Runs plan.py once and returns the fastest recipe that fits, or the smallest one if none fits."""
     import plan
     from lowmem.command import cli
 
     folder = os.environ["ROW_FOLDER"]
     sys.argv = ["plan.py", f"model={model}", f"gpu={card}GiB", f"ram={RAM}GiB", f"hydra.run.dir={folder}"]
+    if adapter != "none":
+        sys.argv.append(f"adapter={adapter}")
     with suppress(SystemExit):  # plan.py exits with an error if no recipe fits
         cli.start(plan.main, config="plan")
     content = json.loads((Path(folder) / "plan.json").read_text())
@@ -48,27 +49,37 @@ def table(results: dict) -> str:
     lines = [
         f"The host has {RAM} GiB. Device: the smallest card on which the recipe runs, with half a GiB for the CUDA "
         "context; 2 % of each card stay free. None of these recipes was run on a card.",
-        "",
-        "| model | card | fastest recipe that fits | changes | device GiB | host GiB | recipes that fit "
-        "| planning time, s |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, (planned,) in results.items():
-        model, card = name.split(" on ")
-        recipe = " ".join(o for o in planned["overrides"] if not o.startswith("model="))
-        recipe = f"`{recipe}`" if planned["fits"] else f"none; the smallest: `{recipe}`"
-        bytes_of = [f"{planned[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
-        fitting = f"{planned['fitting']} of {planned['recipes']}"
-        changes = ", ".join(planned["changes"]) or "nothing"
-        cells = [model, card, recipe, changes, *bytes_of, fitting, f"{planned['seconds']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    for trained in TRAINED:
+        lines += ["", f"## {trained}", ""]
+        lines += [
+            "| model | card | fastest recipe that fits | changes | device GiB | host GiB | recipes that fit "
+            "| planning time, s |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for model, card in product(MODELS, CARDS):
+            (planned,) = results[f"{trained}, {model} on {card} GiB"]
+            lines.append(f"| {' | '.join([model, f'{card} GiB', *cells(planned)])} |")
     return "\n".join(lines)
+
+
+def cells(planned: dict) -> list[str]:
+    recipe = " ".join(o for o in planned["overrides"] if not o.startswith(("model=", "adapter=")))
+    recipe = f"`{recipe}`" if recipe else "as typed"
+    bytes_of = [f"{planned[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
+    fitting = f"{planned['fitting']} of {planned['recipes']}"
+    changes = ", ".join(planned["changes"]) or "nothing"
+    recipe = recipe if planned["fits"] else f"none; the smallest: {recipe}"
+    return [recipe, changes, *bytes_of, fitting, f"{planned['seconds']:.0f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options_of(parser, row)
-    rows = {f"{model} on {card} GiB": ["-m", "benchmarks.plans", "--row", model, str(card)] for model, card in PLANNED}
+    rows = {
+        f"{trained}, {model} on {card} GiB": ["-m", "benchmarks.plans", "--row", TRAINED[trained], model, str(card)]
+        for trained, model, card in product(TRAINED, MODELS, CARDS)
+    }
     results = measure(rows, 1)
     write("plans", {"rounds": results}, table(results))
 

@@ -1,19 +1,27 @@
 """Compares claims of guides about memory techniques with measurements.
 
-python -m benchmarks.claims              # about ten minutes on two cores, 4 GiB of memory
+python -m benchmarks.claims                  # about twenty-five minutes on two cores, 5 GiB of memory
+python -m benchmarks.claims --only smollm2   # one of the two models; the other one's figures are kept
 
-Each row trains GPT-2 small's architecture (124M parameters) in a separate process; in the default model, `tiny`, most
-tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of GPT-2 XL are counted
-on fake tensors, which have a shape and no memory.
+Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), and
+SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). In the default model, `tiny`, most tensors
+have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of GPT-2 XL are counted on fake
+tensors, which have a shape and no memory.
 """
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.runner import measure, medians, options_of, ratio, run_train, stored, write
+from benchmarks.runner import ROOT, measure, medians, options_of, ratio, run_train, stored, write
 
 STEPS = 6
-MODEL = ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"]
+MODELS = {
+    "gpt2": ["model=gpt2", "model.pretrained=false", "seq_len=128", "batch_size=4", "lr=2e-4", "scheduler=constant"],
+    "smollm2": ["model=hf", "data=stdlib", "seq_len=256", "batch_size=4", "lr=5e-5", "scheduler=constant"],
+}
 GROUPS = ("precision", "optim", "gradient_checkpointing", "accumulation", "accumulation.batches")
 TOGETHER = ["accumulation=fixed", "accumulation.batches=4", "batch_size=1", "gradient_checkpointing=every_layer"]
 ROWS = {
@@ -30,11 +38,13 @@ ROWS = {
 }
 
 
-def row(name: str) -> dict:
-    """Runs train.py once and returns bytes, speed and the loss after the last step."""
+def row(model: str, name: str) -> dict:
+    """Runs train.py once and returns bytes, speed and the loss after the last step. Args: model: a key of MODELS; name:
+    a key of ROWS."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
-    shared = [line for line in (*MODEL, *short, "logger=none") if line.split("=")[0] not in typed]
+    weights = [f"model.name={trained_weights()}"] if model == "smollm2" else []
+    shared = [line for line in (*MODELS[model], *weights, *short, "logger=none") if line.split("=")[0] not in typed]
     summary = run_train([*shared, *ROWS[name]])
     keys = ("tokens_per_second", "val_loss", "train_loss", "parameters")
     return (
@@ -42,6 +52,13 @@ def row(name: str) -> dict:
         | summary["peak_bytes_by_category"]
         | {"peak_bytes": summary["peak_bytes"]["device"]}
     )
+
+
+def trained_weights() -> Path:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from real_model import folder
+
+    return folder()
 
 
 # --- GPT-2 XL without memory ------------------------------------------------------------------------------------------
@@ -75,119 +92,156 @@ def xl_rows() -> dict[str, dict[str, int]]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def verdicts(results: dict, sizes: dict) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (claim, measurement on 124M parameters, bytes of GPT-2 XL, whether the claim holds here and why)."""
-    peak, speed = medians(results, "peak_bytes"), {n: ratio(results, n, "plain", "tokens_per_second") for n in results}
-    activations, state = medians(results, "activations"), medians(results, "optimizer")
-    p, gib, four = results["plain"][0]["parameters"], 2**30, "accumulation 4 x 1"
+class Measured:
+    """The figures of one model. Args: results: row -> the result of each round."""
 
-    def saved(name: str) -> str:
-        return (
-            f"{1 - peak[name] / peak['plain']:.0%} of the peak, {1 - activations[name] / activations['plain']:.0%} of "
-            f"the activations, {speed[name]:.2f} x the speed"
-        )
+    def __init__(self, results: dict) -> None:
+        self.peak, self.loss = medians(results, "peak_bytes"), medians(results, "val_loss")
+        self.activations, self.state = medians(results, "activations"), medians(results, "optimizer")
+        self.parameters = results["plain"][0]["parameters"]
+        self.speed = {name: ratio(results, name, "plain", "tokens_per_second") for name in results}
+
+    def of(self, name: str, activations: bool = True) -> str:
+        """Returns what a row saves and costs, in words."""
+        saved = f"{1 - self.peak[name] / self.peak['plain']:.0%} less at the peak"
+        if activations:
+            saved += f", {1 - self.activations[name] / self.activations['plain']:.0%} fewer activations"
+        change = self.loss[name] - self.loss["plain"]
+        return f"{saved}; {self.speed[name]:.2f} x the speed; loss {change:+.4f}"
+
+    def state_of(self, name: str) -> str:
+        return f"{self.state[name] / self.parameters:.2f} bytes of state per parameter"
+
+
+class Claim(NamedTuple):
+    """A row of the table."""
+
+    claim: str
+    measured: Callable[[Measured], str]
+    xl: str
+    holds: str
+
+
+def claims(sizes: dict) -> Iterator[Claim]:
+    """Args: sizes: row -> bytes of GPT-2 XL by category, from `xl_rows`."""
+    gib, four = 2**30, "accumulation 4 x 1"
 
     def at_xl(name: str) -> str:
-        return f"{sizes[name]['total'] / gib:.1f} GiB of {sizes['plain']['total'] / gib:.1f}"
+        return f"{sizes[name]['total'] / gib:.1f} GiB instead of {sizes['plain']['total'] / gib:.1f}"
 
-    def at_xl_saved(name: str) -> float:
-        return 1 - sizes[name]["total"] / sizes["plain"]["total"]
+    def less_at_xl(name: str) -> str:
+        return f"{1 - sizes[name]['total'] / sizes['plain']['total']:.0%}"
 
-    yield (
-        "Accumulation gives the large batch's update at the micro-batch's memory, slightly slower",
-        f"the update: exactly (test_accumulation.py). Peak {peak[four] / peak['plain']:.2f} of batch 4 and "
-        f"{peak[four] / peak['batch 1']:.2f} of batch 1; {speed[four]:.2f} x the speed",
+    yield Claim(
+        "Gradient accumulation gives the update of a large batch with the memory of a micro-batch, slightly slower",
+        lambda of: f"{of.of(four, activations=False)}; {of.peak[four] / of.peak['batch 1']:.2f} x the peak of batch 1",
         at_xl(four),
-        f"The update: yes. The memory: of a micro-batch and the gradients, which stay between micro-batches: where "
-        f"activations are few that is no gain, at XL's shapes it is {at_xl_saved(four):.0%}. How much slower depends "
-        "on how well one sequence fills the machine: 128 tokens do not.",
+        "The update: yes, exactly (tests/training/test_accumulation.py). The memory is that of a micro-batch plus the "
+        "gradients, which are kept between micro-batches. So it saves little where activations are small, and "
+        f"{less_at_xl(four)} for GPT-2 XL. The speed depends on how well one sequence fills the machine.",
     )
-    yield (
-        "Checkpointing saves 20-30 % of memory and costs about 20 % of time",
-        saved("checkpointing"),
+    yield Claim(
+        "Activation checkpointing saves 20-30 % of memory and costs about 20 % of time",
+        lambda of: of.of("checkpointing"),
         at_xl("checkpointing"),
-        "The time: about. The memory: it saves most of the activations, so of the peak what their share of it is: "
-        f"{1 - peak['checkpointing'] / peak['plain']:.0%} with 512 tokens, "
-        f"{at_xl_saved('checkpointing'):.0%} with 4096.",
+        "The time: about. Checkpointing removes most activations, so the saving depends on their share of the peak: "
+        f"{less_at_xl('checkpointing')} for GPT-2 XL with 4096 tokens. Where the logits are the largest tensor, "
+        "loss=tiled is needed first.",
     )
-    yield (
-        "Keeping every sqrt(n)-th layer makes memory grow with sqrt(n), for one forward pass",
-        saved("sqrt"),
+    yield Claim(
+        "Checkpointing every sqrt(n)-th layer makes memory grow with sqrt(n), for one more forward pass",
+        lambda of: of.of("sqrt"),
         at_xl("sqrt"),
-        "For thin layers yes (test_policies.py). A transformer block is some 25 boundaries thick: "
-        f"every_layer needs {sizes['checkpointing']['activations'] / gib:.1f} GiB of activations at XL's shapes, sqrt "
-        f"{sizes['sqrt']['activations'] / gib:.1f}. On 124M the logits hide the difference.",
+        "Only for layers that store little besides their input (tests/techniques/gradient_checkpointing). A "
+        "transformer block stores about 25 times its input, so for GPT-2 XL sqrt keeps "
+        f"{sizes['sqrt']['activations'] / gib:.1f} GiB of activations and every_layer "
+        f"{sizes['checkpointing']['activations'] / gib:.1f}.",
     )
-    yield (
-        "Mixed precision: up to 2x faster, less memory",
-        f"bf16: {saved('mixed precision')}",
+    yield Claim(
+        "Mixed precision is up to 2x faster and needs less memory",
+        lambda of: f"bf16: {of.of('mixed precision')}",
         at_xl("mixed precision"),
-        "The speed: on this CPU for bf16; fp16 products it computes in fp32. The memory: not where the logits are the "
-        "peak, because the loss needs them in fp32 besides; loss=chunked mends that.",
+        "The speed: with bf16 on this CPU, which computes fp16 products in fp32. The memory: only if activations are "
+        "the peak. Mixed precision adds 16-bit copies of the weights, and the loss still needs the logits in fp32.",
     )
-    yield (
+    yield Claim(
         "`.half()` halves the model",
-        f"{saved('16-bit weights')}",
+        lambda of: of.of("16-bit weights"),
         at_xl("16-bit weights"),
-        "Weights and gradients, yes. Not the optimizer's state, which is fp32: in 16 bits it would lose small updates.",
+        "Weights and gradients: yes. The optimizer's state stays in fp32, since 16 bits would lose small updates. The "
+        "price is quality: most updates are smaller than half a rounding step of a 16-bit weight (docs/quality.md).",
     )
-    yield (
+    yield Claim(
         "Adafactor saves around 50 % against Adam",
-        f"of weights, gradients and state {1 - (8 + state['Adafactor'] / p) / 16:.0%}, of the peak "
-        f"{1 - peak['Adafactor'] / peak['plain']:.0%}; {speed['Adafactor']:.2f} x the speed",
+        lambda of: (
+            f"{1 - (8 + of.state['Adafactor'] / of.parameters) / 16:.0%} less weights, gradients and state; "
+            f"{of.of('Adafactor', activations=False)}"
+        ),
         at_xl("Adafactor"),
-        "Yes, of what is held per parameter.",
+        "Yes, for weights, gradients and optimizer state.",
     )
     less = sizes["plain"]["optimizer"] - sizes["8-bit Adam"]["optimizer"]
     masters = stored("gpt2_xl")
     card, steps = masters["card"], masters["rounds"]["global-norm clipping"][0]
-    rates = stored("learning_rates")["rounds"]
-    ours, theirs = (rates[f"{optim} x 1"][0]["val_loss"] for optim in ("adam8bit", "adamw"))
-    yield (
-        "8-bit Adam saves about 8.5 GB on a 1.5 G model at 32-bit quality",
-        f"{state['8-bit Adam'] / p:.2f} bytes of state per parameter for {state['plain'] / p:.2f}; validation loss of "
-        f"`tiny` after 150 steps {ours:.3f} for {theirs:.3f}; {speed['8-bit Adam']:.2f} x the speed",
-        f"{less / 1e9:.1f} GB less ({less / gib:.1f} GiB)",
-        "Yes; without CUDA it is slow.",
+    yield Claim(
+        "8-bit Adam saves about 8.5 GB for a model of 1.5 billion parameters, with the quality of 32 bits",
+        lambda of: (
+            f"{of.state_of('8-bit Adam')} instead of {of.state['plain'] / of.parameters:.2f}; "
+            f"{of.of('8-bit Adam', activations=False)}"
+        ),
+        f"{less / 1e9:.1f} GB less",
+        "Yes. Without CUDA, bitsandbytes' 8-bit steps are slow.",
     )
-    yield (
-        "Micro-batch 1, accumulation 4, checkpointing, 16 bits, 8-bit Adam: up to 3x less memory, speed kept",
-        f"{peak['plain'] / peak['together']:.1f} x less, {speed['together']:.2f} x the speed",
+    yield Claim(
+        "Micro-batch 1, accumulation 4, checkpointing, 16 bits and 8-bit Adam together need up to 3x less memory at "
+        "the same speed",
+        lambda of: f"{of.peak['plain'] / of.peak['together']:.1f} x less; {of.of('together', activations=False)}",
         f"{sizes['plain']['total'] / sizes['together']['total']:.1f} x less: {at_xl('together')}",
-        "At XL's shapes yes. With few tokens fp32 weights and gradients remain, which none of the five touches. The "
-        "speed is not kept here: 8-bit steps are slow without CUDA, and a micro-batch of 128 tokens is small.",
+        "For GPT-2 XL: yes. With few tokens the fp32 weights and gradients dominate, and none of the five techniques "
+        "makes them smaller. The speed: only as far as the hardware speeds up 16-bit products.",
     )
-    yield (
-        "GPT-2 XL trains on a 12 GB card: fp16 model there, fp32 model and optimizer on the host",
-        f"{steps['rss_peak'] / gib:.1f} GiB of host memory in all, {steps['seconds_per_step']:.1f} s per step of 256 "
-        "tokens on this CPU (gpt2_xl.md)",
+    yield Claim(
+        "GPT-2 XL trains on a 12 GB card with the fp16 model on the card, fp32 masters and optimizer on the host",
+        lambda of: "",
         f"{card['every_layer']['total'] / gib:.2f} GiB on the card with precision=16-master, "
-        f"{card['offload']['total'] / gib:.2f} with offloaded boundaries; the rows above together "
-        f"{sizes['together']['total'] / gib:.1f}",
-        "By its bytes: yes, with less than half of them. No card was there to run it on.",
+        f"{card['offload']['total'] / gib:.2f} with block inputs offloaded too; {steps['rss_peak'] / gib:.1f} GiB of "
+        f"host memory and {steps['seconds_per_step']:.1f} s per step of 256 tokens on this CPU (gpt2_xl.md)",
+        "By its bytes: yes, with less than half of the card. It was not run on a card.",
     )
 
 
 def table(results: dict, sizes: dict) -> str:
+    """Args: results: model -> row -> the result of each round; sizes: see `claims`."""
+    random, trained = (Measured(results[model]) for model in MODELS)
     columns = (
-        "claimed",
-        "measured here, 124M parameters, 4 x 128 tokens",
-        "GPT-2 XL's shapes, 4 x 1024 tokens",
-        "holds?",
+        "claim",
+        "GPT-2 small, random weights, 4 x 128 tokens",
+        "SmolLM2-135M, trained weights, 4 x 256 tokens",
+        "shapes of GPT-2 XL, 4 x 1024 tokens",
+        "does it hold?",
     )
-    head = f"| {' | '.join(columns)} |"
-    return "\n".join([head, "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in verdicts(results, sizes))])
+    lines = [
+        f"Each measured cell compares {STEPS} steps with fp32 and AdamW in one batch: bytes on the device, speed, and "
+        "the change of the validation loss.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---|---|---|---|---|",
+    ]
+    for one in claims(sizes):
+        lines.append(f"| {' | '.join([one.claim, one.measured(random), one.measured(trained), one.xl, one.holds])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="0: the table of what was measured before")
+    parser.add_argument("--only", choices=MODELS, help="measure one model")
     options = options_of(parser, row)
-    sizes = xl_rows()
-    if options.rounds == 0:  # makes only the table again, from earlier measurements
-        results = stored("claims")["rounds"]
-    else:
-        results = measure({name: ["-m", "benchmarks.claims", "--row", name] for name in ROWS}, options.rounds)
+    sizes, results = xl_rows(), stored("claims").get("rounds", {})
+    for model in [options.only] if options.only else MODELS:
+        if options.rounds:
+            rows = {name: ["-m", "benchmarks.claims", "--row", model, name] for name in ROWS}
+            results[model] = measure(rows, options.rounds)
     write("claims", {"rounds": results, "gpt2-xl": sizes}, table(results, sizes))
 
 

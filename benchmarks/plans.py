@@ -1,6 +1,7 @@
 """Lists the recipes that the planner chooses for common models and cards.
 
-python -m benchmarks.plans               # about forty minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.plans                 # about forty minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.plans --only QLoRA    # one of the three tables
 """
 
 import argparse
@@ -11,7 +12,7 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-from benchmarks.runner import measure, options_of, write
+from benchmarks.runner import measure, options_of, stored, write
 from lowmem.system.units import GIB
 
 MODELS = ("gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
@@ -58,8 +59,8 @@ def table(results: dict) -> str:
             "|---|---|---|---|---|---|---|---|",
         ]
         for model, card in product(MODELS, CARDS):
-            (planned,) = results[f"{trained}, {model} on {card} GiB"]
-            lines.append(f"| {' | '.join([model, f'{card} GiB', *cells(planned)])} |")
+            for planned in results.get(f"{trained}, {model} on {card} GiB", ()):
+                lines.append(f"| {' | '.join([model, f'{card} GiB', *cells(planned)])} |")
     return "\n".join(lines)
 
 
@@ -75,12 +76,14 @@ def cells(planned: dict) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    options_of(parser, row)
+    parser.add_argument("--only", choices=TRAINED, help="plan one part; the other parts' results are kept")
+    options = options_of(parser, row)
+    results = stored("plans").get("rounds", {}) if options.only else {}
     rows = {
         f"{trained}, {model} on {card} GiB": ["-m", "benchmarks.plans", "--row", TRAINED[trained], model, str(card)]
-        for trained, model, card in product(TRAINED, MODELS, CARDS)
+        for trained, model, card in product([options.only] if options.only else TRAINED, MODELS, CARDS)
     }
-    results = measure(rows, 1)
+    results |= measure(rows, 1)
     write("plans", {"rounds": results}, table(results))
 
 

@@ -1,4 +1,5 @@
-"""Describes why a record cannot be used."""
+"""Defines `BadRecord`, the error for a record that cannot be used, and the checks and phrases that its messages
+share."""
 
 from collections.abc import Mapping
 
@@ -6,19 +7,19 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """A record that cannot be used. The message describes the error, without the file's name and without a full
-    stop."""
+    """Raised if a record cannot be used. The message describes the error, without the file's name and without a period
+    at its end."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:
-    """Returns a value if it is text.
+    """Returns a value unchanged if it is valid text.
 
     Args:
         name: name of the value in messages.
         empty: accept text without a visible character.
 
     Raises:
-        BadRecord: the value is not text, or contains a code point that is not a character.
+        BadRecord: the value is not text, is empty, or contains a null character or an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise BadRecord(f"{name} must be text, but is {kind(value)}")
@@ -57,7 +58,7 @@ def control(name: str, token: str) -> BadRecord:
 
 
 def kind(value: object) -> str:
-    """Returns a description of a value of the wrong type."""
+    """Returns the kind of a value as messages name it, for values of the wrong type."""
     if value is None:
         return "null"
     if isinstance(value, bool):

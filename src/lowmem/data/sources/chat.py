@@ -1,10 +1,9 @@
-"""Makes documents of conversations: the model learns the assistant's answers, and where each answer ends.
+"""Makes documents of conversations (`data=chat`). The model learns the assistant's answers, and where each answer ends.
 
-A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders it to one
-text. Only the assistant's tokens, including the token that ends each answer, count in the loss (chat_template.py,
-chat_tokens.py).
-Records with mistakes that templates do not report are refused before rendering: a message without a role, a blank
-answer, control tokens in a text.
+A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders a
+conversation to one text. Only the assistant's tokens, including the token that ends each answer, count in the loss
+(chat_template.py, chat_tokens.py). Mistakes that templates do not report are found before rendering, such as a message
+without a role, an answer that is blank, or a control token in a text. Such a record cannot be used.
 """
 
 from collections import Counter
@@ -37,7 +36,7 @@ class Chat(Encoder):
     Args:
         messages: the field with the messages.
         assistant: the answers that are learned: all, or last.
-        template: chatml or a file; None uses the tokenizer's own.
+        template: chatml, or a file with a template; None: the tokenizer's own template.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # special tokens for a tokenizer that is trained on the conversations and so has no template
+        # special tokens for a tokenizer that is trained on the conversations, and so has no template of its own
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
         self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that the template was opened for
@@ -67,8 +66,9 @@ class Chat(Encoder):
         return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sets the tokenizer's template, which is saved with it: the typed template, or ChatML if the tokenizer has no
-        template but has ChatML's two tokens, like a tokenizer trained on conversations."""
+        """Sets the tokenizer's template, which is saved with the tokenizer: the typed template, or ChatML for a
+        tokenizer that has ChatML's two tokens but no template. A tokenizer that is trained on conversations is of this
+        kind."""
         self.tokenizer = tokenizer
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
@@ -124,7 +124,7 @@ class Chat(Encoder):
         return rows
 
     def _count(self, template: ChatTemplate, messages: Messages) -> None:
-        """Counts events in messages that the log reports."""
+        """Counts empty answers and fields that the template does not render, for the log."""
         for message in messages:
             if message["role"] == "assistant" and is_blank(message):
                 self.counts[BLANK] += 1
@@ -150,7 +150,7 @@ def messages_of(fields: dict, name: str) -> Messages:
     """Returns the messages of a record, as copies whose content is text.
 
     Raises:
-        BadRecord: mistakes that templates do not detect.
+        BadRecord: the messages have a mistake that templates do not detect.
     """
     if name not in fields:
         raise no_field(fields, name)
@@ -250,8 +250,8 @@ def _check_weights(messages: Messages) -> None:
 
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """Refuses contents that are not text, or contain one of the template's control tokens. With such a token, a user's
-    text could end its message and begin one of the assistant."""
+    """Refuses contents that are not text, or contain one of the template's control tokens. With such a token, the text
+    of a user could end the user's message and begin a message of the assistant."""
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):

@@ -1,7 +1,9 @@
-"""Lists the parts of a conversation, and replaces them by other values, to find parts that a template drops.
+"""Lists the parts of a conversation, and replaces them by other values, so that `chat_template.py` finds the parts that
+a template drops.
 
-A template may skip a message, or one of two calls, and the result still looks right. So the conversation is rendered
-again with another value for a part: if the text changes, the template renders the part; if not, the part is dropped.
+A template may skip a message, or one of two calls, and the text still looks right. So the conversation is rendered
+again with another value for a part. If the rendered text changes, the template renders this part; otherwise the
+template drops it.
 """
 
 import json
@@ -57,7 +59,7 @@ class Replaced:
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
         self.parts: list[MessagePart] = []
         self._only, self._of, self._place = only, of, (None, "")
-        called: set[str] = set()  # the functions that the last answer calls
+        called: set[str] = set()  # the names of the functions that the latest answer so far calls
         self.messages = []
         for i, message in enumerate(messages):
             self.messages.append(self._message(i, message, called))
@@ -71,7 +73,7 @@ class Replaced:
         if "name" in message and not (message["role"] == "tool" and str(message["name"]) in called):
             other["name"] = self._other(i, "the name", message["name"])
         written = [(name, message[name]) for name in REASONING if name in message]
-        for name, value in written:  # equal texts under two names count as one part
+        for name, value in written:  # equal texts under two field names count as one part
             same = next((other[first] for first, text in written if text == value), value)
             other[name] = self._other(i, name, value) if same == value else same
         if "tool_calls" in message:
@@ -173,7 +175,8 @@ def _spelled(message: dict, as_text: bool) -> dict:
 
 
 def object_of(arguments: Any) -> Any:
-    """Returns the object in a JSON text; any other value is returned unchanged."""
+    """Returns the object that a JSON text contains. Any other value is returned unchanged, and blank text gives an
+    empty object."""
     if not isinstance(arguments, str):
         return arguments
     read = read_json(arguments) if arguments.strip() else {}
@@ -181,7 +184,8 @@ def object_of(arguments: Any) -> Any:
 
 
 def read_json(value: Any) -> Any:
-    """Returns the value of a JSON text, which columns of a table may contain; any other value is returned unchanged."""
+    """Returns the value that a JSON text contains, since columns of a table may contain JSON. Any other value is
+    returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -1,10 +1,12 @@
-"""Renders a conversation for training: its rows, and the character spans that are learned.
+"""Renders a conversation to text for training, and finds the characters that are learned. `chat_tokens.py` then
+tokenizes the text.
 
 If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
 begins after its generation prompt (the earlier messages rendered with the header of an answer), and ends with the
 control token after its content. If the template renders an answer differently once later messages follow, the answer
-gets a separate row. Each row is rendered again with other values in the messages, to verify that the template renders
-every part (chat_parts.py). Templates may come from anywhere, so transformers runs them in jinja's sandbox.
+gets a separate row. To verify that the template renders every part of the conversation, each row is rendered again with
+other values in the messages (chat_parts.py). Templates may come from untrusted sources, so transformers runs them in
+jinja's sandbox.
 """
 
 import json
@@ -43,8 +45,10 @@ Span = tuple[int, int]
 class Rendered(NamedTuple):
     """A row: the rendered text of a conversation, and the spans of its characters that are learned.
 
-    answers: number of answers in the spans.
-    written: positions after an answer's header at which the template's own text follows, and not the message.
+    Args:
+        answers: number of answers in the spans.
+        written: positions at which an answer begins with text of the template, such as an empty thought, and not with
+            text of its message.
     """
 
     text: str
@@ -55,13 +59,13 @@ class Rendered(NamedTuple):
 
 @dataclass
 class RenderedPrefix:
-    """A rendered text from which some answers are learned.
+    """A rendered text that becomes a row, with the spans of the answers that are learned from it.
 
     Args:
         text: the rendering of the first `count` messages.
-        tags: the spans that the template marks.
-        asked: the text begins with the generation prompt of its last answer, which differs from the rendering of the
-            full conversation.
+        tags: the spans that the template marks with `{% generation %}`.
+        asked: the text is the generation prompt of its last answer, followed by this answer, because the template
+            renders the context of an existing answer differently.
         spans: index of a learned answer -> its span.
     """
 
@@ -76,9 +80,9 @@ class ChatTemplate:
     """A template together with the tokenizer that encodes its text.
 
     Args:
-        tokenizer: encodes the text; its own template is the default.
-        source: another template.
-        named: a name for that template in messages.
+        tokenizer: encodes the text.
+        source: the template; None: the tokenizer's own template.
+        named: the name of `source` in messages.
 
     Raises:
         Refused: the tokenizer has no template; jinja cannot parse it; or the tokenizer does not map tokens to
@@ -113,8 +117,8 @@ class ChatTemplate:
 
     @property
     def further_rows(self) -> str:
-        """Returns the log message about tokens in additional rows of a conversation, that is, all rows except its
-        longest."""
+        """Returns the log message about tokens in additional rows: all rows of a conversation except the longest
+        row."""
         return (
             f"tokens in additional rows of conversations, because {self.name} renders an answer or its context "
             "differently once later messages follow"
@@ -129,9 +133,9 @@ class ChatTemplate:
     def render(
         self, messages: Messages, tools: list | None = None, answers: Sequence[int] | None = None
     ) -> list[Rendered]:
-        """Renders a conversation to one row. If the template renders an answer or its context differently once later
-        messages follow, there are several rows. Each row is the text that the model sees and generates at inference for
-        the row's answers.
+        """Renders a conversation to one row, or to several rows if the template renders an answer or its context
+        differently once later messages follow. For each answer of a row, the row has the text that the model would see
+        and generate at inference.
 
         Args:
             answers: the indices of the answers that are learned; None: all.
@@ -172,7 +176,7 @@ class ChatTemplate:
             own = self._own_row(messages, tools, i, full)
             start, stop = own.spans[i]
             row = next((row for row in rows if row.text.startswith(own.text)), None)
-            if row is None:  # the template may add text after the last message, such as the end of the text
+            if row is None:  # the template may add text after the last message, such as an end-of-text token
                 begins = any(row.text.startswith(own.text[: start + 1]) for row in rows)
                 end = self._end(messages, tools, i, own.text) if begins else len(own.text)
                 row = next((row for row in rows if row.text.startswith(own.text[:end])), own)
@@ -196,7 +200,7 @@ class ChatTemplate:
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: RenderedPrefix) -> RenderedPrefix:
-        """Returns the row that ends with answer `i`."""
+        """Returns a row that ends with answer `i`: the rendering of the messages up to this answer."""
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
@@ -211,9 +215,9 @@ class ChatTemplate:
     def _asked_otherwise(
         self, messages: Messages, tools: list | None, i: int, prompt: str, row: RenderedPrefix
     ) -> RenderedPrefix:
-        """Returns the row of an answer whose rendering does not begin with its generation prompt. There are two cases.
-        If only the header differs (for example, because the prompt opens a thought), the answer begins where the two
-        texts differ. If the template renders the context differently, the answer is appended to the prompt, as in
+        """Returns the row of an answer whose rendering does not begin with its generation prompt. If only the header
+        differs, for example because the generation prompt opens a thought, the answer begins where the two texts
+        differ. If the template renders the context differently, the answer is appended to the generation prompt, as at
         inference."""
         text, other = row.text, self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         others = Replaced(messages[:i], tools)
@@ -241,19 +245,20 @@ class ChatTemplate:
         return row
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
-        """Returns the end of answer `i`, the last one of a text: the first run of control tokens after its parts."""
+        """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
+        tokens that follows the answer's parts."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
 
     def _before(self, text: str, at: int) -> int:
-        """Returns the position, or the start of the control token that contains it."""
+        """Returns the position `at`, or the start of the control token that contains this position."""
         return next((token.start() for token in self.control.finditer(text) if token.start() < at < token.end()), at)
 
     def _spelled(self, messages: Messages, tools: list | None) -> tuple[Messages, str, list[Span]]:
-        """Returns the conversation with the arguments of calls in the form that the template supports, and its
-        rendering. Arguments are objects; they are JSON text if the template raises an error for objects or renders them
-        in Python's syntax."""
+        """Returns the conversation with the arguments of calls in the form that the template supports, the rendered
+        text, and the spans that the template marks. Arguments are objects, or JSON text if the template raises an error
+        for objects or renders objects in Python's syntax."""
         if not any(True for message in messages for _ in functions(message)):
             return messages, *self.rendering(messages, tools)
         objects, texts = (with_arguments(messages, as_text) for as_text in (False, True))
@@ -320,7 +325,7 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
-        """Renders another conversation in the form of a row."""
+        """Renders another conversation in the same way as a row."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
@@ -383,8 +388,8 @@ def _statements(message: dict) -> list[str]:
 
 
 def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
-    """Returns a description of a line of an answer that is missing from the learned text, or None. (Templates remove
-    thoughts from contents.)
+    """Returns a description of the first line of an answer that is missing from the learned text, or None. Single lines
+    are compared if the full content is not found, because templates may move thoughts out of the content.
 
     Args:
         text: the rendered text of a row.
@@ -406,8 +411,8 @@ def _is_python(arguments: object, text: str) -> bool:
 
 
 def _check_spelling(name: str, text: str, messages: Messages) -> None:
-    """Refuses arguments that a template renders as a quoted string. Args: name: name of the template; text: the
-    rendered messages."""
+    """Refuses tool-call arguments that a template renders as a quoted string. Args: name: name of the template; text:
+    the rendered messages."""
     for number, message in enumerate(messages, 1):
         for function in functions(message):
             arguments = function.get("arguments")

@@ -1,8 +1,9 @@
-"""Tokenizes the rows of conversations: finds the learned tokens, and checks that each answer ends with a control token.
+"""Tokenizes rendered rows of conversations, finds the tokens that are learned, and checks that each answer ends with a
+control token.
 
-A tokenizer may merge characters across a boundary, so that a token holds the end of a header and the beginning of an
-answer. Half of such a token would belong to the template, so the row is a bad record, unless the header can be encoded
-separately, as it is at inference.
+A tokenizer may merge the end of a header and the beginning of an answer into one token. Such a token belongs only in
+part to the answer. If the answer begins with text of the template, such as an empty thought, the header is encoded
+separately, as at inference. Otherwise the record cannot be used.
 """
 
 from functools import cached_property
@@ -32,7 +33,7 @@ class ChatTokens:
         """Returns the document of a row.
 
         Raises:
-            BadRecord: no token is learned, or a token holds the end of a header and the beginning of an answer.
+            BadRecord: no token is learned, or one token contains the end of a header and the beginning of an answer.
             Refused: with this template the model would never learn to stop.
         """
         ids = np.array(encoding.ids, np.uint32)
@@ -60,11 +61,11 @@ class ChatTokens:
         return divided if is_right else encoding
 
     def _learned(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
-        """Returns the learned tokens as spans: the tokens inside the learned text, and the control token that ends each
+        """Returns the spans of learned tokens: the tokens inside the learned text, and the control token that ends each
         answer.
 
         Raises:
-            BadRecord: a token holds the end of a header and the beginning of an answer.
+            BadRecord: one token contains the end of a header and the beginning of an answer.
             Refused: with this template the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
@@ -85,7 +86,7 @@ class ChatTokens:
     @cached_property
     def stops(self) -> frozenset[int]:
         """Returns the control tokens that may end an answer: all special tokens, and the token that ends an answer
-        without calls if it is not special. (Other control tokens, such as </tool_call>, do not.)"""
+        without calls if it is not special. (Other control tokens, such as </tool_call>, do not end an answer.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids
@@ -94,7 +95,7 @@ class ChatTokens:
         return self.template.specials | (self.template.controls & {*ids[-1:]})
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
-        """Returns the tokens of a span of characters."""
+        """Returns the span of tokens for a span of characters, including the control token that ends the answer."""
         text = rendered.text
         begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
         if _joins(encoding, start, len(text)):
@@ -131,6 +132,7 @@ def _joins(encoding: Encoding, at: int, length: int) -> bool:
 
 
 def _token_from(encoding: Encoding, at: int, length: int) -> int:
-    """Returns the first token with a character at or after `at`. A normalizer may have dropped some characters."""
+    """Returns the index of the first token with a character at or after `at`, or the number of tokens if there is none.
+    (A normalizer may have dropped the character at `at`.)"""
     tokens = (encoding.char_to_token(char) for char in range(at, length))
     return next((token for token in tokens if token is not None), len(encoding))

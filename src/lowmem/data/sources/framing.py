@@ -1,13 +1,13 @@
 """Adds the tokens that begin and end a document, and decides which tokens of a record are learned.
 
-The rule follows the tokenizer's own call. A document begins with the tokens that `tokenizer(text)` puts before a text,
-such as <s>, which are not learned. It ends with the tokens that the call appends, or else with the end-of-text token.
-So training, samples, `generate=` and users of the exported tokenizer get identical ids. `data.bos=true` or false
-changes the tokenizer itself, before the first text is read.
+Documents are framed as the tokenizer's own call, `tokenizer(text)`, frames a text. A document begins with the tokens
+that this call puts before a text, such as <s>; these tokens are not learned. The document ends with the tokens that the
+call appends, or else with the end-of-text token. So training, samples, `generate=` and users of the exported tokenizer
+get identical ids. `data.bos=true` or false changes the tokenizer itself, before the first text is read.
 
-A completion continues its prompt: it is encoded together with the prompt if the joint ids begin with the ids of the
-prompt, which are the input at inference. SentencePiece tokenizers put a space before every text, so a completion
-encoded separately would begin with a wrong space.
+At inference the model gets the ids of the prompt alone. So prompt and completion are encoded together if the joint ids
+begin with the ids of the prompt. A completion that is encoded separately may begin with a wrong space, because
+SentencePiece tokenizers put a space before every text.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MARKERS = ("a", "A", "1", ".")  # texts whose ids are located in the ids of the tokenizer's own call
-MOST_MARKERS = 1000  # number of words of the vocabulary that are tried after MARKERS
-# Texts to encode before a completion. After some of these texts the tokenizer does not insert a space.
+# texts to call the tokenizer with: the tokens before and after the ids of such a text frame documents
+MARKERS = ("a", "A", "1", ".")
+MOST_MARKERS = 1000  # number of vocabulary entries that are tried after MARKERS
+# Texts that are put before a completion to encode it. After some of these texts, the tokenizer does not insert a space.
 LEADS = ("", "\n", ".", "0", "a", "A")
 SHOWN = 12  # characters of a text that a message shows
 PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input
@@ -44,7 +45,7 @@ class Framing(NamedTuple):
     """The tokens that begin and end a document.
 
     Args:
-        apart: prompt and completion are encoded separately, as in earlier versions of lowmem.
+        apart: True: prompt and completion are encoded separately, as in earlier versions of lowmem.
     """
 
     begin: list[int]
@@ -63,8 +64,8 @@ class Framing(NamedTuple):
         return Encoded(whole, np.arange(len(whole)) >= len(before) if before else None, size, ends)
 
     def answered(self, prompt: np.ndarray, completion: np.ndarray, size: int) -> Encoded:
-        """Returns a document whose completion and end tokens are learned. Args: size: bytes of prompt and
-        completion."""
+        """Returns a document in which the tokens of the completion and of the document's end are learned. Args: size:
+        bytes of prompt and completion."""
         whole = _joined(self.begin, prompt, completion, self.end)
         return Encoded(whole, np.arange(len(whole)) >= len(self.begin) + len(prompt), size)
 
@@ -103,7 +104,8 @@ def text_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], fra
 def answer_documents(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Sequence[str]], framing: Framing
 ) -> Iterator[Encoded | BadRecord]:
-    """Yields, for each pair of prompt and completion, its document or the reason why it cannot be used.
+    """Yields a document for each pair of prompt and completion, or a BadRecord with the reason why the pair cannot be
+    used.
 
     Raises:
         Refused: the tokenizer has no end-of-text token.
@@ -125,7 +127,8 @@ def answer_documents(
 def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
-    """Returns the ids of a completion such that the ids of prompt and completion decode to both texts.
+    """Returns the ids of a completion, such that the ids of the prompt followed by these ids decode to both texts. If
+    there are no such ids, returns a BadRecord.
 
     Args:
         before: ids of the prompt.
@@ -134,7 +137,7 @@ def _continuation(
     if len(whole) > len(before) and np.array_equal(whole[: len(before)], before):
         return whole[len(before) :]
     texts = prompt + completion, _decoded(tokenizer, whole)
-    for lead in LEADS:  # a token spans the boundary of the two texts
+    for lead in LEADS:  # encoded together, a token spans the end of the prompt and the beginning of the completion
         leading, both = ids_of(tokenizer, [lead, lead + completion])
         ids = both[len(leading) :]
         behind = len(ids) > 0 and np.array_equal(both[: len(leading)], leading)
@@ -182,11 +185,11 @@ def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
 
 
 def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> Processors:
-    """Returns a post-processor that adds these tokens to a text. It is built from JSON, since token names may contain
-    colons, which are separators in the text form of a template."""
+    """Returns a post-processor that adds the tokens `begin` and `end` to a text. The post-processor is built from JSON,
+    because names of tokens may contain colons, which separate tokens in the text form of a template."""
     backend = tokenizer.backend_tokenizer
     now = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else {}
-    kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # it adjusts offsets
+    kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # ByteLevel adjusts offsets
     names = {index: backend.id_to_token(index) for index in (*begin, *end)}
 
     def around(sequence: str, kind: int) -> list[dict]:
@@ -205,7 +208,8 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: l
 
 
 def tell(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Logs properties of the tokenizer that may surprise users."""
+    """Logs properties of the tokenizer that may surprise users: a missing end-of-text token, and changes to the
+    text."""
     if not framing_of(tokenizer).end:
         log.info(
             f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model does not "

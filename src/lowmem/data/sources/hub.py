@@ -1,11 +1,13 @@
-"""Reads a data set of the Hugging Face hub, or a folder with the layout of a data set, row by row, without a complete
-download.
+"""Reads a data set of the Hugging Face hub, or a folder with the layout of a data set, row by row (`data=hub`). A data
+set of the hub is streamed, without a complete download.
 
 `datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
-of csv and JSON: 007 becomes a number, NA null and 2024-05-01 a date. So csv and JSON-lines files of a folder are read
-with the readers of data=csv and data=jsonl. Without data.streaming, rows are read once, into the token store, and
-order, resume and packing work as with files. Reading holds one row group of a parquet file at a time, which is small in
-data sets of the hub. With data.streaming nothing is stored (stream.py).
+of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So csv and JSON-lines files of a local
+folder are read with the readers of data=csv and data=jsonl instead. One row group of a parquet file is in memory at a
+time; row groups are small in data sets of the hub.
+
+Without data.streaming, all rows are tokenized once into the token store, and order, resume and packing work as with
+files. With data.streaming, nothing is stored on disk (stream.py).
 """
 
 import os
@@ -27,8 +29,9 @@ from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}  # files of a folder that are read as by data=csv and data=jsonl
-# Settings in a README that these readers support, too.
+# endings of files of a folder that the readers of data=csv and data=jsonl read
+TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}
+# Settings in the README of a data set that the readers of data=csv and data=jsonl support, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
 GUESSED = (
     "Fix the record or, if `datasets` guessed the wrong type for this text, type data=csv or data=jsonl "
@@ -48,14 +51,16 @@ def hub(  # noqa: PLR0913
     val_rows: int = 512,
     **how: str | bool | None,
 ) -> Records | Stream:
-    """Returns the source of a data set. Args: how: further arguments of `records`."""
+    """Returns the source of a data set: a `Stream` with data.streaming=true. Args: how: further arguments of
+    `records`."""
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     rows = records(table, "hub", **how)
     return Stream(rows, block, val_rows) if streaming else rows
 
 
 class FileRows:
-    """The records of a split's files. Their position can be saved, like the state of a datasets.IterableDataset.
+    """Iterates over the records of a split's files. The position can be saved and restored with the methods of
+    datasets.IterableDataset.
 
     Args:
         read: yields the records of a file.
@@ -69,7 +74,7 @@ class FileRows:
         return {"file": self.file, "row": self.row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.file, self.row = state["file"], state["row"]  # number of rows of this file that were read
+        self.file, self.row = state["file"], state["row"]  # index of the file, and number of its rows that were read
 
     def __iter__(self) -> Iterator[Record]:
         while self.file < len(self.files):
@@ -77,7 +82,7 @@ class FileRows:
             for record in islice(self.read(file), self.row, None):
                 self.row += 1
                 name, fields = shown(os.path.relpath(file, self.root)), record.fields
-                # like a row of `datasets`
+                # the same identity as a row that `datasets` reads
                 known = record.identity if isinstance(fields, BadRecord) else identity(fields)
                 yield Record(f"{name}, {record.where}", fields, known)
             self.file, self.row = self.file + 1, 0
@@ -87,7 +92,7 @@ class Table(Reader):
     """The reader of a data set's rows.
 
     Args:
-        splits: the names of its splits. Without a validation split, some rows are held out.
+        splits: split -> its name in the data set. Without a validation split, some training rows are held out.
 
     Raises:
         Refused: both splits are the same.
@@ -144,17 +149,19 @@ class Table(Reader):
                 yield self.record(row, name, number)
 
     def record(self, fields: dict | Record, name: str, number: int) -> Record:
-        """Returns the record of a row. Args: name: name of its split; number: index of the row in the split."""
+        """Returns the record of a row. Args: fields: the row; name: name of its split; number: number of the row in the
+        split, from 1."""
         if isinstance(fields, Record):
             return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
 
     def rows(self, name: str, state: dict | None = None) -> Any:
-        """Returns the rows of a split, whose position can be saved: a datasets.IterableDataset, or `FileRows`.
+        """Returns an iterable of the rows of a split whose position can be saved: a datasets.IterableDataset, or
+        `FileRows`.
 
         Args:
-            state: the position to continue from. If an older run saved a state of `datasets` for files that are now
-                read here, `datasets` continues it.
+            state: the position from which to continue. An older run may have saved a state of `datasets` for files that
+                `FileRows` reads today; then `datasets` continues to read them.
 
         Raises:
             Refused: the data set or split does not exist, or cannot be reached.
@@ -188,7 +195,8 @@ class Table(Reader):
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
-        """Turns the various errors of `datasets` and the hub into refusals, since users can fix all of them."""
+        """Context manager that turns the errors of `datasets` and of the hub into refusals, since users can fix their
+        causes."""
         try:
             yield
         except (OSError, ValueError, RuntimeError, KeyError) as error:

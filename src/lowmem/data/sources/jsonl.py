@@ -1,4 +1,5 @@
-"""Reads records from JSON-lines files as bytes, so that an error names the file and the line.
+"""Reads records from JSON-lines files (`data=jsonl`, `data=chat`), one line after the other, so that an error names the
+file and the line.
 
 At most `LONGEST` bytes of a line are in memory.
 """
@@ -44,7 +45,7 @@ def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def fields_of(line: bytes) -> dict | BadRecord:
-    """Returns the fields of a line."""
+    """Returns the fields of a line, or a BadRecord if the line is not a JSON object."""
     value = value_of(line)
     return (
         value
@@ -54,8 +55,8 @@ def fields_of(line: bytes) -> dict | BadRecord:
 
 
 def value_of(line: bytes) -> object:
-    """Returns the value of a line, or a BadRecord. Like `json`, it accepts NaN, and uses the last of several fields
-    with equal names."""
+    """Returns the JSON value of a line, or a BadRecord. As in Python's `json`, NaN is accepted, and the last of several
+    fields with equal names counts."""
     if len(line) > LONGEST:
         return BadRecord(f"the line is longer than {LONGEST:,} bytes")
     try:
@@ -69,5 +70,5 @@ def value_of(line: bytes) -> object:
         near = error.doc[max(0, error.pos - 10) : error.pos + 10]
         reason = error.msg.lower().rstrip(".").removesuffix(" at")
         return BadRecord(f'the line is not valid JSON ({reason} at character {error.pos:,}, near "{near}")')
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or deeply nested brackets
         return BadRecord(f"the line cannot be read as JSON ({str(error).partition(';')[0].lower()})")

@@ -1,9 +1,10 @@
 """Tokenizes text on all cores, and long texts in pieces, so that the tokenizer uses little memory.
 
-A cut may change tokens: the token " b" is never made from " " and "b". So a text is cut only after a line that ends in
-a visible character and before an ASCII letter, where common pre-tokenizers begin a word, and only if *this* tokenizer
-gives the text around the cut identical ids with and without the cut. Texts are never cut for tokenizers that fail this
-test everywhere, such as SentencePiece tokenizers, which put a mark before every text.
+A cut may change tokens: " " and "b", encoded separately, never give the token " b". So a text is cut only between a
+line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
+word. Each cut is also tested: the text around it must have identical ids with and without the cut. If the first tests
+all fail, texts are not cut for this tokenizer. This happens with SentencePiece tokenizers, which put a mark before
+every text.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # minimum characters of a piece; a batch has several pieces for every core
+PIECE = 1 << 15  # minimum characters of a piece, so that a batch has several pieces for each core
 BATCH = 1 << 20  # bytes of text encoded at once; each token, even of one byte, takes over 100 bytes of memory
-EACH = 32  # bytes added to the size of each text, for the object that holds its tokens
-AROUND = 128  # characters on each side of a cut that are encoded to verify it
-PROOFS = 8  # if each of the first 8 cuts changes tokens, no more cuts are tried
+EACH = 32  # bytes that are added to the size of each text, for the object that contains its tokens
+AROUND = 128  # characters on each side of a cut that are encoded to test the cut
+PROOFS = 8  # number of tests: if each of the first 8 cuts changes tokens, no more cuts are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class Cuts:
         self.never = not tokenizer.is_fast
 
     def proved(self, text: str, at: int) -> bool:
-        """Returns True if cutting at position `at` does not change the ids of the text around it."""
+        """Returns True if a cut at position `at` does not change the ids of the text around the cut."""
         before, behind = text[max(0, at - AROUND) : at], text[at : at + AROUND]
         uncut, *cut = ids_of(self.tokenizer, [before + behind, before, behind])
         same = np.array_equal(uncut, np.concatenate(cut))
@@ -54,7 +55,7 @@ def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[st
 
     Args:
         blocks: the blocks of one text.
-        cuts: None: every cut is allowed, as for the tokenizers that are trained here.
+        cuts: None: every cut is allowed, because the pieces are only used to train a tokenizer.
     """
     piece: list[str] = []  # characters of the current piece
     for block in blocks:
@@ -91,7 +92,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """Returns the ids of each text, (tokens,) uint32. The tokenizer's own result is 50 times as large, and is freed on
     return."""
-    if tokenizer.is_fast:  # uses all cores and does not compute offsets
+    if tokenizer.is_fast:  # `encode_batch_fast` uses all cores, and does not compute offsets
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding:  # settings of tokenizer.json, which the tokenizer's own call resets
             backend.no_truncation()
@@ -102,8 +103,8 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Returns text -> id of the tokenizer's control tokens. A text that contains such a token would be encoded to the
-    token itself, for example the end of a document."""
+    """Returns a mapping from text to id of the tokenizer's control tokens. If a document contains the text of a control
+    token, it is encoded as the control token itself, for example as end of text."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -112,7 +113,8 @@ def text_bytes(text: str) -> int:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields groups of about `BATCH` bytes: large enough for all cores, and small enough for memory."""
+    """Yields groups of items of about `BATCH` bytes each: large enough to use all cores, and small enough for memory.
+    Args: size: returns the bytes of an item."""
     batch: list[T] = []
     total = 0
     for item in items:

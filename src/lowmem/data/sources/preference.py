@@ -1,10 +1,13 @@
-"""Reads preference data: a record has `prompt`, `chosen`, `rejected`, or a rated answer and `label`.
+"""Reads preference data (`data=preference`): pairs of a chosen and a rejected answer, or single rated answers.
 
-All fields are texts, or all are lists of messages. Both answers may contain the messages of the prompt, as in many data
-sets of the hub. A pair becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in
-which the last answer is learned. Texts are encoded like prompt and completion of `data=jsonl`, messages like
-`data=chat`. For a single rated answer (`completion` after `prompt`, or the last message of `messages`), the other
-document is empty. The first record decides whether all records are read as texts or as messages.
+The record of a pair has the fields `prompt`, `chosen` and `rejected`. The record of a rated answer has `label`, and
+either `prompt` and `completion`, or `messages`, whose last message is the answer. All fields are texts, or all are
+lists of messages; the first record decides which of the two is read. Lists of messages in `chosen` and `rejected` may
+begin with the messages of the prompt, as in many data sets of the hub.
+
+A record becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in which the answer is
+learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded as prompt
+and completion of `data=jsonl`, messages as in `data=chat`.
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ if TYPE_CHECKING:
     from lowmem.data.sources.chat import Chat
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w-][\w.-]*")
-FILES = "**/*.jsonl"  # files of a folder
+FILES = "**/*.jsonl"  # default pattern for the files of a folder
 FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|txt)$")
-BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # so that no word is divided
+BEFORE_WHITE_SPACE = re.compile(r"(?s).*(?=\s)")  # the text up to the last whitespace, so that no word is divided
 
 
-NOTHING = Encoded([], np.zeros(0, bool), 0)  # the empty document that stands for a missing answer
+NOTHING = Encoded([], np.zeros(0, bool), 0)  # the empty document in place of a missing answer
 
 
 class Fields(NamedTuple):
-    """The names of a record's fields. Args: prompt: None uses the common beginning of both answers as the prompt."""
+    """The names of a record's fields. Args: prompt: None: the common beginning of both answers is the prompt."""
 
     prompt: str | None
     chosen: str
@@ -68,7 +71,7 @@ class Fields(NamedTuple):
     label: str
 
     def checked(self) -> Fields:
-        """Raises Refused for a missing name, or for a name that two fields share."""
+        """Returns the names unchanged. Raises Refused for a missing name, or for a name that two fields share."""
         for key, name in self._asdict().items():
             if name is None and key != "prompt":
                 raise Refused(f"data.{key}=null: type data.{key}=<a field>. Records may lack this field.")
@@ -79,7 +82,7 @@ class Fields(NamedTuple):
         return self
 
     def rates(self, fields: dict) -> bool:
-        """Returns whether a record has a rating, and not two answers."""
+        """Returns whether a record is a single rated answer, and not a pair."""
         return all(fields.get(name) is None for name in (self.chosen, self.rejected)) and any(
             name in fields for name in (self.completion, self.messages, self.label)
         )
@@ -99,9 +102,10 @@ class Preference(Records):
         assistant: which answers of conversations are learned: last or all.
         template: chat template of conversations, see `Chat`.
         subset, split, val_split, revision: names within a data set of the hub.
-        packing, too_long: padded or documents, see `data/pairs.py`.
-        bos: whether texts begin with a token, see `Source`.
-        rated: makes rows of single answers, see `data/rated.py`.
+        packing: padded or documents, see `data/pairs.py`.
+        too_long: what to do with pairs and answers longer than `seq_len`: cut, drop or refuse.
+        bos: see `Source`.
+        rated: make rows of rated answers (`data/rated.py`) instead of pairs.
     """
 
     def __init__(  # noqa: PLR0913
@@ -142,7 +146,7 @@ class Preference(Records):
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = AnswerEncoder(fields, assistant, template, lambda: _first_record(reader, fields), bos)
-        # a loss of rated answers pairs each answer with another prompt, so it needs at least two prompts
+        # loss=kto also scores each prompt with a mismatched answer, so it needs at least two different prompts
         by_prompt = ByPrompt(reader, fields, least=2 if rated else 1)
         super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
 
@@ -155,8 +159,8 @@ class Preference(Records):
 
 
 class ByPrompt(Reader):
-    """Wraps a reader so that it holds out prompts and not single records. Several records may share a prompt (ranked
-    answers make several pairs), and would otherwise be split over training and validation."""
+    """Wraps a reader to hold out prompts instead of single records. Several records may share a prompt (ranked answers
+    make several pairs); without this class, some of them could be in training and some in validation."""
 
     held_out_are = "prompts"
 
@@ -185,7 +189,7 @@ class ByPrompt(Reader):
 
 def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
     """Raises Refused if a key is typed that does not apply to this path. Args: typed: key -> True if it was typed;
-    what: description of the path; instead: the first word of the advice."""
+    what: description of the path; instead: the beginning of the advice."""
     for key, is_typed in typed.items():
         if is_typed:
             raise Refused(
@@ -199,7 +203,8 @@ def is_hub_id(path: str) -> bool:
     Raises:
         Refused: the path neither exists nor is a valid id.
     """
-    if not path.strip() or os.path.exists(os.path.expanduser(path)):  # exists() is False for a name that is too long
+    # returns False, and does not raise, for a name that is too long
+    if not path.strip() or os.path.exists(os.path.expanduser(path)):
         return False
     if HUB_ID.fullmatch(path) is None or FILE.search(path):
         raise no_such("data.path", path)
@@ -214,18 +219,18 @@ def _records(file: Path, fields: Fields) -> Iterator[Record]:
 
 
 def _first_record(reader: Reader, fields: Fields) -> dict:
-    """Returns the fields of the first record with an answer; empty if no record has an answer."""
+    """Returns the fields of the first record that has an answer, or an empty dict if no record has an answer."""
     usable = (record.fields for record in reader.all_records("train") if isinstance(record.fields, dict))
     return next((values for values in usable if fields.answered(values)), {})
 
 
 class AnswerEncoder(Encoder):
-    """The encoder of records with two answers or a single rated answer. It makes two documents of a record, the better
-    answer first.
+    """The encoder of records with two answers or a single rated answer. It makes two documents of each record, the
+    better answer first.
 
     Args:
         names: names of the record's fields.
-        first: returns the first record.
+        first: returns the fields of the first record.
         assistant, template, bos: see `Preference`.
     """
 
@@ -242,7 +247,8 @@ class AnswerEncoder(Encoder):
 
     @cached_property
     def chats(self) -> dict[str, Chat]:
-        """Returns answer field -> encoder of its conversation; empty if records contain texts."""
+        """Returns a mapping from each answer field to the encoder of its conversation. The mapping is empty if records
+        contain texts."""
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
@@ -297,8 +303,8 @@ class AnswerEncoder(Encoder):
         }
 
     def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:
-        """Returns both documents of a record, or the reason why it cannot be used. Args: answers: field name -> its
-        encoded answer."""
+        """Returns both documents of a record, or a BadRecord with the reason why the record cannot be used. Args:
+        answers: field name -> encoded answer."""
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(
@@ -323,7 +329,8 @@ class AnswerEncoder(Encoder):
             return bad
 
     def _sides(self, fields: dict) -> dict[str, dict]:
-        """Returns name of an answer's field -> record for its encoder.
+        """Returns a mapping from the name of each answer's field to the record that is passed to the encoder of this
+        field.
 
         Raises:
             BadRecord: a field is missing, texts and messages are mixed, or a rating is invalid.
@@ -341,7 +348,8 @@ class AnswerEncoder(Encoder):
     def _check_rating(self, fields: dict) -> None:
         if (name := self.fields.label) not in fields:
             raise no_field(fields, name)
-        if not isinstance(fields[name], int | float) or fields[name] not in (0, 1):  # tables turn 1 into 1.0
+        # tables may contain 1.0 instead of 1
+        if not isinstance(fields[name], int | float) or fields[name] not in (0, 1):
             raise BadRecord(f'field "{name}" must be true or false, but is {kind(fields[name])}')
         if self.prompt is None and not self.chats:
             raise BadRecord(
@@ -377,8 +385,9 @@ class AnswerEncoder(Encoder):
         return {name: {name: messages} | tools for name, messages in both.items()}
 
     def _continued(self, prompt: object, name: str, answer: object) -> object:
-        """Returns the messages of a prompt followed by its answer. The answer may already contain the prompt, or its
-        last messages. An answer that is not a list is returned unchanged, and its encoder refuses it.
+        """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or the
+        last messages of the prompt, these are not repeated. An answer that is not a list is returned unchanged, so that
+        its encoder refuses it.
 
         Raises:
             BadRecord: the answer begins with a user message that is not the prompt.
@@ -402,7 +411,8 @@ class AnswerEncoder(Encoder):
         return [*prompt, *messages]
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
-        """Refuses conversations without a prompt, and conversations whose last message is not the assistant's.
+        """Refuses conversations without a message before the answer, and conversations that do not end with an answer
+        of the assistant. With data.assistant=all, also refuses conversations that end with an empty answer.
 
         Args:
             both: conversations by the names of their fields.
@@ -419,7 +429,7 @@ class AnswerEncoder(Encoder):
 
 def _listed(value: object) -> object:
     """Returns a list of messages without null fields, which tables add to messages that lack a field. A single message
-    becomes a list, and JSON text is parsed. Other values are returned unchanged."""
+    becomes a list, and a list in JSON text is parsed. Any other value is returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))
@@ -432,7 +442,8 @@ def _listed(value: object) -> object:
 
 
 def _content_of(message: object) -> object:
-    """Returns the text of a message for comparisons, which ignore whitespace and other fields."""
+    """Returns the role, the content and the tool calls of a message, for comparisons. Whitespace is normalized; other
+    fields are ignored."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")

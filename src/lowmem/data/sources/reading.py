@@ -1,4 +1,5 @@
-"""Reads files as characters, in blocks, so that a complete file is never in memory."""
+"""Reads text files in blocks of characters, so that a complete file is never in memory, and computes the digests of
+files."""
 
 import codecs
 import hashlib
@@ -24,8 +25,8 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turns an error while reading a file into a refusal that names the file; otherwise the error would look like one
-    of the cache."""
+    """Context manager that turns an error while a file is read into a refusal that names the file. Otherwise the error
+    would be reported as an error of the cache folder."""
     try:
         yield
     except OSError as error:
@@ -47,7 +48,7 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the items of an iterable. A thread prepares the next item while the current item is in use."""
+    """Yields the items of an iterator. While the caller uses an item, a second thread computes the next item."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:
@@ -56,7 +57,8 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class NotText(Refused):
-    """A file that is not valid UTF-8. Args: line: the first invalid line; instead: the advice of the message."""
+    """Raised if a file is not valid UTF-8. Args: line: the first invalid line; instead: further advice at the end of
+    the message."""
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
@@ -90,7 +92,7 @@ def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
 
 
 def is_text(file: Path) -> bool:
-    """Returns whether a file is valid UTF-8. The complete file is read."""
+    """Returns whether `blocks` accepts a file: it is valid UTF-8 without zero bytes. Reads the complete file."""
     try:
         for _ in blocks(file):
             pass
@@ -100,12 +102,12 @@ def is_text(file: Path) -> bool:
 
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
-    """Returns the number of characters of training text, if about the last share `tail` of the text is validation. The
-    cut is at the last end of a paragraph before that share, or else of a line or a word, within a distance of at most
-    the share's length.
+    """Returns the number of characters at the beginning of a text that are training text; the rest, about a share of
+    `tail`, is validation text. The text is cut at the end of a paragraph, or else of a line, or else of a word: the
+    last such end before the exact share, at most the length of the validation text away.
 
     Args:
-        text: returns the text's blocks; called twice.
+        text: returns the blocks of the text; called twice.
     """
     length = sum(map(len, text()))
     at = min(max(1, round(length * (1 - tail))), max(1, length - 1))
@@ -122,7 +124,8 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
 
 
 def between(text: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
-    """Yields the blocks of the characters from `start` to `stop`."""
+    """Yields the characters from `start` to `stop` in blocks. Args: text: blocks of the full text; stop: None: to the
+    end."""
     at = 0
     for block in text:
         if wanted := block[max(0, start - at) : None if stop is None else max(0, stop - at)]:

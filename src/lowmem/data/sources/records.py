@@ -1,4 +1,5 @@
-"""Turns records into documents: a reader yields fields and their location, an encoder tokenizes them.
+"""Turns records into documents. A `Reader` yields the fields of each record and its location, and an `Encoder`
+tokenizes the fields.
 
 Error messages name the file and line of a record. With data.skip_bad=true, records that cannot be used are left out and
 counted.
@@ -34,15 +35,16 @@ if TYPE_CHECKING:
     from lowmem.data.loader import Rows
     from lowmem.data.token_store import Split
 
-FIELDS = ("field", "prompt", "completion", "messages")  # the keys that select the fields of a record
+FIELDS = ("field", "prompt", "completion", "messages")  # the keys of conf/data that select the fields of a record
 NAMED = 3  # number of left-out records that the log names
-SMALLEST = 512  # minimum bytes that a record counts, which limits the number of records that are encoded together
+# each record counts as at least this many bytes, which limits the number of records that are encoded together
+SMALLEST = 512
 
 
 class Record(NamedTuple):
-    where: str  # "notes.jsonl, line 3"
+    where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line is not a record
-    identity: bytes = b""  # equal for equal records, even of different files
+    identity: bytes = b""  # equal for equal records, also across files
 
 
 class Reader:
@@ -54,16 +56,16 @@ class Reader:
     """
 
     val_key: str  # the key that selects other records for validation
-    held_out_are = "records"  # name, in refusals, of the items that are held out
+    held_out_are = "records"  # name, in error messages, of the items that are held out
     least = 1  # minimum number of different items that are held out
-    mend = "Fix it"  # advice about a record that cannot be used
+    mend = "Fix it"  # advice, in error messages, about a record that cannot be used
 
     def __init__(self, val_from_train: bool, val_fraction: float) -> None:
         self.val_from_train, self.val_fraction = val_from_train, val_fraction
 
     def key(self) -> list:
-        """Returns the cache key: lists, texts and numbers that depend on contents, and on settings that change the
-        records."""
+        """Returns this reader's part of the cache key: lists, texts and numbers that depend on the contents, and on the
+        settings that change the records."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
@@ -90,8 +92,8 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of records in files. With several files, some are held out for validation; with a single file, some of
-    its records.
+    """The reader of records in files. With several files, some files are held out for validation; with a single file,
+    some of its records are held out.
 
     Args:
         settings: settings that change the records, for the cache key.
@@ -122,7 +124,7 @@ class FileReader(Reader):
 
 
 def identity(fields: dict) -> bytes:
-    """Returns bytes that are equal for equal rows of tables."""
+    """Returns the identity of a table's row: bytes that are equal for equal rows."""
     return str(fields).encode(errors="surrogatepass")
 
 
@@ -131,7 +133,7 @@ class Records(StoredSource):
     """A source that consists of a reader and an encoder.
 
     Args:
-        name: name of the yaml, such as jsonl.
+        name: name of the yaml in conf/data, such as jsonl.
         packing, too_long, bos: see `Source`.
         skip_bad: leave out records that cannot be used, and count them; otherwise the first such record is refused.
     """
@@ -148,7 +150,7 @@ class Records(StoredSource):
         self._bad: dict[str, list[str]] = {}  # split -> messages about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
         self._told: dict[str, Counter[str]] = {}  # split -> remarks of the encoder, and their counts
-        self._repeats: dict[str, Counter[str]] = {}  # split -> records that repeat their prompt, by advice
+        self._repeats: dict[str, Counter[str]] = {}  # split -> number of records that repeat their prompt, by advice
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -161,7 +163,8 @@ class Records(StoredSource):
         return self.reader.size(split)
 
     def texts(self) -> Iterator[str]:
-        """Yields training texts, without records that cannot be used; `encoded` refuses or counts these records."""
+        """Yields the training texts. Records that cannot be used are left out here; `encoded` refuses or counts
+        them."""
         for record in self.reader.records("train"):
             try:
                 if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
@@ -182,8 +185,8 @@ class Records(StoredSource):
         """Makes the rows of a split.
 
         Raises:
-            Refused: see `StoredSource`. If a document is too long, the message names its record. If records were left
-                out, the number of the record is unknown.
+            Refused: see `packing.rows`. If a document is too long, the message names its record, unless some records
+                were left out, because then the record cannot be identified.
         """
         try:
             return self.make_rows(split, seq_len, name)
@@ -208,7 +211,7 @@ class Records(StoredSource):
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Encoded]:
-        """Yields the documents of these records, and counts records that are left out."""
+        """Yields the documents of `records`, and counts the records that are left out."""
         for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
@@ -276,7 +279,8 @@ def records(  # noqa: PLR0913
     bos: bool | str = "auto",
     **chat: str | None,
 ) -> Records:
-    """Makes the source of a reader, with the keys that all yamls of records share. Args: chat: arguments of `Chat`."""
+    """Returns the source of a reader, from the keys that all yamls of records share. Args: chat: arguments of
+    `Chat`."""
     fields = encoder(field, prompt, completion, messages, bos, **chat)
     return Records(reader, fields, name, packing, too_long, skip_bad, bos)
 
@@ -291,8 +295,8 @@ def records_of_files(  # noqa: PLR0913
     val_path: str | None = None,
     **how: str | bool | None,
 ) -> Records:
-    """Makes the source of a file, or of the files of a folder that match `pattern`. With several files, some files are
-    held out for validation; with one file, some of its records.
+    """Returns the source of a file, or of the files of a folder that match `pattern`. See `FileReader` for the records
+    that are held out for validation.
 
     Args:
         read, settings: see `FileReader`.
@@ -346,7 +350,7 @@ class _Fields(Encoder):
 
 
 class Text(_Fields):
-    """The encoder of a single field, all of which is learned."""
+    """The encoder of a single text field. All of its text is learned."""
 
     def texts(self, fields: dict) -> list[str]:
         return [text_of(fields, *self.names)]
@@ -356,7 +360,7 @@ class Text(_Fields):
 
 
 class Completion(_Fields):
-    """The encoder of two fields. The second field and the document's end are learned."""
+    """The encoder of a prompt and a completion. The completion and the tokens that end the document are learned."""
 
     def texts(self, fields: dict) -> list[str]:
         prompt, completion = self.names
@@ -426,9 +430,9 @@ def begins_with(text: str, prompt: str) -> bool:
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
-    """Returns the share of records to hold out for validation. The share is raised if it would hold out fewer than
-    `least` different records, but never above half of the records."""
-    lowest: list[float] = []  # numbers of different records
+    """Returns the share of records to hold out for validation. `val_fraction` is raised if it would hold out fewer than
+    `least` different records, but at most to half of the different records."""
+    lowest: list[float] = []  # the smallest hashes (`place`) of different records, ascending
     for record in records:
         number = place(record)
         if number not in lowest:
@@ -440,6 +444,6 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 
 
 def place(record: bytes) -> float:
-    """Returns a number from 0 to 1, a stable hash of the record. Records below `val_fraction` are validation, so adding
-    data never moves a record to the other split."""
+    """Returns a stable hash of a record, from 0 to 1. Records with a hash below `val_fraction` are validation, so
+    adding data never moves a record to the other split."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

@@ -1,8 +1,9 @@
-"""Defines a data set as the token store reads it: a sequence of documents of token ids.
+"""Defines the interface of data sets. To the token store, a data set is a `Source`: a sequence of documents of token
+ids.
 
-Each `conf/data/<kind>.yaml` names a class or function that makes a source. Opening a source reads only file names,
-which is enough for the planner and the checks at the start. Text files are one kind (`text_files.py`), records another
-(`records.py`).
+Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source reads only file names,
+which is enough for the planner and the checks at the start of a run. `text_files.py` has the sources of text files, and
+`records.py` the sources of records.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SplitName = Literal["train", "val"]
-# data.bos of runs that an earlier version started: texts have no begin token, and completions are encoded separately
+# value of data.bos for runs that an earlier version of lowmem started: texts have no begin-of-text token, and
+# completions are encoded separately
 OLDER = "older"
-REFUSE = "refuse"  # part of cache keys, since earlier versions could also read records with control tokens
+# part of cache keys: earlier versions had other values, with which records with control tokens were read
+REFUSE = "refuse"
 
 
 class Encoded(NamedTuple):
-    """A document, or a part of one that is too long for memory."""
+    """A document, or a part of a document that is too long to be encoded at once."""
 
     ids: np.ndarray | list[int]  # including the tokens that begin and end it, see `framing.py`
     learned: np.ndarray | None  # (len(ids),) bool; None: all tokens are learned
@@ -36,7 +39,7 @@ class Encoded(NamedTuple):
 class ChatFormat(Protocol):
     """The interface of conversation formats, implemented by `chat.py`."""
 
-    source: str | None  # the typed template; None: the tokenizer's own
+    source: str | None  # the template that was typed; None: the tokenizer's own template
     tokens: Sequence[str]  # special tokens for a tokenizer that is trained on the conversations
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,12 +47,13 @@ class ChatFormat(Protocol):
 
 
 class Encoder:
-    """Makes documents of records; see `records.py` and `chat.py`."""
+    """The base class of encoders, which make documents of the fields of records: texts in `records.py`, conversations
+    in `chat.py`, preferences in `preference.py`."""
 
     chat: ChatFormat | None = None
 
     def key(self) -> list:
-        """Returns settings that change the tokens: texts and numbers."""
+        """Returns the settings that change the tokens, as texts and numbers. They are a part of the cache key."""
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
@@ -61,14 +65,15 @@ class Encoder:
         raise NotImplementedError
 
     def repeats_prompt(self, fields: dict) -> str | None:
-        """Returns advice about a record whose answers repeat the prompt, so that the model would read the prompt twice
-        and learn to generate it; None if they do not."""
+        """Returns advice if the answers of a record repeat its prompt, else None. The model would read a repeated
+        prompt twice, and learn to generate it."""
         return None
 
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
     ) -> list[Encoded | list[Encoded] | BadRecord]:
-        """Returns for each record its document or documents, or the reason why it cannot be used."""
+        """Returns for each record its document or documents, or a BadRecord with the reason why the record cannot be
+        used."""
         raise NotImplementedError
 
     def count(self, fields: dict) -> int:
@@ -81,19 +86,19 @@ class Encoder:
 
 
 class Source:
-    """A data set. Sources whose tokens are stored on disk derive from a class in `data/opening.py`; other sources open
-    themselves."""
+    """A data set. Sources derive from a subclass in `data/opening.py`: from `StoredSource` if their tokens are stored
+    on disk, else from `Openable`."""
 
     name: str  # prefix of the cache folder's name
-    packing = "joined"  # how its documents become rows: joined, documents or padded
+    packing = "joined"  # how documents become rows: joined, documents or padded
     too_long = "cut"  # how documents longer than a row are handled: cut, drop or refuse
     chat: ChatFormat | None = None  # the format of conversations
-    bos: bool | str = "auto"  # whether each text begins with a token; auto: as the tokenizer's own call does
-    streams = False  # True: the source has no known end and no number of rows
+    bos: bool | str = "auto"  # True: each text begins with the begin-of-text token; auto: as `tokenizer(text)` does
+    streams = False  # True: a stream, whose number of rows is unknown
 
     def key(self) -> list:
-        """Returns the cache key: lists, texts and numbers that depend on contents, and on settings that change the
-        tokens."""
+        """Returns this source's part of the cache key: lists, texts and numbers that depend on the contents, and on the
+        settings that change the tokens."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:

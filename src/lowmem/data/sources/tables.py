@@ -1,8 +1,10 @@
-"""Reads rows of csv and parquet files one by one, so that neither a complete file nor a row group is in memory.
+"""Reads rows of csv and parquet files one by one (`data=csv`, `data=parquet`), so that neither a complete file nor a
+row group is in memory.
 
-This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`, which reads csv with pandas (an
-empty text or "NA" becomes null, and 1.0 a number), and parquet with a scanner that holds full row groups: with groups
-of 256 MB its memory grows by 300 MB, and by 20 MB here. `datasets` is used for data sets of the hub (hub.py).
+This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
+which turns an empty text or "NA" into null and 1.0 into a number, and reads parquet with a scanner that keeps full row
+groups in memory. For row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this module.
+`datasets` is used for data sets of the hub (hub.py).
 """
 
 import codecs
@@ -19,9 +21,9 @@ from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
 LONGEST = 1 << 28  # characters of a cell: a longer cell means that a quotation mark is missing
-AT_ONCE = 64  # rows of parquet: conversations of 100 kB make 6 MB
-BUFFER = 1 << 20  # bytes of a column that are read at once
-TOOLS = "tools"  # a column that belongs to conversations, as the field `tools` of JSON records
+AT_ONCE = 64  # rows of parquet that are read at once; conversations of 100 kB each take 6 MB
+BUFFER = 1 << 20  # bytes of a parquet column that are read at once
+TOOLS = "tools"  # the column with the tools of a conversation, like the field `tools` of JSON records
 
 
 def table_csv(encoding: str = "utf-8", delimiter: str = ",", **how: str | float | bool | None) -> Records:
@@ -47,17 +49,17 @@ def table_parquet(**how: str | float | bool | None) -> Records:
 
 
 def columns_of(how: dict) -> list[str]:
-    """Returns the columns that records are made of. Args: how: arguments of `records`."""
+    """Returns the columns from which records are made. Args: how: arguments of `records`."""
     return [how[name] for name in FIELDS if how.get(name)] or ["text"]
 
 
 def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
-    """Yields the rows of a table whose first line has the names of columns. The number of a row is the number of its
+    """Yields the rows of a table whose first line has the names of columns. A row is identified by the number of its
     last line.
 
     Raises:
-        Refused: a column is missing, the file is not valid UTF-8, or a quotation mark is missing, which makes the rest
-            ambiguous.
+        Refused: a column is missing, the file is not valid UTF-8, or a quotation mark is missing, so that the rest of
+            the file is ambiguous.
     """
     csv.field_size_limit(LONGEST)
     with readable(file), file.open("rb") as stream:
@@ -115,7 +117,8 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
                 number += 1
                 yield Record(f"row {number:,}", without_schema(fields), identity(fields))
         except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own, of a damaged page
+            # an error of the file system, and not pyarrow's own error for a damaged page
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise Refused(
@@ -126,8 +129,9 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 
 def without_schema(fields: dict) -> dict:
     """Returns the columns of a row without nulls in nested objects. A parquet schema gives every object all keys of its
-    column, with null for missing keys, which would be rendered, for example, in the arguments of a tool call. A null
-    that was in the data cannot be distinguished from these, and is removed, too; JSON lines keep it."""
+    column, with null for the keys that the object lacks. Without this function, these nulls would be rendered, for
+    example in the arguments of a tool call. A null of the original data cannot be distinguished from them and is
+    removed, too. (Nulls in JSON lines are kept.)"""
     return {name: _present(value) for name, value in fields.items()}
 
 

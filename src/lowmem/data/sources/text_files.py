@@ -1,7 +1,8 @@
-"""Finds the text files of a corpus, and selects the files that are held out.
+"""Finds and tokenizes text files (`data=text`, `data=stdlib`), and selects the files that are held out for validation.
 
-Training and validation are split *by file*: a split inside files would put the first half of a function into training
-and the second half into validation. Only a single file is cut, near its end. Opening a corpus reads names and sizes.
+Training and validation are split *by file*, because a split inside files could put the first half of a function into
+training and the second half into validation. Only a corpus of a single file is cut, near the end of the file. Creating
+a `Corpus` reads only the names and sizes of files.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORDS = {".jsonl", ".ndjson"}  # text, but a model would learn braces, keys and escapes
+RECORDS = {".jsonl", ".ndjson"}  # files of records: read as text, a model would learn braces, keys and escapes
 
 
 @dataclass(frozen=True)
 class Corpus(StoredSource):
-    """Text files, each of which is a document. Names in keys and messages are relative to `root`.
+    """A source of text files, each of which is a document.
 
     Args:
-        on_error: handling of files that are not valid UTF-8: `refuse` or `skip` the file, or `replace` invalid bytes by
-            U+FFFD.
+        root: the folder that contains the files.
+        on_error: what to do with files that are not valid UTF-8: `refuse` the run, `skip` the file, or `replace`
+            invalid bytes by U+FFFD.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
         packing, too_long, bos: see `Source`.
     """
@@ -130,7 +132,7 @@ _NOT_STDLIB = {
 
 
 def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", bos: bool | str = "auto") -> Corpus:
-    """Returns the source files of the Python standard library on this machine."""
+    """Returns the corpus of the source files of the Python standard library on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
@@ -153,8 +155,8 @@ def text(  # noqa: PLR0913
     too_long: str = "cut",
     bos: bool | str = "auto",
 ) -> Corpus:
-    """Returns a file, or the files of a folder that match `pattern`. The files of `val_path` are used for validation
-    only."""
+    """Returns the corpus of a file, or of the files of a folder that match `pattern`. The files of `val_path` are used
+    for validation only."""
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
@@ -170,7 +172,7 @@ class Files(NamedTuple):
 
     @property
     def val_from_train(self) -> bool:
-        """Returns True if a single file provides both splits and has to be cut."""
+        """Returns True if both splits come from the same single file, which has to be cut."""
         return self.train == self.val
 
 
@@ -184,13 +186,15 @@ def find_files(
     """Finds the files of `data.path` and `data.val_path`, or selects some files of `data.path` for validation.
 
     Args:
-        val_path: one or several paths. Files of the first path are for validation; no file of any path is for training.
+        val_path: one or several paths. The files of the first path are the validation split; the files of all paths are
+            excluded from training.
         usable: returns the matching files that can be read.
 
     Raises:
         Refused: no file was found, or no file is left for training or validation.
     """
-    if isinstance(val_path, Mapping):  # the sources of data.val are read one by one
+    # several named sets; training/build.py passes each set of data.val_path separately
+    if isinstance(val_path, Mapping):
         raise Refused(
             f"data.parts.<name>.val_path={dict(val_path)}: each part of a mixture has one validation set. Type "
             "one file or folder."
@@ -240,8 +244,8 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
 
 
 def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
-    """Returns the matching files, and logs the number of other files: users should notice a default pattern that finds
-    a tenth of the text."""
+    """Returns the matching files, and logs the number of files that do not match, so that users notice if the default
+    pattern finds only a tenth of their text."""
     everything = _all_files(root)
     try:
         files = sorted(f for f in root.glob(pattern) if f.is_file())
@@ -265,7 +269,7 @@ def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
 
 
 def _all_files(root: Path) -> set[Path]:
-    """Returns all files except hidden files.
+    """Returns all files below a folder, except hidden files and files in hidden folders.
 
     Raises:
         OSError: a folder cannot be read; `glob` would silently skip it.

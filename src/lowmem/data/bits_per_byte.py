@@ -1,9 +1,10 @@
-"""Converts a validation loss to bits per byte of the predicted text, which do not depend on the tokenizer.
+"""Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-For text without gaps the token store knows the bytes of each document. For other data, such as the answers of a chat or
-separate documents, all labels are read once. Consecutive labels are decoded together with the tokens before them, and
-the bytes that they add to the text are counted, because a token that is decoded separately may lose a space or contain
-an incomplete character.
+For text without gaps, the token store knows the bytes of each document. For other data, such as the answers of a chat
+or separate documents, all labels are read once and the bytes of their text are counted. With a byte-level tokenizer,
+each token has a fixed number of bytes. With other tokenizers, a token that is decoded separately may lose a space or
+contain an incomplete character. So consecutive labels are decoded together with the tokens before them, and the bytes
+that the labels add to the text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
 from lowmem.data.token_store import Tokens, byte_level, bytes_of
 
-BEFORE = 4  # tokens: a character has at most 4 bytes
+BEFORE = 4  # tokens of context; enough to complete a character, which has at most 4 bytes
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns the conversion from nats per label to bits per byte. An end-of-text token adds nats but no bytes."""
+    """Returns a function that converts nats per label to bits per byte, or to nan if the labels have no text. An
+    end-of-text token adds nats but no bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -48,7 +50,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
         return bytes_of(tokenizer, np.concatenate([before, run])) - bytes_of(tokenizer, before)
 
     for micro_batch in micro_batches:
-        if micro_batch.UNIT != "tokens":  # a loss of pairs has no bits per byte
+        if micro_batch.UNIT != "tokens":  # losses of pairs and of rated answers have no bits per byte
             return 0, 0
         count += micro_batch.learned_tokens
         inputs, labels = micro_batch.input_ids.numpy(), micro_batch.labels.numpy()

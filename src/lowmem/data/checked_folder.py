@@ -1,9 +1,10 @@
-"""Stores files in a folder of the cache, and fills the folder again if a file has changed since it was written.
+"""Stores files in a cache folder with their checksums, and rebuilds a folder whose files do not match. The token store
+keeps its files in such folders.
 
-`meta.json` lists the size and the CRC-32 of every file, and of its own content. All files are read and checked each
-time that the folder is opened, at about 1 GB/s. (Tokens take half the bytes of their text, and the SHA-256 of the text
-is computed at every start anyway, at half that speed.) The returned data are mapped from the open files that were
-checked, so another process may replace the folder meanwhile.
+`meta.json` lists the size and the CRC-32 of every file, and the CRC-32 of this list. Opening a folder reads and checks
+all of its files, at about 1 GB/s. This takes less time than the SHA-256 of the source text, which every start computes
+anyway: the text has twice the bytes of its tokens, and SHA-256 runs at half the speed. The returned arrays are
+memory-mapped from the files that were checked, so another process may replace the folder while they are in use.
 """
 
 import json
@@ -26,11 +27,12 @@ log = logging.getLogger(__name__)
 
 META = "meta.json"
 BLOCK = 1 << 20  # bytes
-ATTEMPTS = 4  # another process may replace the folder while it is opened
+ATTEMPTS = 4  # needed if another process replaces the folder while this process opens it
 
 
 class FolderContents(NamedTuple):
-    """The contents of a folder. Args: meta: values stored with the files; files: (bytes,) uint8, by file name."""
+    """The contents of a folder. Args: meta: values stored with the files; files: file name -> content, (bytes,)
+    uint8."""
 
     meta: dict
     files: Mapping[str, np.ndarray]
@@ -41,7 +43,7 @@ class _Damaged(Exception):
 
 
 def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
-    """Opens a folder. If it does not exist or is damaged, it is filled first; damage is logged.
+    """Opens a folder. A folder that does not exist or is damaged is filled first; damage is logged.
 
     Args:
         fill: writes the files into an empty folder and returns values for `FolderContents.meta`.
@@ -56,7 +58,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
             if found:
                 return _opened(folder)
         except _Damaged as error:
-            if _inode(folder) != found:  # another process has replaced it meanwhile
+            if _inode(folder) != found:  # another process has replaced the folder meanwhile
                 continue
             log.info(f"cache_dir={folder.parent}: {error} is missing or corrupted; rebuilding {folder.name}.")
             _remove(folder)
@@ -70,7 +72,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 def _inode(folder: Path) -> int | None:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # not tested before: another process may remove it after the test
+    except FileNotFoundError:  # no earlier test could rule this out: another process may remove the folder at any time
         return None
 
 
@@ -96,7 +98,8 @@ def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:
 
 
 def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
-    """Fills a draft folder, then renames it: neither a second job nor Ctrl-C leaves a partial folder."""
+    """Fills a draft folder and renames it when it is complete, so that neither a second job nor Ctrl-C leaves a partial
+    folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_cache_write(folder) as draft:
         draft.mkdir(mode=0o700)  # texts may be private
@@ -111,7 +114,7 @@ def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
 def _remove(folder: Path) -> None:
     """Renames a folder before it is deleted, so that no process opens a partial folder."""
     aside = tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent)
-    with suppress(FileNotFoundError):  # another process has removed it
+    with suppress(FileNotFoundError):  # another process has removed the folder
         os.replace(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 

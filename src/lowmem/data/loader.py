@@ -1,11 +1,12 @@
 """Makes windows of micro-batches from rows of tokens, in an order that depends on the seed alone.
 
-An epoch reads every sequence (a row of a split, `packing.py`) once, in a permutation drawn from (seed, epoch). The
-sizes of micro-batches and windows and the number of devices only divide this order, and never change it. The only
-exception is packing=padded, which sorts rows so that micro-batches have rows of similar length.
+A window is the micro-batches of one optimizer step, and a sequence is a row of a split (`packing.py`). An epoch reads
+every sequence once, in a permutation drawn from (seed, epoch). The sizes of micro-batches and windows and the number of
+devices decide only where this order is divided; they do not change the order. The only exception is packing=padded,
+which sorts rows so that the rows of a micro-batch have similar lengths.
 
-A window carries the position *after* it. Training stores that position when the window is done, so a resume never skips
-a window that was prefetched but not trained on.
+Each window contains the position *after* it. Training stores this position once the optimizer step of the window is
+done, so a resumed run never skips a window that was prefetched but not trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +29,13 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
-    with the number of rows of `input_ids`, and defines `weight`, the divisor of the sum of losses."""
+    """Rows that go through the model together. A loss that needs more than tokens uses a subclass. The subclass adds
+    tensors with the same first dimension as `input_ids`, and defines `weight`, by which the sum of the losses is
+    divided."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
-    ROWS: ClassVar[int] = 1  # rows of an example: both rows of a pair stay on one device
+    # rows per example; an example is never split across devices, so both rows of a pair stay together
+    ROWS: ClassVar[int] = 1
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: ignored by the loss
@@ -41,7 +44,8 @@ class MicroBatch:
 
     @cached_property
     def weight(self) -> int:
-        """Returns the weight in the mean of the window. Here the learned tokens; a subclass may count pairs."""
+        """Returns the weight of this micro-batch in the window's mean loss: its learned tokens. A subclass may count
+        pairs instead."""
         return self.learned_tokens
 
     @property
@@ -51,9 +55,9 @@ class MicroBatch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the keyword arguments of a model, including `use_cache=False`: with a cache, transformers ignores
-        where documents begin. Position ids carry `counted_first`, computed by `counted`, so that
-        `document_attention.py` need not read them from the device."""
+        """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` if rows contain
+        several documents. If `counted` was called, its result is attached to the position ids as `counted_first`, so
+        that `document_attention.py` does not copy the position ids from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -61,7 +65,7 @@ class MicroBatch:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Returns a copy with `change` applied to every tensor, for example to select rows."""
+        """Returns a micro-batch of the results of calling `change` on every tensor, for example to select rows."""
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     @property
@@ -76,9 +80,9 @@ class MicroBatch:
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
-        """Moves the tensors to a device; Lightning calls this for a window. Cached counts are kept. Tensors are copied
-        to a GPU from pinned memory: with pageable memory, the host would wait until all earlier work of the GPU is
-        done."""
+        """Returns this micro-batch on a device, with its cached counts. Lightning calls this method for each
+        micro-batch of a window. For a GPU, tensors are first copied to pinned memory: a copy from pageable memory would
+        make the host wait until all earlier work of the GPU is done."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -87,8 +91,8 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Counts labels and documents while they are in host memory, and returns self. Counting on the GPU would make
-        the host wait."""
+        """Counts and caches labels and documents while the tensors are in host memory, and returns self. Counting on
+        the GPU would make the host wait for the GPU."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
@@ -101,7 +105,7 @@ class MicroBatch:
 
     @property
     def input_tokens(self) -> int:
-        """Returns the number of tokens that the model computes, without padding."""
+        """Returns the number of input tokens, without padding."""
         return self.input_ids.numel() if self.real is None else int(self.real.sum())
 
     @cached_property
@@ -111,8 +115,8 @@ class MicroBatch:
 
     @cached_property
     def first_tokens(self) -> list[int] | None:
-        """Returns the start of each document if all rows are concatenated, and the end; None: each row is one
-        document."""
+        """Returns the index of the first token of each document in the concatenated rows, followed by the total number
+        of tokens. None: each row is one document."""
         if self.position_ids is None:
             return None
         begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
@@ -120,12 +124,14 @@ class MicroBatch:
 
     @property
     def known_learned_tokens(self) -> int | None:
-        """Returns `learned_tokens` if `counted` has counted them, else None. Never reads labels."""
+        """Returns `learned_tokens` if `counted` has counted them, else None. Never reads the labels, which may be on
+        the device."""
         return vars(self).get("learned_tokens")
 
 
 class Position(NamedTuple):
-    """The position from which training continues: `sequence` of `epoch` is read next, and `window` windows are done.
+    """A position in the data, from which training continues. Sequence number `sequence` in the order of `epoch` is read
+    next, and `window` windows are done.
 
     In a stream, `sequence` counts within a block, and `state` is the stream's state before this block.
     """
@@ -143,28 +149,29 @@ class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    input_tokens: int  # tokens that the model computes, without padding, on all devices
+    input_tokens: int  # input tokens without padding, on all devices
     learned_tokens: int  # tokens with a label, on all devices
-    weight: int  # divides the sum of the losses of all devices
+    weight: int  # the divisor of the sum of the losses of all devices
     end: Position  # position of the next window
 
 
 class Rows:
-    """The base class of a split's rows, which a loader reads in any order. `packing.py` has the kinds.
+    """The base class of the rows of a split, which a loader reads by number, in any order. `packing.py` has the
+    subclasses for text.
 
     Args:
         seq_len: maximum tokens of a row.
         report: counts of included, cut and dropped documents, for the log.
-        without_gaps: rows are consecutive, and every token except the split's first is a label.
+        without_gaps: True: rows are consecutive, and every token of the split except its first token is a label.
     """
 
     seq_len: int
     report: Mapping = MappingProxyType({})
-    counted = "documents"  # name in messages: the items that training counts
+    counted = "documents"  # name, in messages, of the items of a row that are counted
     without_gaps = False
-    positions = False  # micro-batches have `position_ids`
-    filler = False  # micro-batches have `real`
-    numbered = True  # rows have numbers by which they can be read; False for a stream
+    positions = False  # True: micro-batches have `position_ids`
+    filler = False  # True: micro-batches have `real`
+    numbered = True  # True: rows can be read by number; False for a stream
 
     @property
     def longest(self) -> int:
@@ -179,7 +186,8 @@ class Rows:
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros with the tensors and the memory of real rows, for a trace by shape."""
+        """Returns full rows of zeros whose tensors have the shapes, dtypes and memory of real rows. The planner traces
+        the model with these rows."""
         tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
         real = torch.ones(batch_size, seq_len, dtype=torch.bool) if cls.filler else None
         return MicroBatch(*tensors, real=real)
@@ -189,14 +197,15 @@ class Rows:
         return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
-        """Returns the indices in a row at which documents begin, and at which the filler after the last document
-        begins."""
+        """Returns the indices of a row at which documents begin, and the index at which the filler after the last
+        document begins."""
         positions = self.micro_batch(np.array([row])).position_ids
         return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
 
     @property
     def order(self) -> dict:
-        """Returns, for checkpoints, everything that determines the numbering of rows besides their count and length."""
+        """Returns everything besides the number and the length of the rows that decides which row has which number. A
+        checkpoint stores it, to detect changed data on a resume."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
@@ -205,12 +214,14 @@ class Rows:
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """Returns the values that `arranged` depends on besides the permutation."""
+        """Returns the values besides the permutation on which the result of `arranged` depends. A checkpoint stores
+        them."""
         return {}
 
 
 class Share(NamedTuple):
-    """A device's share of a global micro-batch: the rank-th group of `batch_size` rows."""
+    """A device's share of a global micro-batch, that is, of the micro-batches of all devices: the rank-th group of
+    `batch_size` rows."""
 
     batch_size: int  # sequences per micro-batch and device
     rank: int = 0
@@ -226,14 +237,14 @@ class Share(NamedTuple):
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
-        """Returns this device's rows, `counted`. All devices have equally many micro-batches; a device without rows
-        gets an example without labels."""
+        """Returns this device's rows of a global micro-batch, with cached counts. All devices must run the same number
+        of micro-batches, so a device without rows gets an example without labels."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return (mine if len(mine.input_ids) else read.nothing).counted()
 
 
 class WindowLoader:
-    """Yields windows without end, from `position` on.
+    """Yields windows endlessly, beginning at `position`.
 
     Args:
         window_size: the number of micro-batches of a window. The last window of an epoch may have fewer.
@@ -247,8 +258,8 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """Returns everything that the order of sequences depends on. A position is valid only for the order it was
-        saved with."""
+        """Returns everything on which the order of sequences depends. A saved position is valid only if this value has
+        not changed since."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
@@ -266,7 +277,8 @@ class WindowLoader:
         return self.sequences.arranged(drawn, self.share.rows_per_step)
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """Returns the indices of the sequences between two positions."""
+        """Returns the indices of the sequences from `start` to `end` in the order of the epoch. If `end` is in a later
+        epoch, the indices end with the epoch of `start`."""
         until = end.sequence if end.epoch == start.epoch else len(self.sequences)
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
@@ -309,7 +321,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of predicted tokens in rows without gaps: all tokens but the first."""
+        """Returns the number of predicted tokens, for rows without gaps: all tokens except the first token of the
+        split."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

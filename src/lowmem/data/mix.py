@@ -1,9 +1,10 @@
-"""Mixes several sources row by row. Shares count labels, that is, tokens in the loss.
+"""Mixes the rows of several sources (`data=mix`). `data.shares` sets each source's share of the labels, which are the
+tokens in the loss.
 
-An epoch contains every row of every source at least once; rows of a source that is too small for its share are
-repeated. The loader permutes the row numbers by the seed alone, so a resume needs no further state; `Mixed.order` lets
-a checkpoint detect other sources or shares. Shares count labels and not rows, since a row of chat has fewer labels than
-a row of text. Every source has its own validation set.
+Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
+of every source at least once. If a source is too small for its share, its rows are repeated. The loader permutes the
+row numbers of an epoch by the seed alone, so resuming needs no further state. A checkpoint stores `Mixed.order`, which
+shows whether the sources or the shares have changed. Each source keeps its own validation set.
 """
 
 import logging
@@ -22,13 +23,13 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # rows of a source in which labels are counted
-MOST = 1 << 30  # rows of an epoch: a permutation of them takes 8 GB
+LOOKED_AT = 256  # rows of each source that are sampled to estimate its labels per row
+MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbers takes 8 GB
 
 
 class Mix(Openable):
-    """A mixture of sources. Args: shares: name of a source -> its share of the labels; None: every row of every source
-    is read once per epoch."""
+    """A mixture of sources. Args: shares: name of a source -> its share of the labels; None: an epoch reads every row
+    of every source once."""
 
     name = "mix"
 
@@ -95,8 +96,8 @@ class Mix(Openable):
 
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
-    """Returns the validation sets of all sources, named after the source, followed by the name of the set if the set
-    has a name."""
+    """Returns the validation sets of all sources. A set is named after its source; if the set has a name of its own,
+    the name is <source>_<set>."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():
@@ -116,8 +117,8 @@ def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of several sources. Row numbers of the first source come first, repeated as often as an epoch needs,
-    then rows of the second source, and so on."""
+    """The rows of several sources, numbered for one epoch. The first numbers are rows of the first source, with as many
+    repetitions as an epoch needs; then follow rows of the second source, and so on."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -127,16 +128,16 @@ class Mixed(Rows):
         self.per_row = [_per_row(rows) for rows in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
-        self.ends = np.cumsum(self.counts)  # row number after the last row of each source
-        # an incomplete last pass reads a fixed random selection of rows, the same in every epoch, instead of the rows
-        # at the beginning of the source
+        self.ends = np.cumsum(self.counts)  # (sources,): the row number after the last row of each source
+        # An incomplete last pass over a source reads a random selection of its rows, and not its first rows. The
+        # selection is equal in all epochs.
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def _counts(self) -> list[int]:
-        """Returns the number of rows of each source in an epoch."""
+        """Returns the number of rows that an epoch reads from each source, including repetitions."""
         shares = np.array(self.shares, float) / self.per_row
         sizes = np.array([len(rows) for rows in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))
@@ -154,7 +155,7 @@ class Mixed(Rows):
         return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
-        """Yields a sentence for each source: its share, and how often its rows are repeated."""
+        """Yields a sentence for each source, with its share of the labels and its passes per epoch."""
         tokens = np.array(self.counts) * self.per_row
         shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, typed, count, rows in zip(
@@ -168,7 +169,7 @@ class Mixed(Rows):
         ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
         positions = torch.arange(self.seq_len).repeat(len(indices), 1) if self.positions else None
         real = torch.ones(shape, dtype=torch.bool) if self.filler else None
-        numbers = np.searchsorted(self.ends, indices, side="right")  # indices of sources
+        numbers = np.searchsorted(self.ends, indices, side="right")  # (B,): the index of each row's source
         for number in np.unique(numbers):
             here = np.flatnonzero(numbers == number)
             batch = self.parts[number].micro_batch(self._rows(number, np.asarray(indices)[here]))
@@ -184,7 +185,9 @@ class Mixed(Rows):
         return self.parts[number].starts(int(self._rows(number, np.array([row]))[0]))
 
     def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Maps rows of the mixture to rows of a source: complete passes, then a random selection for the last pass."""
+        """Maps row numbers of the mixture to row numbers of a source: first complete passes in order, then a random
+        selection for an incomplete last pass. Args: number: index of the source; indices: row numbers of the mixture,
+        all of this source."""
         size = len(self.parts[number])
         at = indices - (self.ends[number] - self.counts[number])
         full_passes = self.counts[number] // size * size
@@ -192,6 +195,6 @@ class Mixed(Rows):
 
 
 def _per_row(rows: Rows) -> float:
-    """Returns the average number of labels in a row."""
+    """Returns the average number of labels in a row, estimated from a sample of rows."""
     sample = np.unique(np.linspace(0, len(rows) - 1, LOOKED_AT).astype(int))
     return sum(rows.micro_batch(sample[i : i + 1]).learned_tokens for i in range(len(sample))) / len(sample)

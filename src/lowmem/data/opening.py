@@ -1,4 +1,8 @@
-"""Opens a source, that is, makes rows of its documents, from the token store or with the source's own class."""
+"""Defines how training opens a data source, that is, turns its documents into rows of tokens.
+
+The documents of a `StoredSource` are tokenized into the token store once. Every other `Openable` makes its rows itself.
+`training/build.py` opens the source of a run, and `mix.py` opens the sources of a mixture.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +35,8 @@ class RowSettings(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The rows of a source. Args: val: name of a validation set -> its rows; the name is "" if there is only one."""
+    """The rows of an opened source. Args: val: name of a validation set -> its rows; a single validation set has the
+    name ""."""
 
     tokens: Tokens
     train: Rows
@@ -43,8 +48,9 @@ class Openable(Source):
 
     @classmethod
     def rows_class(cls, data: Mapping) -> type[Rows]:
-        """Returns the class of this source's rows, before the source is opened. The planner traces the class's
-        `example`, whose type also shows whether the loss accepts such rows. Args: data: the arguments of the source."""
+        """Returns the class of this source's rows without opening the source. The planner traces the `example` of the
+        class. The type of this example also shows whether the loss accepts the rows. Args: data: the arguments of the
+        source."""
         return packing.rows_class(data)
 
     def opened(self, wanted: RowSettings) -> Opened:
@@ -57,14 +63,15 @@ class Openable(Source):
 
 
 def source_class(target: str) -> type[Openable]:
-    """Returns the class that a `_target_` names; the base class if the `_target_` is a function that makes a source."""
+    """Returns the source class that a `_target_` names, or `Openable` if the `_target_` is a function that makes a
+    source."""
     target = get_object(target)
     return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 
 
 def openable(source: object, typed: str) -> Openable:
-    """Returns the source if it derives from `Openable`. Args: typed: the override for the message, such as
-    data._target_=my.Source.
+    """Returns the source unchanged if it derives from `Openable`. Args: typed: the override that the message names,
+    such as data._target_=my.Source.
 
     Raises:
         Refused: the object does not derive from `Openable`.

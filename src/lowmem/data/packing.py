@@ -1,17 +1,19 @@
-"""Packs the documents of a split into rows, which determines the tokens that a model sees together.
+"""Packs the documents of a split into rows of at most `seq_len` tokens. `data.packing` selects one of three ways:
 
-`joined` concatenates all text and cuts it into full rows: no token is wasted, and a row may contain unrelated
-documents. `documents` packs complete documents into rows (best fit decreasing), each with its own positions, so that
-the model sees them separately (`model/packed_attention.py`). `padded` gives each document its own row and pads it at
-the end to the longest row of the micro-batch. A causal model ignores padding at the end, so `padded` needs no mask, but
-more tokens.
+- `joined` concatenates all text and cuts it into full rows. No token is wasted, but a row may contain unrelated
+  documents.
+- `documents` packs complete documents into rows (best fit decreasing). The position ids start at 0 in each document, so
+  that tokens attend only to their own document (`model/packed_attention.py`).
+- `padded` gives each document its own row, which is padded at its end to the longest row of the micro-batch. In a
+  causal model, padding at the end does not influence the tokens before it, so `padded` needs no attention mask. The
+  price is the computation of the padding.
 
 With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
-`too_long` decides about documents that are longer than a row: `cut` continues them in further rows (each token but the
-first is still learned once), `drop` leaves them out, `refuse` ends the run.
+`too_long` decides about documents that are longer than a row: `cut` divides such a document into several pieces, and
+each of its tokens except the first is still learned once; `drop` leaves the document out; `refuse` ends the run.
 
-Best fit decreasing: Johnson et al. 1974. A row is found in O(1), because the free spaces of open rows are the bits of
-one integer.
+Best fit decreasing (Johnson et al. 1974) places each piece, the longest first, in the row with the smallest sufficient
+space. This row is found in O(1), because one integer has a bit for each size of free space that an open row has.
 """
 
 import hashlib
@@ -35,14 +37,14 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-POOL = 4096  # documents that are sorted by length together; larger pools need less padding, but mix the documents less
+POOL = 4096  # documents that are sorted by length together; a larger pool needs less padding, but shuffles less
 AT_ONCE = 1 << 22  # tokens whose label bits are unpacked at once
-SAMPLES, SAMPLE = 64, 1 << 14  # number and length, in tokens, of the samples that identify a text
+SAMPLES, SAMPLE = 64, 1 << 14  # number of samples that identify a text, and tokens per sample
 FILLER = 0  # a token id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """A split has no token to learn. Args: report: counts of the documents that were left out."""
+    """Raised if a split has no token in the loss. Args: report: counts of the documents that were left out."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -53,7 +55,8 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """With too_long=refuse, a document is too long. Args: document: index of the first such document in its split."""
+    """Raised with too_long=refuse if a document is too long. Args: document: index of the first such document in its
+    split."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -61,7 +64,8 @@ class TooLong(Refused):
 
 
 class Joined(Rows):
-    """Row i has the tokens i*T .. i*T + T (T inputs and the T that follow them); an incomplete last row is left out.
+    """Rows that are cut from the concatenated text. The inputs of row i are the T tokens from i*T on; its labels are
+    the T tokens from i*T + 1 on. An incomplete last row is left out.
 
     Raises:
         Refused: the split has less than one full row, or no token to learn.
@@ -91,7 +95,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Returns a digest of the text, since another text may have equally many rows."""
+        """Returns a digest of the text, since a different text may have the same number of rows."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -110,18 +114,19 @@ class Joined(Rows):
 
 
 class Pieces(NamedTuple):
-    """Documents, or parts of documents that fit into a row."""
+    """The pieces of a split: documents, or parts of documents, each of which fits into a row."""
 
-    starts: np.ndarray  # (pieces,) int64, in the split's ids
+    starts: np.ndarray  # (pieces,) int64: index of the first token in the split's ids
     lengths: np.ndarray  # (pieces,) int64
-    last: np.ndarray  # (pieces,) bool: whether the piece ends its document
+    last: np.ndarray  # (pieces,) bool: True if the piece ends its document
 
     def chosen(self, which: np.ndarray) -> "Pieces":
         return Pieces(*(array[which] for array in self))
 
 
 class _Apart(Rows):
-    """The base class of `documents` and `padded`. It stores the pieces; documents without a piece are only counted."""
+    """The base class of `Documents` and `Padded`. It stores the pieces. Documents that are dropped, or have nothing to
+    learn, have no piece and are only counted."""
 
     filler = True
 
@@ -135,7 +140,8 @@ class _Apart(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the length in tokens of each unit that is placed in a row, (units,). Here a unit is a piece."""
+        """Returns the length of each unit in tokens, (units,). A unit is placed in one row. Here a unit is a piece; in
+        `pairs.py` it is a pair."""
         return self.pieces.lengths
 
     @property
@@ -147,7 +153,7 @@ class _Apart(Rows):
         }
 
     def _fill(self, piece: int, ids: np.ndarray, labels: np.ndarray) -> None:
-        """Writes a piece into a row. Args: ids, labels: its slice of the row, (T,)."""
+        """Writes a piece into a row. Args: ids, labels: the slices of the row for this piece, (tokens,) each."""
         start, length = int(self.pieces.starts[piece]), len(ids)
         ids[:] = self.split.ids[start : start + length]
         known = length - int(self.pieces.last[piece])  # a document's last token has no label
@@ -158,27 +164,28 @@ class _Apart(Rows):
 
 
 class Documents(_Apart):
-    """Rows of complete documents. The unused end of a row becomes a separate document without labels."""
+    """Rows of complete documents, or of pieces of documents that are longer than a row. The unused end of a row becomes
+    a separate document without labels."""
 
     positions = True
     stored_as = "rows"  # prefix of the name of the file that stores the packed order
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
-        # all pieces, row by row, and the number of pieces up to the end of each row
+        # the indices of all pieces, row by row, and the number of pieces up to the end of each row
         self.packed, self.ends = self._packed_once(split, name)
         tokens = int(self.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Packs once and stores the result next to the tokens on disk, since packing 5 million documents takes
-        seconds."""
+        """Returns the packed order, as `packed` does. The order is stored next to the tokens on disk and read again by
+        later runs, since packing 5 million documents takes seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # the tokens are only in memory
             return packed(self.lengths, self.seq_len)
         file = Path(where).with_name(f"{name}_{self.stored_as}_{self.seq_len}_{self.too_long}.npz")
         try:
-            with np.load(file) as stored:  # a zip, which has a CRC-32 of each array
+            with np.load(file) as stored:  # a zip file, which contains a CRC-32 of each array
                 return stored["order"], stored["ends"]
         except FileNotFoundError:
             pass
@@ -192,11 +199,11 @@ class Documents(_Apart):
         return len(self.ends)
 
     def documents(self, row: int) -> np.ndarray:
-        """Returns the pieces of a row, in order."""
+        """Returns the indices of the pieces in a row, in order."""
         return self.units(row)
 
     def units(self, row: int) -> np.ndarray:
-        """Returns the numbers of the units in a row, in order."""
+        """Returns the indices of the units in a row, in order."""
         return self.packed[self.ends[row - 1] if row else 0 : self.ends[row]]
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -215,7 +222,7 @@ class Documents(_Apart):
 
 
 class Padded(_Apart):
-    """Rows of a single document each."""
+    """Rows of a single piece each: a document, or a part of a document that is longer than a row."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -229,8 +236,9 @@ class Padded(_Apart):
         return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Sorts documents by length within pools. The pools and their order depend on the seed alone. The micro-batch
-        size decides which documents are batched together, so a resumed run must keep its micro-batch size."""
+        """Sorts rows by length within pools of POOL rows, and shuffles the resulting micro-batches. The pools depend on
+        the seed alone. The micro-batch size decides which rows are batched together, so a resumed run must keep its
+        micro-batch size."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
@@ -239,7 +247,8 @@ class Padded(_Apart):
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
         full = len(ordered) // rows_per_step * rows_per_step  # rows of full micro-batches
-        turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)  # differs in each epoch
+        # a different order in each epoch
+        turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)
         return np.concatenate([ordered[:full].reshape(-1, rows_per_step)[turns].ravel(), ordered[full:]])
 
     def grouping(self, rows_per_step: int) -> dict:
@@ -289,16 +298,16 @@ def describe_split(report: Mapping, name: str, packing: str, unit: str = "docume
 
 
 def rows_class(data: Mapping) -> type[Rows]:
-    """Returns the class of the rows of a source, or for a mixture one with the same tensors. Args: data: arguments of
-    the source."""
+    """Returns the class of a source's rows. For a mixture, returns a class whose rows have the same tensors as the
+    mixture's rows. Args: data: arguments of the source."""
     if "parts" in data:
         return Documents if with_positions(data) else Rows
     return PACKINGS[data.get("packing", "joined")]
 
 
 def with_positions(data: Mapping) -> bool:
-    """Returns whether a model receives position ids that show where documents begin. Args: data: arguments of a
-    source."""
+    """Returns whether micro-batches of a source have position ids, which show the model where documents begin. Args:
+    data: arguments of a source."""
     return any(PACKINGS[source["packing"]].positions for source in _sources(data))
 
 
@@ -327,7 +336,7 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
     usable = ~above if too_long == "drop" else np.ones(len(ends), bool)
     cut = _cut(ends[usable] - lengths[usable], lengths[usable], seq_len)
     learned = cut.chosen(labels_that_count(split, cut) > 0)
-    documents = np.searchsorted(ends, learned.starts, side="right")  # the document that each piece belongs to
+    documents = np.searchsorted(ends, learned.starts, side="right")  # (pieces,): the index of each piece's document
     report = {
         "documents": len(np.unique(documents)),
         "cut": int(above.sum()) if too_long == "cut" else 0,
@@ -342,7 +351,8 @@ def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(starts)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
+    # index of each piece within its document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     left = lengths[document] - number * seq_len
     return Pieces(starts[document] + number * seq_len, np.minimum(left, seq_len), left <= seq_len)
 
@@ -372,14 +382,14 @@ def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs pieces into rows by best fit decreasing.
 
-    Pieces of equal length are shuffled first, with a fixed seed; otherwise neighbours in the text would often share a
-    row.
+    Pieces of equal length are shuffled first, with a fixed seed; otherwise adjacent documents of the text would often
+    share a row.
 
     Args:
-        lengths: (pieces,), at most `room`.
+        lengths: (pieces,): the length of each piece, at most `room`.
 
     Returns:
-        The pieces, row by row, and the number of pieces up to the end of each row.
+        The indices of the pieces, row by row, and the number of pieces up to the end of each row.
     """
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
@@ -398,9 +408,8 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
         left -= length
         with_room[left].append(row)
         rooms |= 1 << left
-    row_of = np.random.default_rng(0).permutation(count)[
-        row_of
-    ]  # otherwise the longest pieces would be in the first rows
+    # without this permutation the longest pieces would be in the first rows
+    row_of = np.random.default_rng(0).permutation(count)[row_of]
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return by_row, np.cumsum(np.bincount(row_of, minlength=count))
 

@@ -1,12 +1,13 @@
 """Makes rows of preference pairs: a chosen and a rejected answer to one prompt.
 
 A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
-rejected answer. Labels are the tokens of the answers. `PaddedPairs` gives each answer its own row, and both rows of a
-pair are adjacent; `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or devices,
-since its loss depends on both answers. `rated.py` has the rows of answers that were rated one by one.
+rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each answer its own row, and the two rows of
+a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or
+devices, since its loss depends on both answers. `rated.py` makes rows of answers that were rated one by one.
 
-Batches contain the number of labels of each answer, so that pairs can be counted without reading tokens. For losses
-with a reference model, batches also contain its log-probabilities (`training/reference.py`).
+A batch contains the number of labels of each answer, so that pairs can be counted without reading tokens. For losses
+with a reference model, a batch also contains the log-probabilities of the answers under this model
+(`training/reference.py`).
 """
 
 import logging
@@ -29,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class AnswerBatch(MicroBatch):
-    """Rows with prompts and answers, for losses of the answers' log-probabilities."""
+    """A micro-batch of prompts with answers, for losses that depend on the log-probability of each answer."""
 
-    ANSWERS: ClassVar[int] = 1  # answers per unit
+    ANSWERS: ClassVar[int] = 1  # answers per unit: 2 for a pair, 1 for a rated answer
 
     lengths: Tensor | None = None  # (B, K) int64: number of labels of each answer in a row; 0: no answer
-    reference: Tensor | None = None  # (B, K) fp64: log-probabilities by the reference model; None: not needed
+    reference: Tensor | None = None  # (B, K) fp64: log-probabilities under the reference model; None: not needed
 
     @cached_property
     def weight(self) -> int:
@@ -42,7 +43,8 @@ class AnswerBatch(MicroBatch):
 
     @property
     def compared(self) -> tuple[Self, ...]:
-        """Returns the batches that a reference model computes. Each provides columns of `AnswerRows.reference`."""
+        """Returns the batches for which the reference model computes log-probabilities. Each batch fills one or more
+        columns of `AnswerRows.reference`."""
         return (self,)
 
     @property
@@ -52,8 +54,8 @@ class AnswerBatch(MicroBatch):
 
     @property
     def answers(self) -> Tensor:
-        """Returns for each token the index of its answer in `lengths`, (B, T). Tokens after the last answer of a row,
-        which have no labels, get the index of that answer."""
+        """Returns for each token the index of its answer in the flattened `lengths`, (B, T). Tokens after the last
+        answer of a row have no labels and get the index of the last answer."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:
@@ -63,7 +65,7 @@ class AnswerBatch(MicroBatch):
 
 @dataclass(frozen=True, eq=False)
 class PairBatch(AnswerBatch):
-    """Rows of pairs. Read row by row, the answers of `lengths` alternate: chosen, rejected, chosen, ..."""
+    """A micro-batch of pairs. In `lengths`, read row by row, answers alternate: chosen, rejected, chosen, ..."""
 
     UNIT: ClassVar[str] = "pairs"
     ROWS: ClassVar[int] = 2
@@ -76,7 +78,7 @@ class PairBatch(AnswerBatch):
 
 @dataclass(frozen=True, eq=False)
 class PackedPairBatch(PairBatch):
-    """Rows of complete pairs, each of which stays on one device."""
+    """A micro-batch whose rows contain complete pairs, so each pair stays on one device."""
 
     ROWS: ClassVar[int] = 1
 
@@ -86,12 +88,13 @@ class PackedPairBatch(PairBatch):
 
 
 class AnswerRows:
-    """The base class of rows of answers. Units, which are pairs or rated answers, are selected as a whole, in place of
-    documents."""
+    """The base class of rows of answers. Its unit is a pair or a rated answer, in place of a document: units are
+    counted, and are kept, cut or dropped as a whole."""
 
-    fits: str  # text for messages: the tokens that must fit into seq_len
+    fits: str  # description, in messages, of the tokens that must fit into seq_len
     batch: type[AnswerBatch]
-    reference: np.ndarray | None = None  # (units, 2) fp64, see `CausalLM.predict_step`; NaN: not computed yet
+    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet
+    reference: np.ndarray | None = None
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> AnswerBatch:
@@ -103,10 +106,11 @@ class AnswerRows:
         )
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
-        """Returns the documents of each unit, (units, ANSWERS).
+        """Returns the indices of the documents of each unit, (units, ANSWERS).
 
         Args:
-            lengths: (documents,), lengths of all documents; 0: the record was rated and lacks this answer.
+            lengths: (documents,), the lengths of all documents; 0: a single answer was rated, and this is the document
+                of the missing answer.
         """
         raise NotImplementedError
 
@@ -164,10 +168,10 @@ class _Pairs(AnswerRows):
     batch: type[PairBatch]
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
-        """Returns both documents of each pair.
+        """Returns the indices of both documents of each pair, (pairs, 2).
 
         Raises:
-            Refused: records have single answers with a rating.
+            Refused: some records have a single rated answer, and not a pair.
         """
         if rated := int((lengths == 0).sum()):
             raise Refused(
@@ -181,7 +185,7 @@ class _Pairs(AnswerRows):
         """Builds a batch of pairs from its tokens.
 
         Args:
-            pairs: numbers of the pairs in each row, (B, K / 2), or (B / 2, 1) if each pair has two rows; -1: no pair.
+            pairs: indices of the pairs in each row, (B, K / 2), or (B / 2, 1) if each pair has two rows; -1: no pair.
         """
         real, rows = pairs[..., None] >= 0, len(tokens.input_ids)
         lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
@@ -192,8 +196,8 @@ class _Pairs(AnswerRows):
 
 
 class PaddedAnswers(AnswerRows, Padded):
-    """Rows of one answer each, padded to the longest row of the micro-batch. The number of a row is the number of its
-    unit."""
+    """The base class of rows with one answer each, padded to the longest row of the micro-batch. An index selects a
+    unit: the row of a rated answer, or both rows of a pair."""
 
     fits = "prompt and answer"
 
@@ -209,7 +213,7 @@ class PaddedAnswers(AnswerRows, Padded):
         return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
     def units_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the units of these rows, (units,), in the order in which a batch has them."""
+        """Returns the units of these rows, (units,), in the order in which a batch contains them."""
         return np.asarray(indices)
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
@@ -218,7 +222,7 @@ class PaddedAnswers(AnswerRows, Padded):
 
 
 class PaddedPairs(_Pairs, PaddedAnswers):
-    """Two rows for each pair. The number of a row is the number of its pair."""
+    """Pairs with one row for each answer. An index selects a pair, that is, both of its rows."""
 
     batch = PairBatch
 
@@ -228,7 +232,7 @@ class PaddedPairs(_Pairs, PaddedAnswers):
 
 
 class PackedPairs(_Pairs, Documents):
-    """Rows of complete pairs."""
+    """Rows that are filled with complete pairs."""
 
     fits, batch, stored_as = "both answers, each with its prompt", PackedPairBatch, "pairs"
 

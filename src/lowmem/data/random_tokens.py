@@ -1,7 +1,8 @@
-"""Draws random tokens, to measure a run's memory and speed without a corpus, a tokenizer or a network.
+"""Draws random tokens (`data=random`), to measure a run's memory and speed without a corpus, a tokenizer or network
+access.
 
-Row i of a split is drawn from (seed, split, i) when it is read, and nothing is stored. A model cannot learn from random
-tokens: the loss stays at the logarithm of the vocabulary size.
+Each time row i of a split is read, it is drawn again from the seed (seed, split, i), so nothing is stored. A model
+cannot learn from random tokens: the loss stays at the logarithm of the vocabulary size.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from lowmem.data.loader import MicroBatch, Rows
 from lowmem.data.opening import Openable, Opened, RowSettings
 from lowmem.data.token_store import NOTHING, Tokens, rows_of, train_tokenizer
 
-BYTES = 257  # vocabulary size: one token per byte, and the end of text
+BYTES = 257  # vocabulary size of the default tokenizer: one token per byte, and the end-of-text token
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Random(Openable):
     """A source of random tokens.
 
     Args:
-        rows, val_rows: sequences per epoch, and in validation.
+        rows, val_rows: rows per epoch, and rows of the validation split.
         seed: seed of the random tokens.
     """
 
@@ -52,7 +53,7 @@ class Random(Openable):
 
 @dataclass(frozen=True)
 class Drawn(Rows):
-    """Random rows. Args: seed: prefix of each row's seed."""
+    """Rows of random tokens. Args: seed: prefix of the seed of each row."""
 
     seed: tuple[int, ...]
     count: int

@@ -1,12 +1,14 @@
-"""Makes rows of rated answers. Each answer is desirable or undesirable, and prompts need not have several answers.
+"""Makes rows of rated answers for `loss=kto`. Each answer is desirable or undesirable, and a prompt may have a single
+answer.
 
-A record is two documents in the token store (`pairs.py`): its desirable answer, then its undesirable one. A pair has
-both; for a single rated answer the other document is empty. So each document with tokens is a unit, and its number
-(even or odd) is its rating.
+A record is two documents in the token store (`pairs.py`): first the desirable answer, then the undesirable answer. A
+pair has both answers; for a single rated answer the document of the missing answer is empty. So each document with
+tokens is a unit: a desirable answer if the number of the document is even, an undesirable answer if the number is odd.
 
-KTO compares an answer's reward with rewards of mismatched answers. So a batch has, in addition to each answer's row, a
-mismatched row: the prompt followed by the answer to the next different prompt of the split. The mismatched answer of a
-prompt never changes, so that a reference model reads it once. Mismatched rows are computed without gradients.
+KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
+row with its own prompt and the answer, and a mismatched row with the same prompt and the answer to the next different
+prompt of the split. The mismatched row of an answer is the same in every epoch, so a reference model computes it only
+once. Mismatched rows are computed without gradients.
 """
 
 import logging
@@ -26,7 +28,7 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-ONE_KIND = {  # split -> consequences if all answers have the same rating
+ONE_KIND = {  # split -> the end of the warning if all answers have the same rating
     "train": "so the loss has nothing to contrast them with. Check data.label=, add answers of the other kind, or "
     "train on desirable answers with data=jsonl or data=chat.",
     "val": "so metrics of the other kind stay empty and early_stop.watch=accuracy never stops the run. Type "
@@ -36,12 +38,12 @@ ONE_KIND = {  # split -> consequences if all answers have the same rating
 
 @dataclass(frozen=True, eq=False)
 class RatedBatch(AnswerBatch):
-    """Rows of one answer each."""
+    """A micro-batch of rated answers, with one row and one mismatched row for each answer."""
 
     UNIT: ClassVar[str] = "answers"
 
     desirable: Tensor | None = None  # (B, 1) bool
-    mismatched_ids: Tensor | None = None  # (B, S) int64: the prompts with mismatched answers
+    mismatched_ids: Tensor | None = None  # (B, S) int64: each prompt, followed by its mismatched answer
     mismatched_labels: Tensor | None = None  # (B, S) int64
     mismatched_reference: Tensor | None = None  # (B, 1) fp64, like `reference`
 
@@ -89,7 +91,7 @@ class RatedAnswers(PaddedAnswers):
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
         self.desirable = self.numbers % 2 == 0  # (answers, 1)
-        self._others = np.full(len(self), -1)  # next answer with another prompt; -1: not searched yet
+        self._others = np.full(len(self), -1)  # (answers,): the next answer with a different prompt; -1: unknown
         if self._next_prompt(0) is None:
             place = "Type a larger data.val_fraction=, or data.val_path=<a file with several prompts>"
             more = place if name == "val" else "Add records with other prompts"
@@ -100,7 +102,7 @@ class RatedAnswers(PaddedAnswers):
 
     @property
     def longest(self) -> int:
-        return self.seq_len  # mismatched rows are made on demand, so their exact length is unknown
+        return self.seq_len  # an upper bound: mismatched rows are made on demand, so their lengths are unknown
 
     def _documents(self, lengths: np.ndarray, name: str) -> np.ndarray:
         return np.flatnonzero(lengths)[:, None]
@@ -133,7 +135,7 @@ class RatedAnswers(PaddedAnswers):
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and labels of these answers' prompts with mismatched answers, each (B, S)."""
+        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each."""
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
@@ -149,16 +151,17 @@ class RatedAnswers(PaddedAnswers):
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
-        """Returns the prompt's tokens (all before the first label) and the answer after them."""
+        """Returns the tokens of a unit's prompt, which are all tokens before the first label, and the answer after
+        them."""
         start, length, last = (array[unit] for array in self.pieces)
-        stop = start + length + (not last)  # include the label of the last token
+        stop = start + length + (not last)  # a cut answer: also read the next token, the label of the last token
         ids, learned = self.split.ids[start:stop], self.split.learned(start, stop)
         begin = 1 + int(learned[1:].argmax())  # the first token is never a label
         return ids[:begin], Answer(ids[begin:], learned[begin:])
 
     def _next_prompt(self, unit: int) -> int | None:
-        """Returns the next answer, in stored order with wrap-around, whose prompt differs; None if all prompts are
-        equal."""
+        """Returns the next answer, in stored order with wrap-around, whose prompt differs from the prompt of `unit`;
+        None if all prompts are equal. The result is cached in `_others`."""
         prompt, passed = self._read(unit)[0], []
         while self._others[unit] < 0:
             passed.append(unit)

@@ -1,10 +1,12 @@
-"""Streams a data set: nothing is stored on disk, and a resumed run reads exactly the same rows.
+"""Streams a data set without storing it on disk (`data.streaming=true`). A resumed run continues with exactly the rows
+that the interrupted run would have read next.
 
-A block of documents is read in the order of the stream and packed, and its rows are permuted by (seed, epoch, block). A
-position consists of the stream's state before the block and the index of the row in it: a resume loads the state and
-reads the block again. So a checkpoint stores a few numbers, and a resume reads one block. With packing=joined, tokens
-that do not fill a row begin the next block and are stored in the state: less than one row. A shuffle buffer, as in
-`datasets`, would be lost on a resume, and its documents read twice or never.
+Records are read in the order of the stream, in blocks of `data.block` records. The documents of a block are packed into
+rows, and the rows are permuted by (seed, epoch, block). A position consists of the stream's state before a block and
+the number of rows of the block that were used. To resume, the run loads this state and reads the block again. So a
+checkpoint stores only a few numbers. With packing=joined, the tokens at the end of a block that do not fill a row begin
+the next block; the state contains these tokens, which are fewer than a row. The shuffle buffer of `datasets` would be
+lost on a resume, and its documents would be read twice or never.
 """
 
 import logging
@@ -29,12 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Stream(Openable):
-    """A streamed source.
+    """A streamed source, which `sources/hub.py` creates with data.streaming=true.
 
     Args:
         records: the source of records.
-        block: number of documents that are permuted together.
-        val_rows: number of rows of the validation split, or of the beginning of the only split, which epochs then skip.
+        block: number of records in a block, whose rows are permuted together.
+        val_rows: number of records for validation: the first records of the validation split. Without a validation
+            split, the first records of the training split, which training then skips.
     """
 
     name, streams = "hub", True
@@ -61,11 +64,12 @@ class Stream(Openable):
         val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
-        self.records.forget("val")  # already logged
+        self.records.forget("val")  # the notes were logged in `_tell`
         return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
-        """Tokenizes documents in memory. Args: before: number of rows of the stream before them."""
+        """Tokenizes documents in memory. Args: rows: rows of the data set; before: number of rows of the stream before
+        `rows`."""
         split = self.table.splits[name] or self.table.splits["train"]
         records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
@@ -76,8 +80,8 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
-        """Yields the blocks that have rows. Args: state: state of the stream to continue from; None: the first row
-        after the validation rows."""
+        """Yields the blocks of an epoch, except blocks without a token to learn. Args: state: the state of the stream
+        from which to continue; None: begin after the validation rows."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -90,7 +94,7 @@ class Stream(Openable):
             number, seen = number + 1, seen + len(read)
             rows, report = self.rows_if_any(split)
             counts.update(report)
-            if not number & number - 1:  # log at powers of two, less and less often
+            if not number & number - 1:  # log after 1, 2, 4, 8, ... blocks
                 self._tell(f"{title} {seen:,}", counts)
             if rows:
                 yield RowBlock(state, number - 1, rows)
@@ -131,14 +135,15 @@ def _split(documents: list[Encoded]) -> Split:
 
 
 def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
-    """Returns the tokens that do not fill a row and begin the next block, as plain numbers for a checkpoint."""
+    """Returns the tokens at the end of a block that do not fill a row, as plain numbers for a checkpoint. These tokens
+    begin the next block."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
     return [(split.ids[a:b].tolist(), split.learned(a, b).tolist(), 0) for a, b in pairwise(edges)]
 
 
 class RowBlock(NamedTuple):
-    """A block of rows. Args: state: state of the stream before the block; None: the first block."""
+    """A block of rows. Args: state: the state of the stream before this block; None for the first block."""
 
     state: dict | None
     number: int
@@ -146,7 +151,7 @@ class RowBlock(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream, which arrive in blocks and whose number is unknown."""
+    """The rows of a stream. Their number is unknown, and they can be read only in order, block by block."""
 
     numbered = False
 
@@ -158,7 +163,7 @@ class Blocks(Rows):
 
 
 class StreamLoader(WindowLoader):
-    """Yields windows of a stream. A window may begin in one block and end in the next block."""
+    """Yields windows of a stream. A window may begin in one block and end in a later block."""
 
     @property
     def order(self) -> dict:
@@ -174,7 +179,7 @@ class StreamLoader(WindowLoader):
         )
 
     def between(self, start: Position, end: Position) -> list[int]:
-        """Returns the indices of a window's rows in their block."""
+        """Returns the positions of a window's rows in the shuffled order of their block."""
         return list(range(start.sequence, max(end.sequence, start.sequence + 1)))
 
     def __iter__(self) -> Iterator[Window]:
@@ -191,7 +196,7 @@ class StreamLoader(WindowLoader):
                 )
 
     def _windows(self, start: Position) -> Iterator[Window]:
-        """Yields the windows of the rest of an epoch."""
+        """Yields the windows from `start` to the end of its epoch."""
         blocks, at = ahead(self.sequences.stream.blocks(start.state)), start.sequence
         block, number, rows_per_step = next(blocks, None), start.window, self.share.rows_per_step
         while block:

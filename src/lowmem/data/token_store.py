@@ -1,8 +1,9 @@
-"""Stores a source's token ids on disk once, and memory-maps them afterwards.
+"""Tokenizes a source once, stores the token ids on disk, and memory-maps them afterwards.
 
-The cache key is a digest of the content: every file's bytes, the split and the tokenizer. The cache takes 2 or 4 bytes
-of disk per token, 16 per document, and no host memory except the pages that are read. Writing it takes a few MB of text
-at a time.
+The cache key is a digest of the bytes of every file, of the settings that change the tokens, and of the tokenizer. The
+cache takes 2 or 4 bytes of disk per token and 16 bytes per document, and one more bit per token if some tokens are not
+in the loss. Host memory holds only the pages that are read. While the cache is written, only a few MB of text are in
+memory at a time.
 """
 
 import hashlib
@@ -29,24 +30,27 @@ log = logging.getLogger(__name__)
 FORMAT = 5  # increase it when the format of stored data changes
 END_OF_TEXT = "<|endoftext|>"
 COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
-# Maximum bytes of a word in the training of a BPE. Every merge scans all words that contain it, so a word of 2 MB takes
-# minutes; in pieces of 256 bytes it takes 6 s. The longest word in Python's standard library has 80 bytes.
+# Maximum bytes of a word in the training of a BPE. Every merge scans all words that contain the merged pair, so a word
+# of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
+# library has 80 bytes.
 LONGEST_WORD = 256
-# Characters of text that a BPE is trained on, evenly spread over the text. With more, merges no longer change, and
-# words take more memory.
+# Maximum characters of text on which a BPE is trained, sampled evenly from the text. With more text the merges no
+# longer change, and the table of words takes more memory.
 LEARNED_FROM = 1 << 27
-LOOKED_AT = 10_000  # validation documents that are searched for in the training text
+LOOKED_AT = 10_000  # maximum distinct validation documents that are searched for in the training text
 
 
 @dataclass(frozen=True)
 class Split:
-    """A memory-mapped split: documents one after the other, each with its end-of-text token.
+    """The tokens of a split: its documents one after the other, each with the tokens that begin and end it
+    (`framing.py`). The arrays are memory-mapped; for a stream they are in memory.
 
     Args:
-        ids: (tokens,) unsigned.
-        ends: (documents,) int64: tokens up to the end of each document.
-        text_bytes: (documents,) int64: bytes of text up to the end of each document.
-        learned_bits: (tokens / 8,) uint8, a bit per token; None: every token is learned.
+        ids: (tokens,) uint16 or uint32.
+        ends: (documents,) int64: number of tokens from the start of the split to the end of each document.
+        text_bytes: (documents,) int64: bytes of text from the start of the split to the end of each document.
+        learned_bits: (tokens / 8,) uint8, a bit per token: 1 if the token is in the loss; None: every token is in the
+            loss.
     """
 
     ids: np.ndarray
@@ -55,7 +59,8 @@ class Split:
     learned_bits: np.ndarray | None
 
     def learned(self, start: int, stop: int) -> np.ndarray:
-        """Returns which tokens in [start, stop) are learned, (stop - start,) bool."""
+        """Returns a mask of the tokens in [start, stop), (stop - start,) bool: True if the token is learned, that is,
+        in the loss."""
         if self.learned_bits is None:
             return np.ones(stop - start, bool)
         byte = start // 8
@@ -68,7 +73,7 @@ NOTHING = Split(*(np.empty(0, dtype) for dtype in ("uint16", "int64", "int64")),
 
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits, and their tokenizer.
+    """The tokens of both splits, and the tokenizer that encoded them.
 
     Args:
         template: digest of the chat template that rendered conversations; None for other data.
@@ -80,8 +85,8 @@ class Tokens:
     template: str | None = None
 
     def val_bytes(self, count: int) -> int:
-        """Returns the bytes of text of the first `count` tokens of `val`. Only the document that contains the end is
-        read."""
+        """Returns the bytes of text in the first `count` tokens of `val`. Complete documents are looked up; only the
+        tokens of an incomplete last document are read."""
         complete = int(np.searchsorted(self.val.ends, count, side="right"))  # documents
         start, text = (int(ends[complete - 1]) if complete else 0 for ends in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
@@ -95,16 +100,16 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase | None = None,
     special_tokens: Sequence[str] = (),
 ) -> Tokens:
-    """Reads a source's tokens from the cache, or tokenizes the source and writes them.
+    """Returns a source's tokens from the cache. If they are not in the cache, the source is tokenized first.
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE that is trained on the training text if `tokenizer` is None.
-        tokenizer: the pretrained model's tokenizer.
-        special_tokens: special tokens of this BPE, besides the end-of-text token.
+        tokenizer: the pretrained model's tokenizer; None: train a BPE.
+        special_tokens: special tokens of the trained BPE, besides the end-of-text token.
 
     Raises:
-        Refused: a file cannot be read or is not text, the source is empty, validation text is also training text, or
-            the disk is full.
+        Refused: a file cannot be read or is not text, the source is empty, more than half of the validation documents
+            are also training documents, or the disk is full.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -122,7 +127,8 @@ def tokenize(
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
-    """Returns the validation split of a source whose training text belongs to another source."""
+    """Returns the validation split of a source that is used for validation only: one of several sets of
+    `data.val_path`."""
     made = _open_or_fill(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
@@ -131,7 +137,7 @@ def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase
 
 
 def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> FolderContents:
-    """Opens the folder of a source. If it is missing or damaged, it is filled first.
+    """Opens the cache folder of a source. A folder that is missing or damaged is filled first.
 
     Args:
         place: returns the folder, whose name is a digest of the current content of the source's files.
@@ -177,7 +183,7 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
-    """Returns everything that a tokenizer's ids depend on. (Two tokenizers may share a vocabulary and split words
+    """Returns everything that a tokenizer's ids depend on. (Two tokenizers with the same vocabulary may split words
     differently.)"""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
@@ -208,12 +214,13 @@ def _write(
 
 
 def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the number of embedding rows that a tokenizer's ids need. Ids may have gaps."""
+    """Returns the number of embedding rows that a tokenizer's ids need: the largest id + 1, since ids may have gaps."""
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
-    """Yields the text that a BPE is trained on, sampled evenly from the whole text."""
+    """Yields the texts on which a BPE is trained: every n-th text, so that about LEARNED_FROM characters remain. Args:
+    size: bytes of all texts; None: unknown."""
     every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
         if number % every == 0 and taken < LEARNED_FROM:
@@ -224,7 +231,8 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
 def train_tokenizer(
     source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
-    """Trains a BPE on a source whose tokens are not stored here, or reads it from the cache."""
+    """Returns a BPE tokenizer that is trained on a source, from the cache if it was trained before. Used by sources
+    whose tokens are not stored under one key: mixtures and random tokens."""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
 
@@ -237,7 +245,8 @@ def train_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, target: Path, special_tokens: Sequence[str] = ()) -> None:
-    """Trains a byte-level BPE. Long words are split for training only, and not when text is encoded."""
+    """Trains a byte-level BPE and writes it to `target`. Long words are split during this training, but not when the
+    tokenizer encodes text."""
     bpe = ByteLevelBPETokenizer()
     words, special = bpe.pre_tokenizer, [END_OF_TEXT, *special_tokens]
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
@@ -297,7 +306,7 @@ def _digest():
 
 
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
-    """Shows a progress bar of bytes on a terminal if the work takes longer than 2 s."""
+    """Yields the documents. If this takes longer than 2 s, a progress bar of the bytes is shown on a terminal."""
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
         for document in documents:
             yield document
@@ -305,12 +314,12 @@ def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -
 
 
 class _Bits:
-    """Writes a file with a bit for each token, 1 if the token is learned. If all tokens are learned, no file is
-    written."""
+    """Writes a file with a bit for each token: 1 if the token is learned. If all tokens are learned, the file is
+    deleted at the end."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.count, self.every = file, 0, True
-        self.waiting = np.empty(0, bool)  # bits that do not fill a byte yet
+        self.waiting = np.empty(0, bool)  # bits that do not fill a byte so far
 
     def __enter__(self) -> "_Bits":
         self.out = self.file.open("wb")
@@ -333,14 +342,15 @@ class _Bits:
 
 
 class Twice:
-    """Counts validation documents that are also in the training data: they cannot measure generalization."""
+    """Finds validation documents that are also training documents, and so cannot measure generalization. Documents are
+    compared by the digests of their ids."""
 
     def __init__(self) -> None:
         self.looked_for: set[bytes] = set()
         self.repeated: set[bytes] = set()
 
     def held_out(self, document: bytes) -> None:
-        if document and len(self.looked_for) < LOOKED_AT:  # the empty document of a single rated answer
+        if document and len(self.looked_for) < LOOKED_AT:  # b"" stands for no document
             self.looked_for.add(document)
 
     def trained_on(self, document: bytes) -> None:
@@ -357,18 +367,18 @@ class Twice:
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
-    """Returns the bytes of the tokens' text. Byte-level tokens may begin and end inside a character; a partial
-    character of other tokenizers does not count."""
+    """Returns the number of bytes of the tokens' text. With a byte-level tokenizer, the tokens may begin and end inside
+    a character, and every byte counts. With other tokenizers, an incomplete character at the end does not count."""
     if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
     different = np.flatnonzero(times)
-    added = tokenizer.get_added_vocab()  # stored literally; in every other token a character stands for a byte
+    added = tokenizer.get_added_vocab()  # stored literally; in all other tokens each character represents one byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
 
 
 def byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a token always decodes to the same bytes, whatever precedes it."""
+    """Returns whether each token decodes to the same bytes in every context."""
     return tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)

@@ -1,9 +1,10 @@
-"""Gradient accumulation: how many micro-batches make one optimizer step.
+"""Sets the number of micro-batches per optimizer step, that is, gradient accumulation (`accumulation=`).
 
 A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its token count, so
-that every micro-batch's loss is divided by the tokens of the *window* before its backward pass. The update equals that
-of one large batch, even if sequences differ in length or an epoch ends in a short window. Accumulation saves
-activations (only one micro-batch's exist at a time); its only cost is smaller matmuls.
+that the loss of every micro-batch is divided by the tokens of the *window* before its backward pass. So the update
+equals the update from one large batch, even if sequences differ in length or an epoch ends in a short window.
+Accumulation saves activation memory, because only the activations of one micro-batch exist at a time. Its only cost is
+smaller matmuls.
 
 Lightning's own accumulation weights a short last window too little (Lightning #19987), gives every micro-batch the same
 weight whatever its number of tokens (#20350), and schedules by epoch only (#21583).
@@ -21,8 +22,8 @@ class WindowSize:
     """The number of micro-batches in each window. The last window of an epoch may be shorter.
 
     Args:
-        sizes: first epoch or window -> micro-batches from there on.
-        by: the unit of the keys of `sizes`. Windows are optimizer steps, including steps that fp16 skipped.
+        sizes: index of an epoch or window -> number of micro-batches from this epoch or window on.
+        by: the unit of the keys of `sizes`. A window counts as one optimizer step, also if fp16 skips the step.
     """
 
     sizes: Mapping[int, int]
@@ -60,18 +61,19 @@ def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
 
 
 def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns windows whose size depends on the epoch: `{0: 1, 3: 4}` is one micro-batch, and four from epoch 3 on."""
+    """Returns windows whose size depends on the epoch: `{0: 1, 3: 4}` means one micro-batch per window, and four
+    micro-batches from epoch 3 on."""
     return WindowSize(_checked(sizes), "epoch")
 
 
 def by_step(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns windows whose size depends on the number of completed windows: `{0: 3, 101: 4}` is three micro-batches,
-    and four from window 101 on."""
+    """Returns windows whose size depends on the number of completed windows: `{0: 3, 101: 4}` means three micro-batches
+    per window, and four micro-batches from window 101 on."""
     return WindowSize(_checked(sizes), "window")
 
 
 def divisors(n: int) -> list[int]:
-    """Returns the micro-batch sizes by which `n` sequences are divisible."""
+    """Returns the divisors of `n`, ascending: the micro-batch sizes into which `n` sequences can be divided evenly."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -1,10 +1,14 @@
-"""Cards: how much of their memory a run can use, and how fast they are.
+"""Describes cards for the planner: how much of a card's memory a run can use, and how fast the card is.
 
-A run can use less memory than a card's nominal size: firmware reserves a part, and the CUDA context takes another.
-conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context. For a bare size such
-as 12GiB, a share stays free and the size of the context is assumed. For a card in this machine CUDA reports the free
-memory, from which the context is already subtracted, so the context is not counted again. This module imports nothing
-heavy.
+A run can use less memory than a card's nominal size, because firmware reserves a part and the CUDA context takes
+another part. How much remains is known in three ways:
+
+- conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context.
+- For a bare size such as 12GiB, the share SPARE is kept free, and the size of the context is assumed.
+- For a card in this machine, CUDA reports the free memory. The free memory already excludes the context, so the context
+  is not counted again.
+
+This module imports nothing heavy.
 """
 
 from collections.abc import Mapping
@@ -21,23 +25,26 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
 SPARE = 0.02  # share of a bare size that is kept free
-CONTEXT = GIB // 2  # assumed for a card without a name, LATER included; only the largest cards have more
-COMMUNICATOR = 512 * MIB  # of NCCL, per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
-LATER = 160 * MIB  # for kernels that load at their first call: 20 to 70 MiB were published, an H200 took 158
-# dtype -> the lowest compute capability with hardware matmuls in it. Cards without tensorfloat32 compute in fp32.
+CONTEXT = GIB // 2  # bytes, assumed for a card without a name; includes LATER; only the largest cards need more
+COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
+# for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 were measured on an H200
+LATER = 160 * MIB
+# dtype -> the lowest compute capability with hardware for matmuls in this dtype. Cards without tensorfloat32 compute in
+# fp32, so every card accepts it.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
-# Bytes of a cuBLAS workspace. torch's allocator holds a workspace for each thread that has run a matmul. The sizes are
-# from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
+# Bytes of a cuBLAS workspace. torch's allocator keeps one workspace for each thread that has run a matmul. The sizes
+# are from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
 WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
 WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large workspace
-REFERENCE = "rtx3060"  # its speeds are assumed for a bare size if this machine has no card
+REFERENCE = "rtx3060"  # the speeds of this card are assumed for a bare size if this machine has no card
 
 
 class LinkBandwidth(NamedTuple):
-    """The link between host and card.
+    """The bandwidth of the bus between host and card.
 
     Args:
-        up, down: bytes per second to the card and from it, in one direction at a time.
+        up, down: bytes per second from host to card, and from card to host, while no bytes are copied in the other
+            direction.
         duplex: share of `up` that remains while `down` runs at its full rate.
     """
 
@@ -51,12 +58,13 @@ class Card:
     """A card that a plan is made for.
 
     Args:
-        size: bytes that a run may use.
+        size: bytes that a run may use, including `context_bytes`.
         says: describes `size` in messages.
         context_bytes: bytes that torch cannot reserve.
-        rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among its flops; None: as measured
-            on the card of this machine, or the rates of REFERENCE.
-        name: the card that the rates belong to.
+        rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among the flops; None: the rates
+            measured on the card of this machine, or the rates of REFERENCE.
+        capability: CUDA compute capability, such as 8.6; None: unknown.
+        name: name of the card in conf/gpu.yaml; None for other cards.
     """
 
     size: int
@@ -67,8 +75,8 @@ class Card:
     name: str | None = None
 
     def multiplies(self, dtype: str) -> bool:
-        """Returns whether the card has hardware for matmuls in this dtype. Other cards emulate it: torch reports that
-        they support bf16, but a matmul takes twice as long as in fp32."""
+        """Returns whether the card has hardware for matmuls in this dtype. Without this hardware, bf16 is emulated:
+        torch reports that such a card supports bf16, but a matmul takes twice as long as in fp32."""
         if dtype not in MULTIPLIES:
             raise Refused(
                 f"It is not known which cards have matrix products in {dtype}. Add {dtype} to MULTIPLIES in "
@@ -78,8 +86,8 @@ class Card:
 
 
 def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
-    """Returns the card for 'rtx3060' or '12GiB'. Returns None if nothing was typed, which means the card in this
-    machine.
+    """Returns the card for a name such as 'rtx3060' or a size such as '12GiB'. Returns None for None, which means the
+    card in this machine. Args: key: the typed key, for the error message.
 
     Raises:
         Refused: the value is neither a size nor a name of conf/gpu.yaml.
@@ -99,7 +107,7 @@ def here() -> Card:
     Raises:
         Refused: this machine has no CUDA device.
     """
-    import torch  # imported late: a command reads sizes before it needs torch
+    import torch  # imported here, because commands use this module before they need torch
 
     if not torch.cuda.is_available():
         raise Refused(
@@ -132,7 +140,8 @@ def workspace(capability: float, deterministic: bool) -> int:
 
 
 def nearest(word: object) -> list[str]:
-    """Returns all card names: first the names that begin with `word`, then the others by similarity."""
+    """Returns all names of cards: first the names that begin with `word`, then the other names. Both groups are sorted
+    by similarity to `word`."""
     word = str(word).lower()
     return sorted(get_close_matches(word, cards(), len(cards()), 0), key=lambda name: not name.startswith(word))
 

@@ -1,8 +1,9 @@
-"""Refuses a run that cannot work before anything heavy is built. All errors are reported together, one sentence each.
+"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Independent errors are
+reported together, one sentence each.
 
-Cheap checks run first, before torch is imported (`settled`, `check_places`); `check` then imports the classes that a
-yaml names. Errors that only show in the data or the weights are raised, as the same exception, by the code that reads
-them.
+`settled` and `check_places` are cheap and run first, before torch is imported. `check` then imports the classes that a
+yaml names. Errors that show only in the data or in the weights are raised later, also as `Refused`, by the code that
+reads the data or the weights.
 """
 
 import inspect
@@ -25,20 +26,20 @@ from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.scratch_file import PAGE, Drive, is_memory
 
-# Keys of a model's config that may hold the maximum sequence length.
+# Keys of a model's config that may contain the maximum sequence length.
 POSITIONS = ("max_position_embeddings", "n_positions")
 OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name a trained run or model
-TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # a `_target_` in a yaml
-# lowmem's own keys of conf/optim. All other keys are arguments of the class that a yaml names.
+TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # a `_target_` of lowmem in a yaml
+# lowmem's own keys of conf/optim. All other keys of an optimizer's yaml are arguments of its class.
 OPTIM_KEYS = ("in_backward", "embedding_bits", "declares")
 
 
 def settled(cfg: Config) -> Run:
-    """Returns the run of a composed config. A `Run` is returned unchanged.
+    """Returns the checked run of a composed config. A `Run` is returned unchanged.
 
     Raises:
-        Refused: wrong types or ranges, unknown keys, and interpolations of missing keys, reported together; or values
-            that contradict each other.
+        Refused: some values have a wrong type or range, or keys are unknown or without a value (all of these errors are
+            reported together); or values contradict each other.
     """
     if isinstance(cfg, Run):
         return cfg
@@ -69,7 +70,7 @@ def _errors(cfg: DictConfig) -> list[str]:
 
 
 def check(run: Run, choices: Mapping[str, str]) -> None:
-    """Checks a run whose values are settled.
+    """Checks a run that `settled` has returned: keys, combinations of techniques, callbacks, the metric and the device.
 
     Args:
         choices: group -> chosen yaml, to name the file in an error.
@@ -142,7 +143,7 @@ def check_places(run: Run) -> None:
     runs before torch is imported.
 
     Raises:
-        Refused: a run, text file or encoding does not exist.
+        Refused: a named run, file, folder or encoding does not exist, or no file can be written to weights.drive.
     """
     for key in OF_A_RUN:
         if (
@@ -224,7 +225,7 @@ def check_hub_id(key: str, name: str) -> None:
 
 
 def _val_places(data: Mapping) -> list[str]:
-    """Returns the validation paths: an empty list, one path, or one for each named set."""
+    """Returns the validation paths: no path, one path, or one path for each named set."""
     val_path = data.get("val_path")
     return [] if val_path is None else [val_path] if isinstance(val_path, str) else list(val_path.values())
 
@@ -248,13 +249,14 @@ def _is_count(value: object) -> bool:
 
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each key that the yaml's class or function does not accept."""
+    """Yields a sentence for each `_target_` that cannot be imported, and for each key that the class or function of a
+    `_target_` does not accept."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
         try:
             takes = inspect.signature(get_object(node["_target_"])).parameters
-        except Exception as error:  # an import may raise anything, and the user sees it
+        except Exception as error:  # an import may raise anything, and the message shows the error
             why = str(error).splitlines()[-1]
             yield f"{yaml}: {node['_target_']} cannot be imported ({why}).{moved(node['_target_'])}"
             continue
@@ -274,8 +276,8 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice for a user's own yaml whose module was moved: the `_target_` in conf/ with the same last name.
-    Empty if conf/ has none."""
+    """Returns advice about the `_target_` of a user's own yaml whose class lowmem has moved: the `_target_` in conf/
+    with the same last name. Returns an empty string if conf/ has no such `_target_`."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
@@ -285,8 +287,8 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a sentence for each callback that would save its own checkpoints, which would be unverified and inside
-    windows."""
+    """Yields a sentence for each callback that would save its own checkpoints. Such checkpoints are saved between the
+    micro-batches of a window, and are not verified."""
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):
@@ -302,7 +304,8 @@ def _savers(run: Run) -> Iterator[str]:
 def _metric(name: str | None) -> Iterator[str]:
     if name is None:
         return
-    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # Hydra would also print the error that it raises
+    # Hydra would print the error, in addition to raising it
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
     try:
         is_function = callable(get_object(name))
         why = "this is not a function"
@@ -354,8 +357,8 @@ def _device(device: str, snapshot: bool) -> None:
 
 
 def check_positions(seq_len: int, positions: int | None) -> None:
-    """Raises Refused if a row is longer than the model's maximum sequence length. Args: positions: that maximum, or
-    None."""
+    """Raises Refused if `seq_len` exceeds the model's maximum sequence length. Args: positions: the maximum sequence
+    length; None: unknown."""
     if positions is not None and seq_len > positions:
         raise Refused(
             f"seq_len={seq_len}: this model supports sequences of up to {positions} tokens. Type seq_len={positions} "

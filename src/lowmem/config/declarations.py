@@ -1,14 +1,14 @@
-"""Reads the properties that techniques declare for checks, the planner and advice, so that no code compares the name of
-a technique.
+"""Reads the properties that techniques declare. Checks, the planner and advice use these properties, so that no code
+depends on the name of a technique.
 
-Each conf/<group>/<name>.yaml is a technique, and has its properties under `declares`. Precisions, losses, adapters and
-strategies are lowmem's own classes: properties that their code decides are class attributes, which `Run` offers
-(`run.loss_class.head_in_tiles`).
+Each conf/<group>/<name>.yaml is a technique, and lists its properties under `declares`. Precisions, losses, adapters
+and strategies are lowmem's own classes. Properties that follow from the code of such a class are class attributes, and
+are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
-Each kind of class has a base class, whose docstrings say who calls which method, with which shapes and dtypes. Optional
-methods have a default there, so that no caller needs `hasattr`:
+Each kind of technique has a base class. Its docstrings say who calls which method, with which shapes and dtypes.
+Optional methods have a default in the base class, so that no caller needs `hasattr`:
 
-    an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it steps 16 bits itself
+    an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it updates 16-bit weights itself
     a precision        `BasePrecision` of `techniques/precision/contract.py`, or its `SixteenBitWeights`
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
     an adapter         `Adapter` of `techniques/adapter/contract.py`
@@ -33,41 +33,45 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# Groups that the planner may change. It keeps the typed choice of every other group.
-CHANGEABLE = ("precision", "optim")  # groups that change the result of training, and not only how it is computed
+# Groups in which the planner tries other choices. It keeps typed choices, except in the groups of CHANGEABLE that
+# may_change= names.
+CHANGEABLE = ("precision", "optim")  # groups whose choices change the result of training
 COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same result in different ways
-PLACED = "weights"  # the group that decides where idle weights are stored, on which the kind of step depends
-SHARED = "strategy"  # the group that decides how devices share one training
+PLACED = "weights"  # the group that decides where weights are stored while they are not used
+SHARED = "strategy"  # the group that decides how several devices share one run
 
 
 @dataclass(frozen=True)
 class Technique:
-    """The declared properties of a technique. All have defaults, and most concern one group.
+    """The declared properties of a technique. All properties have defaults, and most properties apply to one group
+    only.
 
     Any group:
-        saves: category of bytes -> the largest share that remains of the default run's bytes; empty if it saves
-            nothing.
-        tried: the planner may choose it although it was not typed: it works with the typed lr, and keeps the quality
-            of updates.
-        advised: the first of its group to recommend when memory runs out.
-        generates_code: it generates code at run time, with a C++ compiler on a CPU and with Triton on a card. The
-            allocations of generated code cannot be traced.
+        saves: category of bytes -> the largest share of the default run's bytes that remains; empty if the technique
+            saves nothing.
+        tried: the planner may choose the technique although it was not typed, because it works with the typed lr and
+            keeps the quality of updates.
+        advised: the technique of its group that error messages recommend when memory runs out.
+        generates_code: the technique generates code at run time, with a C++ compiler on a CPU and with Triton on a
+            card. Allocations in generated code cannot be traced.
     optim:
-        update_of: name of the optimizer whose update this optimizer computes with another state; None: its own.
-        state_bits: bits per element of its state.
-        on_host: the optimizer with the same state that steps masters in host memory.
-        pages: its state moves to host memory by itself.
-        steps_by: "element" or "matrix" if its step consists of torch operators, which also run on tensors without
-            memory. "matrix": a step on some rows of a matrix gives another result. None: it has its own kernels.
-        cpu_factor: time of its update on a CPU, relative to the time that memory bandwidth alone would need.
+        update_of: name of the optimizer with the same update and a different format of its state; None: no other
+            optimizer.
+        state_bits: bits per element of the optimizer state.
+        on_host: name of the optimizer with the same kind of state that updates masters in host memory.
+        pages: a paged optimizer, whose state moves to host memory automatically when the card is full.
+        steps_by: None: the step uses kernels of its own, which cannot be traced. Otherwise the step consists of torch
+            operators, which also run on tensors without memory. "element": the update of each element is independent.
+            "matrix": the update depends on the full matrix, so a shard of the matrix would get a different update.
+        cpu_factor: time of the update on a CPU, divided by the time in which memory bandwidth alone would allow it.
     gradient_checkpointing:
-        joins_blocks: it recomputes several blocks together.
+        joins_blocks: several blocks are recomputed together.
         inputs_on_host: the inputs of blocks are offloaded to host memory.
-        sees_operators: it decides for each operator of a block whether its result is stored.
+        sees_operators: for each operator of a block, the technique decides whether to store the result.
     loss:
         of_rated: answers are rated one by one, so rows are single answers and not pairs.
     strategy:
-        one_process: it starts no ranks.
+        one_process: the strategy runs in a single process, without ranks.
     """
 
     saves: Mapping[str, float] = field(default_factory=dict)
@@ -89,7 +93,7 @@ class Technique:
 
 @cache
 def groups() -> tuple[str, ...]:
-    """Returns the groups in which a technique declares a property, in the order of conf/config.yaml."""
+    """Returns the groups in which at least one technique declares a property, in the order of conf/config.yaml."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     names = [key for line in defaults if isinstance(line, dict) for key in line]
     return tuple(group for group in names if any(map(_declares, (CONF / group).glob("*.yaml"))))
@@ -100,12 +104,13 @@ def _declares(file: Path) -> bool:
 
 
 def technique_of(node: BaseModel | None, group: str) -> Technique:
-    """Returns the declared properties of a group's node. Args: node: None if the run does not have the group.
+    """Returns the declared properties of the technique that a run has chosen in a group. Args: node: the group's node;
+    None if the run does not have the group.
 
     Raises:
         Refused: a declared key that does not exist.
     """
-    return _technique(getattr(node, "declares", None) or {}, group)  # theirs: any model of the schema
+    return _technique(getattr(node, "declares", None) or {}, group)  # theirs: the node is any model of the schema
 
 
 def choice(group: str, name: str) -> dict:

@@ -1,7 +1,8 @@
-"""Drives: the folder for data that do not fit in host memory, and the bytes that may be stored there.
+"""Describes the drive of a run or a plan: the folder for masters and optimizer state that do not fit in host memory,
+and the bytes that may be stored there.
 
-plan.py's `drive=` is a folder of this machine, whose free space counts, or the size of a planned drive. Drives are sold
-in powers of ten, so a size may also end in GB or TB. This module does not import torch.
+plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. The
+sizes of drives are sold in powers of ten, so a size may also end in GB or TB. This module does not import torch.
 """
 
 import re
@@ -12,15 +13,16 @@ from pathlib import Path
 from lowmem.memory import cap
 from lowmem.system.errors import Refused
 
-FOLDER = "FOLDER"  # placeholder for the folder, if only the size of a drive was typed
+FOLDER = "FOLDER"  # placeholder for the folder in printed commands, if only the size of a drive was typed
 DECIMAL = {"GB": 10**9, "TB": 10**12}
-# Assumed bytes per second: sustained by NVMe drives on four lanes of PCIe 4 once their cache is full
+# Assumed bytes per second: the sustained rates of NVMe drives on four lanes of PCIe 4, once the drive's cache is full
 READ, WRITTEN = 3.5e9, 1.5e9
 
 
 @dataclass(frozen=True)
 class DriveSpace:
-    """The space on a drive that a run may use. Args: folder: a folder on it; size: its free bytes."""
+    """The space on a drive that a run may use. Args: folder: a folder on the drive; size: the free bytes of the
+    drive."""
 
     folder: str
     size: int
@@ -41,7 +43,8 @@ def space(folder_or_size: str | None, folder: str | None = None) -> DriveSpace |
 
 
 def size_of(folder_or_size: str) -> int | None:
-    """Returns the bytes of '200GB' or '180GiB'; None for a folder. Raises: Refused: another unit."""
+    """Returns the bytes of a size such as '200GB' or '180GiB', or None for a folder. Raises Refused for a size with an
+    unknown unit."""
     decimal = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GT]B)", folder_or_size)
     if decimal and float(decimal[1]):
         return int(float(decimal[1]) * DECIMAL[decimal[2]])

@@ -10,15 +10,17 @@ from lowmem.system.errors import Refused
 
 
 def instantiate(node: BaseModel | Mapping, **more: object) -> object:
-    """Calls Hydra's `instantiate` without `declares`. A `Refused` that the called class raises is passed on unchanged.
+    """Calls Hydra's `instantiate` for a node, without the key `declares`. A `Refused` that the called class raises is
+    raised unchanged.
 
     Args:
-        more: arguments that override the node's.
+        more: arguments that override the arguments in the node.
     """
     node = node.model_dump(by_alias=True) if isinstance(node, BaseModel) else dict(node)
     node.pop("declares", None)
     try:
-        return hydra.utils.instantiate(node | more, _convert_="all")  # plain lists: they end up in checkpoints
+        # with plain lists, because arguments may be stored in checkpoints
+        return hydra.utils.instantiate(node | more, _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, Refused):
             raise error.__cause__ from None

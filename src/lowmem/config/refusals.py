@@ -1,8 +1,8 @@
-"""Lists combinations that cannot work, each with its error message.
+"""Lists the combinations of settings that cannot work, each with its error message. `check.py` refuses these
+combinations at the start of a run.
 
-The list is complete: every combination that is neither listed here nor refused by a technique because of the model is
-tested. For each refusal, a test of `tests/config/test_refusals.py` runs the combination without the refusal and shows
-the result.
+The list is complete: every other combination is tested, or is refused by a technique because of the model. For each
+refusal, a test of `tests/config/test_refusals.py` runs the combination without the refusal and shows what goes wrong.
 """
 
 import shutil
@@ -17,7 +17,7 @@ class Refusal(NamedTuple):
     """A refused combination.
 
     Args:
-        applies: returns whether a run is refused.
+        applies: returns True for a run that is to be refused.
         says: the message: what was asked for, why it cannot work, and what to type instead.
     """
 

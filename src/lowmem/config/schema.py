@@ -1,9 +1,9 @@
 """Declares every key once: its type, its range, and how an error message describes a valid value.
 
-`Keys` is conf/config.yaml. A technique's yaml does not need an entry: its values show the types of its arguments, and
-`ARGUMENTS` adds ranges for names that have one meaning in all classes of `PACKAGES`. The signature of a class says
-which names it accepts (`check.py`); nothing else is known about classes of other packages. This module imports nothing
-heavy.
+`Keys` declares the keys of conf/config.yaml. The yaml of a technique needs no entry here: its values show the types of
+its arguments, and `ARGUMENTS` adds ranges for names that have the same meaning in all classes of `PACKAGES`. About
+classes of other packages, only the names of arguments are known, from the signature of the class (`check.py`). This
+module imports nothing heavy.
 """
 
 import re
@@ -23,8 +23,8 @@ from lowmem.system.units import steps_or_seconds
 
 
 def _words(words: str, annotation: Any, **bounds: Any) -> Any:
-    """Returns a type with its range and a description of valid values. In a message, 'give' is put before the
-    description, unless it begins with 'set' or 'leave'."""
+    """Returns a type with its range and a description of valid values. Messages put 'give' before the description,
+    unless the description begins with 'set' or 'leave'."""
     return Annotated[annotation, Field(description=words, **bounds)]
 
 
@@ -114,13 +114,14 @@ class Section(BaseModel):
 
 
 class Node(BaseModel):
-    """A node with a `_target_`. The function `arguments` knows the types of its arguments."""
+    """A node with a `_target_`: the class or function to call, and its arguments. The function `arguments` returns the
+    types of the arguments."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
 
     def plain(self) -> dict[str, Any]:
-        """Returns the node with `_target_`, as its yaml has it."""
+        """Returns the node as in its yaml, with `_target_`."""
         return self.model_dump(by_alias=True)
 
     @property
@@ -166,7 +167,7 @@ class EarlyStop(Section):
     watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
-# Arguments of Lightning's Trainer that have their own key in a run.
+# Argument of Lightning's Trainer -> the key of a run that sets it.
 SET_BY = {
     "accelerator": "device",
     "accumulate_grad_batches": "accumulation",
@@ -270,9 +271,11 @@ class PlanKeys(Keys):
     rows: Count
 
 
-# Packages of the shipped yamls. In other packages `path`, `target` or `alpha` may mean something else.
+# Packages of the shipped yamls. In other packages, names such as `path`, `target` or `alpha` may have a different
+# meaning.
 PACKAGES = ("lowmem", "torch", "torchao", "bitsandbytes", "lightning", "hydra_plugins")
-# Types of arguments by name. Any other argument has the type of its value in the yaml; an integer there means a count.
+# Types of arguments by name. Any other argument has the type of its value in the yaml, where an integer stands for any
+# integer of at least 1.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -349,7 +352,7 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 
     Args:
         values: the resolved config.
-        is_taken_over: returns True for a path of keys whose value is an interpolation of another key.
+        is_taken_over: returns True for the path of a key whose value is an interpolation of another key.
     """
     sentences = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
@@ -361,8 +364,9 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 
 @cache
 def arguments(identity: str) -> type[BaseModel]:
-    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. The schema is
-    empty if no yaml names it. For classes of other packages it contains only interpolated arguments, such as ${lr}."""
+    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. If no yaml of
+    conf/ has this `_target_` or `model_type`, the schema is empty. For classes of other packages, the schema contains
+    only interpolated arguments, such as ${lr}."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}
@@ -389,7 +393,8 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 
 def _kind(key: str, default: object) -> Any:
-    """Returns the type of an argument, from its name or from its value in the yaml (null and ??? have no type)."""
+    """Returns the type of an argument, from its name or else from its value in the yaml. The values null and ??? allow
+    any type."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
@@ -402,7 +407,7 @@ def _kind(key: str, default: object) -> Any:
 
 
 def _or_null(kind: Any) -> Any:
-    """Adds null to a type, for arguments that are null in the yaml."""
+    """Returns a type that also allows null, for arguments that are null in the yaml."""
     words = next(constraint.description for constraint in kind.__metadata__ if getattr(constraint, "description", None))
     return kind if words.endswith("null") else _words(f"{words}, or null", kind | None)
 
@@ -421,7 +426,8 @@ def _identity(node: Mapping) -> object:
 
 
 def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
-    """Yields (path, sentence) for each of the `values` that does not match the schema."""
+    """Yields (path, sentence) for each of the `values` that does not match the schema. Args: above: the path of
+    `values` in the config."""
     try:
         schema.model_validate(values)
     except ValidationError as refusal:
@@ -436,7 +442,7 @@ def _sentence(
     """Converts an error of pydantic to (path, sentence).
 
     Args:
-        place: location of the error, which may end inside a union.
+        place: pydantic's location of the error, which may end in the name of a member of a union.
         above: the path of `values`.
     """
     if kind == "missing":

@@ -1,9 +1,9 @@
-"""Holds the settings of a run. `settled` of `check.py` makes a frozen `Run` from a composed config once, and all other
-code reads the `Run`.
+"""Defines `Run`, which contains all settings of a run. `settled` of `check.py` creates an immutable `Run` from the
+composed config once, and all other code reads the `Run`.
 
 A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
-Facts known only later (the device, the steps of epochs=, a batch size found by search) produce a new `Run` from the
-same overrides.
+Some facts become known later: the device, the steps of epochs=, a batch size found by search. For each such fact,
+`Run.knowing` makes a new `Run` from the same overrides.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Run(schema.Keys):
     """All settings of a run, immutable. `knowing` and `replacing` return a new run."""
 
     output_dir: str | None = None  # None until the folder exists
-    device: str  # `Keys` allows fewer values; tests also use meta
+    device: str  # `Keys` allows auto, cpu and cuda; tests also use meta
     _draft: DictConfig = PrivateAttr()  # the composed config, with its interpolations
 
     @classmethod
@@ -44,28 +44,29 @@ class Run(schema.Keys):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Run":
-        """Returns the run of values that were returned by `as_dict`."""
+        """Returns the run of plain values, as `as_dict` returns them."""
         return cls.from_draft(OmegaConf.create(values))
 
     def knowing(self, **facts: object) -> "Run":
-        """Returns a run in which these values are set and all dependent values are computed again. A mapping changes
-        only the keys that it contains."""
+        """Returns a run in which the values of `facts` are set and all values that depend on them are computed again. A
+        mapping among `facts` changes only the keys that it contains."""
         return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
-        """Returns a run in which a key such as adapter or model.architecture has exactly this value; the old value
-        is not merged."""
+        """Returns a run in which a key, such as adapter or model.architecture, has exactly this value. A mapping
+        replaces the old mapping and is not merged with it."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
         return Run.from_draft(draft)
 
     def sized(self) -> "Run":
-        """Returns a run in which batch_size=auto is 1, for work that does not depend on the batch size."""
+        """Returns a run with batch_size=1 instead of batch_size=auto, for work that does not depend on the batch
+        size."""
         return self.knowing(batch_size=1) if self.batch_size == "auto" else self
 
     def resolved(self) -> "Run":
-        """Returns a run whose interpolations are replaced by their values, so that `knowing` changes single keys
-        only."""
+        """Returns a run whose interpolations are replaced by their values. In this run, `knowing` changes only the
+        given keys, and no keys that were interpolated from them."""
         return Run.read(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class Run(schema.Keys):
     @cached_property
     def runs_on(self) -> str:
         """Returns "cpu" or "cuda". device=auto uses CUDA if available."""
-        import torch  # imported late: a command's arguments are read before torch is needed
+        import torch  # imported here, because commands read the settings before they need torch
 
         return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -98,7 +99,7 @@ class Run(schema.Keys):
 
     @property
     def device_bytes(self) -> int | None:
-        """Returns the bytes of the card, or of memory.limit; None for a CPU without a limit."""
+        """Returns the bytes of memory.limit, or else of the card's memory; None for a CPU without a limit."""
         import torch
 
         of_card = torch.cuda.get_device_properties().total_memory if self.runs_on == "cuda" else None
@@ -106,13 +107,14 @@ class Run(schema.Keys):
 
     @property
     def needs_compiler(self) -> bool:
-        """Returns whether a C++ compiler is needed to generate code for a CPU. (On a card, Triton generates the
+        """Returns whether the run needs a C++ compiler, to generate code for a CPU. (On a card, Triton generates the
         code.)"""
         return self.runs_on == "cpu" and any(self.technique(group).generates_code for group in ("optim", "compile"))
 
     @property
     def compiles_blocks(self) -> bool:
-        """Returns whether torch.compile compiles each block, which hides its allocations from the meter."""
+        """Returns whether torch.compile compiles each block. The memory meter cannot see allocations in compiled
+        blocks."""
         return self.technique("compile").generates_code
 
     @property
@@ -121,18 +123,20 @@ class Run(schema.Keys):
 
     @property
     def loss_class(self) -> type:
-        """Returns the class of the loss, a `Loss`. A plain function counts as `Loss` itself."""
+        """Returns the class of the loss, a subclass of `Loss`. If the `_target_` is a function, returns `Loss`
+        itself."""
         return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
     def adapter_class(self) -> type:
-        """Returns the class of the adapter, an `Adapter`. A plain function counts as `Adapter` itself."""
+        """Returns the class of the adapter, a subclass of `Adapter`. If the `_target_` is a function, returns `Adapter`
+        itself."""
         return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
     def exports_adapter(self) -> bool:
-        """Returns whether an export contains the adapter alone. If the base model has random weights, it is exported,
-        too."""
+        """Returns whether an export contains only the adapter, and not the base model. A base model with random initial
+        weights must be exported with its adapter."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
@@ -149,24 +153,24 @@ class Run(schema.Keys):
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device. (The class declares this too, but importing
-        it imports torch.)"""
+        """Returns whether there may be several processes, one per device. The class of the strategy has this attribute,
+        too, but importing the class imports torch."""
         return not self.technique("strategy").one_process
 
     @property
     def loads_once(self) -> bool:
-        """Returns whether only rank 0 has the full model in host memory, while it is loaded and sharded."""
+        """Returns whether only rank 0 has the full model in host memory while the model is loaded and sharded."""
         return not self.strategy_class.in_numbers
 
     @property
     def widens_as_sent(self) -> bool:
-        """Returns whether rank 0 may read weights in the narrower dtype of their files, and widen them when it sends
-        them."""
+        """Returns whether rank 0 may load and send weights in the narrower dtype of their files, so that each rank
+        converts its shard to the dtype of the run."""
         return self.strategy_class.widens
 
     @property
     def saves_parts(self) -> bool:
-        """Returns whether each process saves its own shard of the model and of the optimizer state."""
+        """Returns whether each process has, and saves, only its own part of the model and of the optimizer state."""
         return self.strategy_class.divides
 
     @cached_property
@@ -178,7 +182,8 @@ class Run(schema.Keys):
 
     @cached_property
     def windows(self) -> WindowSize | None:
-        """Returns the sizes of windows; None with batch_size=auto, before the search has found a size."""
+        """Returns the number of micro-batches of each window; None with batch_size=auto, before the search has found a
+        batch size."""
         if self.batch_size == "auto":
             return None
         shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
@@ -191,14 +196,16 @@ class Run(schema.Keys):
 
     @property
     def in_backward(self) -> bool:
-        """Returns whether each parameter is updated as soon as its gradient exists."""
+        """Returns whether the optimizer updates each parameter on the device during backward, as soon as its gradient
+        exists."""
         return self.optim.in_backward
 
     @property
     def early(self) -> bool:
-        """Returns whether masters are updated as their gradients arrive. Clipping and a loss scale need all gradients
-        first."""
-        early = self.precision.arguments.get("early_step", True)  # the default of the classes, too
+        """Returns whether updates are early: the host updates each weight, or its master, during backward, as soon as
+        the weight's last gradient of the window is in host memory. With clipping or a loss scale updates are not early,
+        because both need all gradients first."""
+        early = self.precision.arguments.get("early_step", True)  # the classes of precisions have the same default
         return self.masters and early and self.clip is None and not self.scales_loss
 
     # --- dtypes, and where weights are --------------------------------------------------------------------------------
@@ -227,19 +234,20 @@ class Run(schema.Keys):
     @property
     def product_bytes(self) -> int:
         """Returns the bytes per element of activations, and of weights and gradients that are copied between host and
-        device: all have the dtype of matmuls."""
+        device. All of these have the dtype of matmul inputs."""
         return self._precision_class.dtype.itemsize
 
     @property
     def loaded_in(self) -> str:
         """Returns the dtype to which a model's files are converted: float32, bfloat16 or float16. Weights with masters
-        are read in the masters' dtype. If only an adapter is trained, base weights have no masters and are read in the
-        dtype that the device stores."""
+        are converted to the dtype of the masters. If only an adapter is trained, base weights have no masters and are
+        converted to the dtype in which the device stores them."""
         return self.multiplies_in if self.masters and self.adapter_class.freezes_base else self.weights_dtype
 
     @property
     def rounds_weights(self) -> bool:
-        """Returns whether updated weights are rounded to 16 bits, losing the remainder."""
+        """Returns whether trained weights are stored in 16 bits only, so that each update is rounded and the remainder
+        is lost."""
         return self.weights_dtype != "float32" and not self.adapter_class.freezes_base
 
     @property
@@ -248,7 +256,7 @@ class Run(schema.Keys):
 
     @property
     def masters(self) -> bool:
-        """Returns whether the optimizer steps on the host."""
+        """Returns whether the optimizer runs on the host, on masters or on streamed weights in host memory."""
         where = self._precision_class.steps_on_host
         return where == "always" or (where == "if streamed" and self.streams)
 
@@ -259,8 +267,8 @@ class Run(schema.Keys):
 
     @property
     def begins(self) -> dict[str, bool | str]:
-        """Returns key -> value of data.bos, or of data.parts.<name>.bos for a mixture; empty for data without this
-        key."""
+        """Returns a mapping from data.bos, or for a mixture from each data.parts.<name>.bos, to its value. The mapping
+        is empty for data without this key."""
         data = self.data.arguments
         sources = {"data": data} | {f"data.parts.{name}": source for name, source in data.get("parts", {}).items()}
         return {f"{name}.bos": source["bos"] for name, source in sources.items() if "bos" in source}
@@ -272,14 +280,14 @@ class Run(schema.Keys):
 
     @property
     def reads_weights(self) -> bool:
-        """Returns whether the 16-bit weights of blocks are on the drive, too, and are read for each pass."""
+        """Returns whether the 16-bit weights of blocks are also on the drive, and are read from it for each pass."""
         return self.drive_folder is not None and self.weights.arguments.get("drive_holds") == "all"
 
     @property
     def order(self) -> str | None:
-        """Returns the order in which the micro-batches of a window pass through streamed blocks; None if weights do not
-        stream. With by_layer the block inputs of all micro-batches exist at the same time, so by_layer is chosen only
-        if block inputs are offloaded to the host.
+        """Returns the order in which the micro-batches of a window pass through streamed blocks; None if weights are
+        not streamed. With by_layer, the block inputs of all micro-batches exist at the same time, so weights.order=auto
+        selects by_layer only if block inputs are offloaded to the host.
 
         Raises:
             Refused: an unknown order.
@@ -303,15 +311,16 @@ class Run(schema.Keys):
 
 
 class PlanRun(Run, schema.PlanKeys):
-    """All settings of plan.py: a run, and the card and host that it is planned for."""
+    """All settings of plan.py: a run, and the card and the host for which the run is planned."""
 
 
-# The argument of `fit` and `plan`: a config that was composed elsewhere, for example in a notebook, or a run.
+# The argument of `fit` and `plan`: a run, or a config that was composed elsewhere, for example in a notebook.
 Config = DictConfig | Run
 
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
-    """Returns the run of typed overrides. Args: lines: already checked; name: the yaml of conf/ that they override."""
+    """Returns the run of typed overrides, without checking them. Args: lines: overrides that were checked before; name:
+    the yaml of conf/ that they override."""
     return Run.from_draft(composed(lines, name))
 
 
@@ -324,13 +333,13 @@ def _class_of(node: schema.Node, base_name: str) -> type:
 
 @dataclass(frozen=True)
 class Command:
-    """A run and the command that started it.
+    """A run, and the command line that started it.
 
     Args:
         run: the settings.
         folder: folder of the results.
         choices: group -> chosen yaml, for messages.
-        typed: the typed overrides, for the summary; empty for a run from a notebook.
+        typed: the typed overrides, for the summary; empty for a run that a notebook has started.
         lines: the typed overrides plus the steps of epochs=, from which recipes are composed.
     """
 

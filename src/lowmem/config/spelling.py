@@ -1,5 +1,5 @@
-"""Explains overrides that Hydra cannot use. A sentence that suggests the most similar valid override replaces Hydra's
-page of text.
+"""Explains overrides that Hydra cannot use: one sentence, which suggests the most similar valid override, replaces
+Hydra's page of text.
 
 This module does not import torch.
 """
@@ -32,10 +32,11 @@ from lowmem.config.typed_lines import (
 )
 from lowmem.system.errors import Refused
 
-NEAR = 0.65  # similarity by difflib, for a flag, or a choice or key within a given group or section
-CLOSE = 0.8  # similarity for a key that may be anywhere: allows two swapped letters in a word of five
+NEAR = 0.65  # minimum similarity by difflib, for a flag, or for a choice or key within a known group or section
+CLOSE = 0.8  # minimum similarity for a key of any section; allows two swapped letters in a word of five
 ARCHITECTURE = "model.architecture."
-# names of keys in other trainers, or likely guesses -> the key here; spelling alone would suggest a wrong key
+# names of keys in other trainers, or likely guesses -> lowmem's key; by similarity alone, a wrong key would be
+# suggested
 OTHER_NAMES = {
     **dict.fromkeys(("checkpoint.every", "checkpoint_every", "save_steps"), "save_every"),
     **dict.fromkeys(("evaluate.every", "evaluate_every", "eval_steps"), "val_every"),
@@ -46,18 +47,19 @@ OTHER_NAMES = {
     "num_train_epochs": "epochs",
     "optimizer": "optim",
 }
-# names of precisions in Lightning and other trainers; spelling alone would suggest bf16 for fp16
+# names of precisions in Lightning and other trainers -> lowmem's choice; by similarity alone, bf16 would be suggested
+# for fp16
 OTHER_PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "16-mixed"), "16"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "32-true"), "32"),
 }
-# group -> its choice for a file, folder or hub id, and the key for the name
+# group -> the choice to type for a file, folder or hub id, and the key for its name
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
 
 
 class TakenOut(NamedTuple):
-    """A choice of an earlier lowmem that was removed.
+    """A choice of an earlier version of lowmem that was removed.
 
     Args:
         instead: the overrides to type.
@@ -90,13 +92,13 @@ TAKEN_OUT = {
         resumes=True,
     ),
 }
-# prefix of a key of an earlier lowmem -> its current prefix
+# prefix of a key in an earlier version of lowmem -> its current prefix
 RENAMED = {
     "fit": "plan",
     "master.early_step": "precision.early_step",
     "trainer.plugins.precision.": "precision.",
 }
-LEFT_OUT = {  # removed keys, dropped from the overrides of an earlier run, too -> why
+LEFT_OUT = {  # removed key -> why; also dropped from the overrides of a run that is resumed
     "master.skips_in_a_row": "one rule counts steps that are not finite, for all precisions",
     "weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are",
     "weights_dtype": "precision= also chooses the dtype of the weights",
@@ -105,11 +107,13 @@ IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices 
 
 
 def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
-    """Checks everything that can be checked line by line. Args: sweep: the lines belong to several jobs.
+    """Checks the typed overrides as far as possible without composing a config. Args: sweep: True: the lines start
+    several jobs.
 
     Raises:
-        Refused: a line removes a group, names a choice that does not exist or a folder without a name, sets a key
-            twice, changes a declared property of a technique, or has a glob() without matches.
+        Refused: a line removes a needed group, names a choice that does not exist or was removed, names an empty
+            folder, changes a declared property of a technique, or uses glob() for a key that is not a group; or two
+            alternative keys are both set.
     """
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
@@ -152,7 +156,7 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
 
 
 def renamed(line: str) -> str:
-    """Returns an override of an earlier lowmem with the current key."""
+    """Returns an override of an earlier version of lowmem with the current name of its key."""
     begin = next((old for old in RENAMED if key(line) == old or (old[-1] == "." and key(line).startswith(old))), None)
     return line if begin is None else line.replace(begin, RENAMED[begin], 1)
 
@@ -177,7 +181,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
         pass  # all keys exist, so the error has another cause
     if isinstance(error, OverrideParseException):
         return _unreadable(unquoted(error.override))
-    if isinstance(error, MissingConfigException) and error.options:  # a group of Hydra itself
+    if isinstance(error, MissingConfigException) and error.options:  # a group of Hydra's own, such as hydra/launcher
         return f"There is no {error.missing_cfg_file}. Type one of {', '.join(error.options)}."
     if several := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", str(error)):
         line = unquoted(several[1] or several[2])
@@ -204,8 +208,8 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known dotted key that was probably meant: with the same or a similar last component; None if none is
-    similar. Hydra's own keys are suggested only if the word names a section of Hydra."""
+    """Returns the known dotted key that was probably meant, which has the same or a similar last component as `word`;
+    None if no known key is similar. Hydra's own keys are suggested only if `word` begins with hydra."""
     ours = (name for name in known if word.startswith("hydra.") or not name.startswith("hydra."))
     names = sorted(ours, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
@@ -221,7 +225,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
-    """Yields all dotted keys, including sections."""
+    """Yields all dotted keys of a nested mapping, including its sections."""
     for name, value in values.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -229,7 +233,7 @@ def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
-    """Yields a sentence for every unknown key."""
+    """Yields a sentence for every unknown key, and for every + before a key that exists."""
     typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
     jobs = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
     known = set.intersection(*jobs)  # each job of a sweep gets all lines
@@ -244,7 +248,8 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
-    """Returns the keys that exist with these choices: a set for each choice of a sweep, or a single set."""
+    """Returns the sets of keys that exist with these choices of groups: one set for each choice of a sweep, or a single
+    set."""
     known = []
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
@@ -253,7 +258,7 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
 
 
 def _chosen(line: str) -> list[str]:
-    """Returns the choices in an override of a group; several in a sweep."""
+    """Returns the choices in an override of a group: one choice, or several choices in a sweep."""
     value = unquoted(quoted(line)).partition("=")[2]
     return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
 
@@ -290,8 +295,8 @@ def _of_place(group: str, place: str) -> str:
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
-    """Returns the message for an argument that does not exist. (A yaml need not list all arguments of an
-    architecture.)"""
+    """Returns the message for an unlisted argument of an architecture. (The architecture may still have the argument,
+    since a yaml need not list all arguments.)"""
     existing = [name for name in known if name.startswith(ARCHITECTURE)]
     if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
         return no_such_key(line, existing)

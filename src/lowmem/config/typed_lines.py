@@ -1,6 +1,6 @@
-"""Handles overrides (key=value): as users type them, as Hydra reads them, and the config that they compose.
+"""Handles overrides (key=value): converts the lines that users type to lines that Hydra reads, and composes the config.
 
-The command line reads its arguments with this module, so it does not import torch.
+The command line uses this module before anything heavy is imported, so this module does not import torch.
 """
 
 import os
@@ -28,11 +28,11 @@ PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.dr
 UNSPLIT = (*FOLDERS, "may_change", "prompt")  # commas do not separate values, not even in a sweep
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
-NAMED = ("data.val_path",)  # a single path, or several paths by name
+NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
-# Pairs of alternative keys. When a run is resumed, typing one of them replaces both.
+# Pairs of alternative keys. When a run is resumed, typing one key of a pair replaces both keys of the earlier run.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
-# Text that Hydra reads as text: a word that is not null, a number or a boolean.
+# Values that are passed to Hydra without quotes: null, ???, and words that are not booleans.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), which a sweep evaluates
@@ -61,8 +61,8 @@ def keys_replaced(lines: Iterable[str]) -> set[str]:
 
 
 def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[str]:
-    """Returns keys of the earlier overrides that the newly typed choices of groups do not have, such as weights.drive
-    after weights=resident; they must be dropped."""
+    """Returns the keys of earlier overrides that must be dropped because the newly typed choices of groups do not have
+    them, such as weights.drive after weights=resident."""
     chosen = {group: name for group, name in as_mapping(typed).items() if is_group(group)}
     lost = set()
     for group, name in chosen.items():
@@ -75,7 +75,7 @@ def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[s
 
 
 def in_place_of(lines: Sequence[str]) -> list[str]:
-    """Returns overrides that set a key to null if an experiment may set the key but its alternative was typed."""
+    """Returns overrides that set a key to null if its alternative was typed, because an experiment may set the key."""
     keys = set(map(key, lines))
     return [f"{name}=null" for name, other in EITHER if "experiment" in keys and other in keys and name not in keys]
 
@@ -100,7 +100,8 @@ def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str
 
 
 def as_only_source(name: str) -> str:
-    """Returns the key that a mixture's source would have as the only source: data.path for data.parts.code.path."""
+    """Returns the key that a key of a mixture's source would have without the mixture: data.path for
+    data.parts.code.path."""
     return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
 
 
@@ -113,7 +114,7 @@ def quoted(line: str, sweep: bool = False) -> str:
     expression.
 
     Args:
-        sweep: commas separate values, also in paths, unless the full text is an existing path.
+        sweep: True: commas separate values, also in paths, unless the full text is an existing path.
     """
     name, equals, value = line.partition("=")
     if equals and is_group(_group(line)):
@@ -139,8 +140,8 @@ def _group(line: str) -> str:
 
 def _enumerated(line: str) -> str:
     """Returns the value of a group's override with choice(), sort(), shuffle(), range() and glob() expanded to choices.
-    Hydra removes quotes inside a function, so a job would get the integer 16. Several glob() may be separated by
-    commas."""
+    (Hydra removes quotes inside a function, so a job would get the integer 16 instead of the choice 16.) Several glob()
+    may be separated by commas."""
     value = line.partition("=")[2]
     if "(" not in value:
         return value
@@ -150,15 +151,16 @@ def _enumerated(line: str) -> str:
         if any(isinstance(item, Glob) for item in items):
             return ",".join(dict.fromkeys(chain.from_iterable(_named(item, CONF / _group(line)) for item in items)))
         return ",".join(sweep.sweep_string_iterator())
-    except HydraException:  # not a sweep function, or not readable: Hydra reports it
+    except HydraException:  # not a sweep function, or not valid: Hydra reports the error
         return value
 
 
 def _named(item: object, group: Path) -> list[str]:
-    """Returns the choices for which an item of a sweep over a group stands."""
+    """Returns the choices that an item of a sweep over a group selects."""
     if not isinstance(item, Glob):
         return ["null" if item is None else item.text if isinstance(item, QuotedString) else str(item)]
-    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])  # 16 in [16,32*] is an integer
+    # Hydra reads the 16 in [16,32*] as an integer
+    patterns = Glob([*map(str, item.include)], [*map(str, item.exclude)])
     return patterns.filter(sorted(file.stem for file in group.glob("*.yaml")))
 
 
@@ -189,7 +191,7 @@ def unquoted(line: str) -> str:
 
 
 def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Separates arguments into Hydra's flags with their values, overrides, and all other arguments."""
+    """Returns the arguments in three lists: Hydra's flags with their values, overrides, and all other arguments."""
     flags, lines, strays = [], [], []
     before = ""
     for word in arguments:
@@ -204,10 +206,10 @@ def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
-    """Composes the config `name` of conf/ with these overrides, whether or not Hydra is already initialized.
+    """Composes the config `name` of conf/ with these overrides. Works inside a Hydra job and without one.
 
     Args:
-        whole: keep Hydra's own section.
+        whole: True: keep Hydra's own section.
     """
     lines = list(lines)
     cfg = _composed(lines, name, whole)
@@ -216,7 +218,7 @@ def composed(lines: Iterable[str], name: str = "config", whole: bool = False) ->
 
 
 def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = False) -> DictConfig:
-    """Composes as Hydra does, before typed overrides take precedence over experiments."""
+    """Composes the config as Hydra does, without `let_typed_win`."""
     overrides = list(map(quoted, lines))
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(name, overrides, return_hydra_config=with_hydra)
@@ -225,9 +227,9 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
-    """Removes, in place, keys that an experiment sets for its own choice of a group (`accumulation.size` of
-    effective_batch), if another choice was typed or made by a later experiment of experiment=[a,b]. Hydra would apply
-    these keys to the other choice."""
+    """Removes, in place, the keys that an experiment sets for its own choice of a group, such as `accumulation.size`
+    for effective_batch, if a different choice was typed or set by a later experiment of experiment=[a,b]. Without this
+    function, Hydra would apply these keys to the different choice."""
     typed = as_mapping(map(unquoted, lines))
     names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
     files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}
@@ -245,12 +247,13 @@ def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
 
 def _choices_of(experiment: DictConfig) -> dict[str, str]:
     """Returns group -> choice in an experiment's yaml."""
-    entries = [entry for entry in experiment.get("defaults", []) if isinstance(entry, Mapping)]  # _self_ is a word
+    # other entries, such as _self_, are plain text
+    entries = [entry for entry in experiment.get("defaults", []) if isinstance(entry, Mapping)]
     return {name.removeprefix("override /"): choice for entry in entries for name, choice in entry.items()}
 
 
 class TypedWins(Callback):
-    """A callback that Hydra calls before a run, after it has composed the config."""
+    """The Hydra callback that applies `let_typed_win` to the composed config, before a run starts."""
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         with read_write(config):

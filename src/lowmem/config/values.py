@@ -1,4 +1,5 @@
-"""Checks values of the keys of conf/data, both at the start of a run and where they are used, and formats names."""
+"""Checks values of the keys of conf/data, and formats names for messages. `check.py` calls the checks at the start of a
+run, and data sources call them again where the values are used."""
 
 from collections.abc import Collection, Mapping
 
@@ -41,7 +42,7 @@ def checked_fields(field: str | None, prompt: str | None, completion: str | None
 
 
 def checked_shares(sources: Collection[str], shares: Mapping[str, float] | None) -> None:
-    """Raises Refused for a mixture without sources, and for shares of unknown sources."""
+    """Raises Refused for a mixture without sources, and for shares that do not name exactly these sources."""
     if not sources:
         raise Refused(
             "data=mix: no sources are set. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each "

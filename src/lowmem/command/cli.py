@@ -1,6 +1,16 @@
-"""Connects the shell and Hydra: converts typed lines to Hydra's arguments, and errors to readable messages.
+"""Connects the shell, Hydra and the jobs of lowmem: converts typed lines to Hydra's arguments, and errors to readable
+messages. train.py and plan.py call `start`.
 
-This module imports nothing heavy at its top, so `--help` answers in well under a second.
+The steps of a command:
+
+- `start` converts the command line (`prepare`) and calls Hydra's main function.
+- Hydra composes the config and calls the callbacks of conf/config.yaml: `TypedWins` (`typed_lines.py`), `Settle` here,
+  and `Claim` (`folder_lock.py`), which locks the run's folder.
+- Hydra writes its files and calls the job, `run` or `plan`. With `devices=2`, `run` starts the ranks (`launch.py`),
+  each of which goes through these steps as well.
+- `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints all messages and exits.
+
+This module imports nothing heavy at its top, so that `--help` answers in well under a second.
 """
 
 import atexit
@@ -47,28 +57,30 @@ from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
 
 SWEEP = ("-m", "--multirun")
-ALONE = ("generate", "show", "export")  # keys of work that a single process does, also if there are several ranks
-LOADING = "Loading torch, Lightning and transformers ..."  # takes about five seconds
+ALONE = ("generate", "show", "export")  # keys of work that only one process does, even if several ranks were started
+LOADING = "Loading torch, Lightning and transformers ..."  # importing them takes about five seconds
 
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
 
 _failures: list[str] = []  # messages of failed jobs of this command
-_unfit: list[Path] = []  # folders of this command's plans for which no recipe fits
+_unfit: list[Path] = []  # folders of those plans of this command for which no recipe fits
 
 
 def _skip_last_collection() -> None:
-    """Skips the garbage collection at exit, which takes a second: the process frees all memory anyway. A no-op if
-    Triton is loaded (CUDA builds of torch import it), since Triton would report the skipped objects as leaks."""
+    """Skips the garbage collection at exit, which would take a second although the operating system frees all memory
+    anyway. A no-op if Triton is loaded, as in CUDA builds of torch, because Triton would report the objects that were
+    not collected as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def start(main: Callable[[], None], config: str = "config") -> None:
-    """Runs a Hydra main function on sys.argv and exits with its code. Args: config: the yaml of conf/ that it reads."""
+    """Runs a main function of Hydra with the arguments of sys.argv. After a failure, exits with a message or an exit
+    code. Args: config: the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
-    sys.stdout.reconfigure(errors="backslashreplace")  # text that a terminal cannot show must not end a run
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and this file is the only one that prints errors
+    sys.stdout.reconfigure(errors="backslashreplace")  # otherwise text that the terminal cannot show would end a run
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them; this function prints them
     _failures.clear()
     _unfit.clear()
     signals.received.clear()
@@ -102,7 +114,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
 
 
 def _no_folder(error: OSError) -> str:
-    """Returns a message about a folder that Hydra cannot create; in a sweep, a job's folder."""
+    """Returns the message for a folder that Hydra cannot create: the run's folder, or in a sweep the folder of a
+    job."""
     if not {*sys.argv} & {*SWEEP}:
         return f"The output folder is not writable ({error}). Type hydra.run.dir=<a writable folder>."
     if error.errno == errno.ENAMETOOLONG:
@@ -121,12 +134,14 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: its flags, the overrides of a resumed run or sweep, and the typed lines; quoted.
+    """Returns the arguments for Hydra: its flags, then the overrides of a resumed run or sweep and the typed overrides,
+    quoted for Hydra.
 
     Raises:
-        Refused: the arguments alone are wrong. (Hydra composes the config, and `Settle` checks it.)
+        Refused: the arguments are wrong. (Errors that show only in the composed config are found later, by Hydra and
+            `Settle`.)
     """
-    if "COMP_LINE" in os.environ:  # tab completion: the command line so far, whose last word may be incomplete
+    if "COMP_LINE" in os.environ:  # tab completion: the command line typed so far, whose last word may be incomplete
         *words, last = os.environ["COMP_LINE"].split(" ")
         os.environ["COMP_LINE"] = " ".join([*map(quoted, words), last])
     arguments = _resumed_sweep(arguments)
@@ -169,10 +184,12 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
-    """Returns the overrides that were typed for the run that `resume=`, `evaluate=` or `export=` names.
+    """Returns the overrides of the run that `resume=`, `evaluate=` or `export=` names, under the current names of their
+    keys. Returns an empty list if no run is named.
 
     Raises:
-        Refused: an override can run code and was not typed again. (The folder may come from somebody else.)
+        Refused: an override can run code and was not typed again (the folder may come from somebody else), or a choice
+            of a resumed run was removed.
     """
     of_a_run = {"resume", "evaluate", "export"}
     lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
@@ -198,8 +215,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
 
 
 def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
-    """Refuses to resume a run whose choice was removed, unless a replacement that reads its checkpoints is typed. The
-    model of such a run can still be evaluated and exported."""
+    """Refuses to resume a run with a choice that was removed, unless a replacement that can read the run's checkpoints
+    is typed. Such a run can still be evaluated and exported."""
     resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
     for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
         instead, why, resumes = spelling.TAKEN_OUT[line]
@@ -214,7 +231,7 @@ def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
 
 
 def _renamed(lines: list[str]) -> list[str]:
-    """Returns overrides of an earlier lowmem under their current names."""
+    """Returns overrides of an earlier version of lowmem with the current names of keys and choices."""
     instead = [new for line in lines if line in spelling.TAKEN_OUT for new in spelling.TAKEN_OUT[line].instead.split()]
     return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
@@ -224,9 +241,9 @@ def _works_alone(run: Run) -> bool:
 
 
 class Settle(Callback):
-    """Settles and checks the config once Hydra has composed it, before anything is written."""
+    """The Hydra callback that checks the composed config and stores the resulting `Run`, before anything is written."""
 
-    run: Run | None = None  # None: the job settles it, since the config refers to values of Hydra's job
+    run: Run | None = None  # None: the job itself calls `settled`, because the config refers to values of Hydra's job
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if any("${hydra:" in line for line in OmegaConf.to_container(config.hydra.overrides.task)):
@@ -241,7 +258,8 @@ class Settle(Callback):
 
 
 def run(cfg: DictConfig) -> float:
-    """Runs one job and turns errors into messages. In a sweep each job has its own process.
+    """Runs one job, and turns errors into messages. Hydra calls this function once per run, and in a sweep once per
+    job; each job of a sweep runs in its own process.
 
     Returns:
         The validation loss; nan after a failure.
@@ -263,7 +281,8 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Returns the summary; None if the job writes none, or if this rank leaves the work to rank 0."""
+    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary; None if the job
+    has no summary, or if only rank 0 does the work."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
@@ -285,7 +304,8 @@ def _generate(run: Run) -> None:
 
 
 def _ranks(output_dir: Path, size: int) -> dict:
-    """Starts the ranks and returns the keys of their summary that a sweep needs."""
+    """Runs the ranks and returns the summary that rank 0 has written. If a signal interrupted the ranks, returns only
+    the signal."""
     overrides = HydraConfig.get().overrides
     of_hydra = [line for line in overrides.hydra if key(line) not in ("hydra.run.dir", "hydra.mode")]
     interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
@@ -295,14 +315,14 @@ def _ranks(output_dir: Path, size: int) -> dict:
 
 
 def _log_beside_stdout() -> None:
-    """Sends log messages to stderr, since programs may read stdout."""
+    """Sends log messages to stderr, because other programs may read the generated text from stdout."""
     for handler in logging.getLogger().handlers:
-        if getattr(handler, "stream", None) is sys.stdout:  # theirs: a handler of logging
+        if getattr(handler, "stream", None) is sys.stdout:  # theirs: any handler of logging
             handler.setStream(sys.stderr)
 
 
 def plan(cfg: DictConfig) -> None:
-    """Predicts a run instead of running it."""
+    """Runs the job of plan.py: predicts the memory and time of a run."""
     _guarded(_plan, cfg)
 
 
@@ -316,10 +336,12 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
 
 
 def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
-    """Returns the job's result; None after a failure, whose message `start` prints at the end."""
+    """Calls a job and returns its result. After a failure, returns None, and `start` prints the error message at the
+    end."""
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    overrides = OmegaConf.to_container(hydra.overrides.task)  # unresolved: composing the config resolves each ${key}
+    # with interpolations, which are resolved when the config is composed
+    overrides = OmegaConf.to_container(hydra.overrides.task)
     debug, places = False, [str(output_dir)]
     try:
         debug, run = cfg.debug, Settle.run or settled(cfg)
@@ -345,7 +367,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
 
 
 def _words(value: object) -> Iterator[str]:
-    """Yields all strings of a config, among them the paths that the user gave."""
+    """Yields all strings in a config. The paths that the user typed are among them."""
     if isinstance(value, str):
         yield value
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -367,8 +389,9 @@ def _message(error: Exception, debug: bool, places: list[str]) -> str:
 
 
 def _leave(output_dir: Path, message: str) -> None:
-    """Writes the reason of a failure to the run's folder. If the run was refused before it wrote anything, the folder
-    is restored. With several ranks, the process that claimed the folder does this."""
+    """Writes the error message of a failed run to failed.txt in the run's folder. A no-op if only Hydra has written to
+    the folder, because `folder_lock.release` then restores the folder. Also a no-op in a rank that has not claimed the
+    folder: the launcher or rank 0 has claimed it."""
     if folder_lock.untouched() or rank_environment.of_run() or rank_environment.number():
         return
     with suppress(OSError):  # the run may have failed because the disk is full

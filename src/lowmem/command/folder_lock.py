@@ -1,8 +1,11 @@
 """Locks a run's folder before anything is written to it, and restores the folder if the run is refused.
 
-Hydra writes `.hydra/` and a log before the job starts, so one of Hydra's callbacks takes the lock. A new folder belongs
-to the process that created it. Every folder stays locked until its command exits, so that a running run cannot be
-resumed.
+Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes, locks
+the folder. A new folder belongs to the process that created it. Every folder stays locked until the command exits, so
+that a run cannot be resumed while it is running.
+
+With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. The
+other ranks get the name of the folder from this process.
 """
 
 import os
@@ -28,27 +31,27 @@ from lowmem.system import folder_locks, rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
-HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # Hydra writes them before a job starts
-# Files of a command that do not come from Hydra. A folder with one of them holds another run.
+HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # files that Hydra writes before a job starts
+# Files of a command that Hydra does not write. A folder that contains one of these files belongs to another run.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
     *("plan.json", rank_environment.LOG),
 )
 RANKS = "rank-[0-9]*"
 LOGS = f"{RANKS}/{rank_environment.LOG}"
-OF_SWEEP = "LOWMEM_JOB"  # environment variable: the folder that a sweep has created for the job
+OF_SWEEP = "LOWMEM_JOB"  # environment variable with the folder that a sweep has created for its job
 
 
 @dataclass
 class Claimed:
-    """A locked folder, and its content before the command.
+    """A locked folder, and a record of its content before the command.
 
     Args:
-        lock: an open file, which holds the lock.
+        lock: file descriptor of the open folder, on which the lock is taken.
         created: the folders that this command created, the innermost first.
         overwritten: the content of files that Hydra overwrites.
-        other_files: all other files with their modification times; None for a job of a sweep, whose folder is never
-            restored.
+        other_files: path -> modification time in ns, of all other files; None for a job of a sweep, whose folder is
+            never restored.
     """
 
     folder: Path
@@ -62,11 +65,11 @@ class Claimed:
         return self.other_files is not None and self.folder.is_dir() and _other_files(self.folder) == self.other_files
 
     def give_back(self) -> None:
-        """Restores the folder if only Hydra has written to it."""
+        """Restores the folder if only Hydra has written to it, and releases the lock."""
         if self.untouched():
             _remove(self.folder)
             for file, content in self.overwritten.items():
-                with suppress(OSError):  # if a file cannot be written now, Hydra could not overwrite it either
+                with suppress(OSError):  # a file that cannot be written now was not overwritten by Hydra either
                     file.parent.mkdir(exist_ok=True)
                     file.write_bytes(content)
             with suppress(OSError):  # the folder is not empty: another program has put a file there
@@ -77,7 +80,8 @@ class Claimed:
 
 @contextmanager
 def _or_exit() -> Iterator[None]:
-    """Exits if a folder's name cannot be resolved; Hydra would warn and continue without a lock."""
+    """Context manager that exits with a message if the name of a folder cannot be resolved. Hydra would only warn, and
+    continue without a lock."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -91,11 +95,11 @@ def _or_exit() -> Iterator[None]:
 
 
 class Claim(Callback):
-    """Hydra callbacks that run before Hydra writes. They exit on an error, since Hydra would turn an exception into a
-    warning.
+    """The Hydra callback that claims the folder of a run or a sweep, before Hydra writes to it. After an error it
+    exits, since Hydra would turn an exception into a warning.
 
     Args:
-        host: the machine of the process that holds the lock, written to .hydra/hydra.yaml.
+        host: name of the machine on which the locking process runs; written to .hydra/hydra.yaml.
     """
 
     now: Claimed | None = None  # the folder that this process has claimed
@@ -104,10 +108,10 @@ class Claim(Callback):
         self.host = host
 
     def on_run_start(self, config: DictConfig, **_) -> None:
-        HydraConfig.instance().set_config(config.copy())  # Hydra sets it too late for values with ${hydra:...}
+        HydraConfig.instance().set_config(config.copy())  # Hydra itself sets it later, too late to resolve ${hydra:...}
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
-            with read_write(config):  # only the first rank writes Hydra's files
+            with read_write(config):  # only the process that claims the folder writes Hydra's files
                 config.hydra.run.dir = str(run)
                 config.hydra.output_subdir = None
                 log_file = OmegaConf.select(config, "hydra.job_logging.handlers.file")
@@ -132,7 +136,7 @@ class Claim(Callback):
         Claim.now = replace(claimed, other_files=None) if of_sweep else claimed
         with read_write(config):
             config.hydra.run.dir = str(claimed.folder)
-            if exported:  # keep its .hydra/, which records how it was trained
+            if exported:  # keep the .hydra/ of the exported run, which records how it was trained
                 config.hydra.output_subdir = None
             config.hydra.callbacks.claim.host = platform.node()
         if rank_environment.size() > 1:
@@ -148,12 +152,12 @@ class Claim(Callback):
         if Claim.now.folder != folder:
             with read_write(config):
                 config.hydra.sweep.dir = str(Claim.now.folder)
-                # Hydra composes each job from these overrides
+                # Hydra composes the config of each job from these overrides
                 config.hydra.overrides.hydra.append(quoted(f"hydra.sweep.dir={Claim.now.folder}"))
 
 
 def _value(config: DictConfig, key: str) -> str | None:
-    """Returns the value of a key; None if it cannot be resolved yet (the job will report the error)."""
+    """Returns the value of a key, or None if the value cannot be resolved. (The job will report this error.)"""
     try:
         return config.get(key)
     except OmegaConfBaseException:
@@ -161,7 +165,8 @@ def _value(config: DictConfig, key: str) -> str | None:
 
 
 def _redirect(run: Path) -> None:
-    """Redirects a rank's output to a file in the run's folder, unless the process that started the rank does so."""
+    """Redirects the output of a rank to a file in the run's folder. A no-op if the launcher (`launch.py`) has started
+    the rank, because the launcher redirects it."""
     if rank_environment.of_run() is None:
         try:
             rank_environment.redirected(run)
@@ -185,7 +190,8 @@ def _agreed(claimed: Path | None) -> Path:
 
 
 def release() -> None:
-    """Releases the lock when a command ends, and resets the config that the callbacks have given to Hydra."""
+    """Releases the claimed folder when a command ends, restores it if only Hydra has written to it, and resets the
+    config that the callbacks have given to Hydra."""
     HydraConfig.instance().cfg = None
     if Claim.now is not None:
         Claim.now.give_back()
@@ -201,12 +207,12 @@ def _sets(name: str, lines: Iterable[str]) -> bool:
 
 
 def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -> Claimed:
-    """Claims a folder.
+    """Claims a folder, or exits with a message.
 
     Args:
-        key: Hydra's key for the folder.
-        typed: whether the user typed that key.
-        goes_on: returns whether the command may write to a folder that holds a run.
+        key: the key that names the folder, for messages.
+        typed: True: claim exactly this folder, which the user typed; False: claim a new folder with a similar name.
+        goes_on: returns True if the command may write to a folder that already contains a run.
     """
     try:
         return _this(folder, key, goes_on) if typed else _new(folder)
@@ -215,7 +221,7 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
     except OSError as error:
         message = f"The output folder is not writable ({error}). Type {key}=<a writable folder>."
         sys.exit(folded(message, sys.stderr))
-    except Exception as error:  # for example a broken multirun.yaml: without a lock nothing may start
+    except Exception as error:  # for example a damaged multirun.yaml; nothing may start without a lock
         sys.exit(
             folded(
                 f"{key}={folder}: the files of this folder cannot be read ({error}). Type another folder.", sys.stderr
@@ -230,12 +236,12 @@ def _new(folder: Path) -> Claimed:
         path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         with suppress(FileExistsError):
             path.mkdir(parents=True)
-            if (claimed := _locked(path, [path, *above])) is not None:  # None: another command was faster
+            if (claimed := _locked(path, [path, *above])) is not None:  # None: another command has locked it first
                 return claimed
 
 
 def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
-    """Locks exactly this folder.
+    """Locks exactly this folder, and creates it if it is missing.
 
     Raises:
         Refused: another run is in the folder or still writes to it.
@@ -257,7 +263,8 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
 
 
 def _instead(folder: Path) -> str:
-    """Returns advice on how to use the run in this folder; empty for a plan, or for results of another run."""
+    """Returns advice on how to continue the run in this folder. Returns an empty string if the folder contains a plan,
+    or results that were computed from another run."""
     if (folder / "plan.json").exists() or _uses_a_run(folder):
         return ""
     line = "resume=auto"
@@ -274,9 +281,9 @@ def _not_there(folder: Path) -> list[Path]:
 
 
 def _locked(folder: Path, created: list[Path]) -> Claimed | None:
-    """Locks a folder and returns it; None if another process holds the lock."""
+    """Locks a folder and records its content; returns None if another process holds the lock."""
     handle = os.open(folder, os.O_RDONLY)
-    if folder_locks.lock(handle) is False:  # None: a file system without locks
+    if folder_locks.lock(handle) is False:  # None: the file system has no locks, and the folder is used without one
         os.close(handle)
         return None
     overwritten = {file: file.read_bytes() for file in _hydras(folder) if file.is_file()}
@@ -284,16 +291,17 @@ def _locked(folder: Path, created: list[Path]) -> Claimed | None:
 
 
 def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
-    """Returns whether a command may write to a folder in use: `resume=` names the folder or a checkpoint in it. Plans
-    and evaluations may be overwritten by new ones.
+    """Returns whether a command may write to a folder that is not empty. The command may write if `resume=` is auto, or
+    names the folder or a checkpoint in the folder. A new plan may overwrite a plan, and a new evaluation or export the
+    results of an earlier one.
 
     Args:
         plans: whether the command is plan.py.
         works_on: the values of evaluate, export and resume.
     """
-    if (folder / "plan.json").exists():  # plans can be repeated, and no run is lost
+    if (folder / "plan.json").exists():  # a plan can be repeated, so nothing is lost
         return plans
-    if _uses_a_run(folder):  # the results can be repeated
+    if _uses_a_run(folder):  # these results can be computed again
         return works_on["evaluate"] is not None or works_on["export"] is not None
     resume = works_on["resume"]
     if resume is None:
@@ -303,15 +311,16 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
 
 
 def _exported(named: str | None) -> Path | None:
-    """Returns the folder of the run that `export=` names, to which model/ is written. None for a checkpoint, whose
-    weights may differ from the run's model, and for a run that is still running."""
+    """Returns the folder of the run that `export=` names, into which model/ is written. Returns None for a checkpoint,
+    whose weights may differ from the run's model, and for a run that is still in progress."""
     run = Path(str(named)).expanduser()
     there = named is not None and (run / "checkpoints").is_dir() and not folder_locks.is_locked(run)
     return run if there else None
 
 
 def _uses_a_run(folder: Path) -> bool:
-    """Returns whether an earlier command here was `evaluate=` or `export=` of another run."""
+    """Returns whether an earlier command has written results of `evaluate=` or `export=` of another run to this
+    folder."""
     return not as_mapping(folders.typed_in(folder)).keys().isdisjoint(("evaluate", "export"))
 
 

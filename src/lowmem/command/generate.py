@@ -1,5 +1,5 @@
-"""Implements `generate=<folder>`: continues `prompt=`, or each of `sample_prompts=`, with an exported model, an adapter
-or a run's model/."""
+"""Implements `generate=<folder>`: continues `prompt=`, or each prompt of `sample_prompts=`, with an exported model, an
+adapter, or the model/ folder of a run."""
 
 import json
 import logging
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def generate(run: Run) -> str:
-    """Returns the continuation of `prompt`, or for `sample_prompts` a line of JSON per prompt, with prompt and text. If
-    the tokenizer has a chat template, a text prompt is a user's message.
+    """Returns the continuation of `prompt`, or for `sample_prompts` one line of JSON per prompt, with the keys prompt
+    and text. If the tokenizer has a chat template, each prompt is the message of a user.
 
     Raises:
-        Refused: the folder has no model, or one that cannot be read; an adapter does not name its base; or a prompt is
-            invalid.
+        Refused: the folder has no model, or its model cannot be read; the adapter does not name its base model; or a
+            prompt is invalid.
     """
     quiet()
     asked = [run.prompt] if run.prompt is not None else prompts(run.sample_prompts)
@@ -55,10 +55,11 @@ def generate(run: Run) -> str:
 def _continued(
     run: Run, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, each: Sequence[Tensor]
 ) -> list[str]:
-    """Returns the continuations of prompts, (1, T) each. Every prompt starts from the same seed, so its continuation
-    does not depend on the other prompts. With streamed weights, `batch_size` prompts share each copy of a block."""
+    """Returns the continuation of each prompt. Sampling starts from the same seed for every prompt, so a continuation
+    does not depend on the other prompts. With streamed weights, each copy of a block to the device is used for
+    `batch_size` prompts. Args: each: token ids of the prompts, (1, T) each."""
     device = torch.device(run.runs_on)
-    # order=auto depends on recomputation in the backward pass, which does not run here
+    # order=auto depends on gradient checkpointing, which does not matter without a backward pass
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"
     order = {"order": "by_layer"} if run.streams and not chosen else {}
     weights = instantiate(run.weights)(network, head_in_tiles=run.loss_class.head_in_tiles, **order)
@@ -79,7 +80,7 @@ def _continued(
 
 
 def _folder(place: Path) -> Path:
-    """Returns the folder of the model; for a run's folder, its model/."""
+    """Returns the folder that contains the model: `place`, or for a run's folder its model/."""
     for folder in (place, place / "model"):
         if is_model(str(folder)):
             return folder
@@ -90,8 +91,8 @@ def _folder(place: Path) -> Path:
 
 
 def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the model in the dtype of its file. An adapter is loaded with its base, in 4 bits if it was trained
-    so."""
+    """Returns the model in the dtype of its file, and its tokenizer. An adapter is loaded together with its base model,
+    which is quantized to 4 bits if the adapter was trained on 4-bit weights."""
     adapter = run.adapter.arguments.get("path")
     described = loading.Described(run.model, loading.architecture(run.model))
     dtype = base_dtype(adapter) or described.config.dtype or torch.float32

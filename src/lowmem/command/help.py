@@ -1,7 +1,8 @@
 """Prints `--help`: each group and key with its comment in conf/ and its value in this command line.
 
-The text is built from the comments of the yaml files and fills `hydra.help.template` of conf/config.yaml, so that a new
-key is documented in one place. This module imports nothing heavy and answers in well under a second.
+The text is built from the comments of the yaml files, so that a key is documented in one place. It fills
+`hydra.help.template` of conf/config.yaml. This module imports nothing heavy, so that `--help` answers in well under a
+second.
 """
 
 import re
@@ -17,7 +18,7 @@ LINE = re.compile(r"(?P<indent> *)(?:- )?(?P<key>\w[\w.-]*):(?P<value>(?: [^#]*)
 
 
 def text(cfg: DictConfig, conf: Path) -> str:
-    """Returns the help text. Each `$` is doubled, since Hydra substitutes variables in templates.
+    """Returns the help text, in which each `$` is doubled, because Hydra substitutes variables in the template.
 
     Args:
         cfg: the composed config, including Hydra's section.
@@ -42,7 +43,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
 
 def comments(file: Path) -> dict[str, str | None]:
-    """Returns path of every key -> the comment on its line, in the order of the file."""
+    """Returns a mapping from the dotted path of every key to the comment on its line, in the order of the file."""
     by_key: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that enclose a line
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):
@@ -71,8 +72,8 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
 
 
 def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Path) -> Iterator[str]:
-    """Yields the keys that a choice adds to the keys in `shown`: an entry for each key with a comment, and one line for
-    all other keys."""
+    """Yields lines for the keys of a choice that are not in `shown`: an entry for each key with a comment, and a list
+    of the other keys. Adds the keys to `shown`."""
     prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():

@@ -1,9 +1,17 @@
-"""Starts the ranks of a run: each runs the typed command in its own process, on one device of this machine.
+"""Starts the ranks of a run on this machine, and watches them until they end. Each rank is a process that runs the
+typed command on one device.
 
-With `devices=2` the command itself is only a launcher: it locks the run's folder, does not import torch, starts the
-ranks and forwards signals. If a rank fails, the launcher ends the other ranks; otherwise they would wait for the failed
-rank until a timeout of many minutes. Only the launcher prints how the ranks ended. Ranks other than the first print to
-their own output.log.
+With `devices=2` the typed command itself is only a launcher. It locks the run's folder, does not import torch, starts
+the ranks, and forwards signals to them. If a rank fails, the launcher ends the other ranks, which would otherwise wait
+for the failed rank until a timeout of many minutes. On the terminal, only the launcher prints the error of a failed
+rank.
+
+    launcher           the main thread starts the ranks, checks every LOOK seconds whether they have ended, and
+                       forwards signals; a second thread copies the stderr of rank 0 to the launcher's stderr
+    rank 0             writes to the launcher's stdout, to a pipe as stderr, and to train.log
+    rank N = 1, 2 ...  writes to rank-N/output.log
+    every rank         has two more pipes: stdin, which closes when the launcher exits, and a pipe for the rank's
+                       report (`rank_environment.report`), one line of JSON
 """
 
 import json
@@ -28,36 +36,38 @@ from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
-SETTLE = 2.0  # seconds that other ranks have to report their errors after a rank has failed
+# seconds between the failure of a rank and SIGTERM to the other ranks, in which they may report their own errors
+SETTLE = 2.0
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-LOOK = 0.05  # seconds between two checks of which ranks have ended
-LEAVES = 30.0  # seconds that a rank may keep running after it has reported its failure
+LOOK = 0.05  # seconds between two checks whether ranks have ended
+LEAVES = 30.0  # seconds that a rank may take to exit after it has reported its failure
 LAST = 20  # lines of a rank's log in an error message
-WORDS = 1 << 16  # bytes that are kept of the end of the first rank's stderr
+WORDS = 1 << 16  # bytes of the end of rank 0's stderr that the launcher keeps
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
-# If ranks failed for several causes, the cause that is first in this tuple is reported: later causes, such as "lost",
-# may only be consequences of another rank's failure.
+# If ranks ended for different causes, the cause that comes first in this tuple is reported, because a later cause, such
+# as "lost", may only be a consequence of the failure of another rank.
 CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
 class RankEnded(Refused):
-    """A rank has ended the run. The message names the rank and shows its last output."""
+    """Raised by the launcher if a rank has failed. The message names the rank and shows its last output, or is the
+    error that all ranks reported."""
 
 
 @dataclass
 class Rank:
-    """The process of a rank.
+    """The launcher's record of a rank's process.
 
     Args:
-        number: the rank.
-        reports: file descriptor of the pipe from which the rank's report is read.
-        log: the file of the rank's output; train.log for the first rank.
-        last_stderr: the end of the first rank's stderr, which is not in a log.
-        reader: the thread that reads the first rank's stderr.
-        code: exit code, once the process has ended.
-        at: time.monotonic() when the launcher first saw the report or the end of the process; 0: neither was seen.
-        ended_by_us: the launcher has sent a signal because another rank had failed, or after a second signal.
+        number: number of the rank, from 0.
+        reports: file descriptor of the pipe from which the launcher reads the rank's report.
+        log: the file with the rank's output; for rank 0 train.log.
+        last_stderr: the end of the stderr of rank 0, which is in no file; empty for other ranks.
+        reader: the launcher's thread that reads the stderr of rank 0; None for other ranks.
+        code: exit code of the process (negative for a signal); None while the process runs.
+        at: time.monotonic() when the launcher first saw the report or the end of the process; 0: not yet.
+        ended_by_us: True: the launcher has ended this rank, because another rank had failed or after a second signal.
         report: the rank's report (`rank_environment.report`); empty without a report.
     """
 
@@ -75,14 +85,14 @@ class Rank:
 
     def runs(self) -> bool:
         if self.code is None:
-            self.code = self.process.poll()  # read the report afterwards: it was written before the process ended
+            self.code = self.process.poll()  # the report is read after this: it was written before the process ended
             self._hear()
             if self.at == 0.0 and (self.code is not None or self.report):
                 self.at = time.monotonic()
         return self.code is None
 
     def _hear(self) -> None:
-        with suppress(BlockingIOError):  # nothing to read yet, or a child of the rank still holds the pipe
+        with suppress(BlockingIOError):  # nothing to read yet, or a child of the rank still has the pipe open
             self._read += os.read(self.reports, 2**16)
         if not self.report and b"\n" in self._read:
             self.report = json.loads(self._read.partition(b"\n")[0])
@@ -95,7 +105,7 @@ class Rank:
     @property
     def how(self) -> str:
         """Returns how the rank has ended, or how it will end according to its report: "done", "interrupted" (by a
-        signal, with a checkpoint), "ended" (immediately by a signal), or another of CAUSES."""
+        signal, after a checkpoint), or one of CAUSES, in which "ended" means immediately by a signal."""
         if self.report:
             return self.report["how"]
         if self.code == 0:
@@ -120,7 +130,7 @@ class Rank:
 
     @property
     def watchdog_message(self) -> str | None:
-        """Returns the message of NCCL's watchdog if the watchdog has ended this rank."""
+        """Returns the message of NCCL's watchdog if the watchdog has ended this rank, else None."""
         return lost_ranks.watchdog_message(self.text + self.last_stderr.decode(errors="replace"))
 
 
@@ -128,18 +138,19 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
     """Runs all ranks until they end.
 
     Args:
-        folder: the run's folder, which this process has locked.
+        folder: the run's folder, which the launcher has locked.
         typed: overrides, as Hydra gives them.
         size: number of ranks.
 
     Returns:
-        The signal after which ranks wrote a checkpoint and ended; None if all ranks are done.
+        The signal that interrupted the ranks, after which they wrote a checkpoint and ended; None if all ranks are
+        done.
 
     Raises:
-        RankEnded: a rank has failed. If the rank left no report, or a traceback that not all ranks have reported, this
-            function writes the error to failed.txt.
+        RankEnded: a rank has failed. This function writes the error to failed.txt if the rank sent no report, or sent a
+            traceback that is not the report of all ranks.
         NotPublished: the run is complete, but `push=` or `export_format=` failed.
-        Ended: a signal has ended at least one rank immediately, without waiting for a checkpoint.
+        Ended: a signal has ended at least one rank immediately, without a checkpoint.
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
@@ -158,12 +169,14 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
-    """Starts the ranks and yields them. When the `with` ends, ranks that still run are killed."""
+    """Context manager that starts the ranks and yields them. When the `with` ends, ranks that are still running are
+    killed."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
-    # each rank gets its share of the processors; otherwise each rank would use all of them
+    # Each rank gets an equal part of the processors for its threads. Otherwise each rank would start threads for all
+    # processors.
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
-    # unbuffered, so that the log keeps the last output of a killed rank
+    # unbuffered, so that the log contains the last output of a killed rank
     world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}
     ranks: list[Rank] = []
     try:
@@ -178,15 +191,16 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
             rank.process.stdin.close()
             os.close(rank.reports)
             if rank.reader:
-                rank.reader.join(1.0)  # with a timeout: a child of the rank may still hold the pipe
+                rank.reader.join(1.0)  # with a timeout, because a child of the rank may still have the pipe open
 
 
 def _rank(number: int, command: Sequence[str], world: dict[str, object], folder: Path) -> Rank:
-    """Starts a rank. The first rank writes its output and its progress bar directly to the launcher's stdout. The
-    launcher reads the first rank's stderr and copies it to its own.
+    """Starts a rank. Rank 0 inherits the launcher's stdout, and a thread of the launcher copies the stderr of rank 0 to
+    the launcher's stderr. The output of each other rank goes to its own output.log.
 
-    A rank ends when its stdin closes, that is, when the launcher has exited. A rank runs in its own session, so that
-    Ctrl-C in a terminal reaches the rank only through the launcher.
+    The stdin of a rank is a pipe from the launcher. The pipe closes when the launcher exits for any reason, and then
+    the rank exits, too. A rank runs in its own session, so that Ctrl-C in a terminal reaches the rank only through the
+    launcher.
     """
     rank_folder = rank_environment.folder(folder, number)
     rank_folder.mkdir(exist_ok=True)
@@ -208,7 +222,8 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
 
 
 def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
-    """Copies a stream to this command's stderr. Args: tail: collects the last bytes of the stream."""
+    """Copies a stream to the launcher's stderr, in a thread. Args: tail: receives the last WORDS bytes of the
+    stream."""
     with stream:
         while block := os.read(stream.fileno(), WORDS):
             tail += block
@@ -232,7 +247,8 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
     SIGTERM after SETTLE seconds, and SIGKILL after another GRACE seconds.
     """
     received: list[signal.Signals] = []
-    due: list[tuple[float, signal.Signals]] = []  # (time, signal) to send to ranks that still run
+    # (time, signal) pairs: at this time, the signal is sent to the ranks that still run
+    due: list[tuple[float, signal.Signals]] = []
 
     def hand_on(sent: signal.Signals) -> None:
         received.append(sent)
@@ -265,7 +281,8 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
-    """Returns the error message. If all ranks have the same error, the message does not name a rank."""
+    """Returns the error message for the rank that ended the run. If all ranks reported the same error, the message
+    names no rank. If the rank has crashed, also writes the message to failed.txt."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported
@@ -277,7 +294,7 @@ def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     if last:
         message += f"\nIts last lines of output ({rank.log}):\n" + "\n".join(f"  {line}" for line in last)
     message += f"\n{_again(folder)}"
-    with suppress(OSError):  # written here, since a killed rank cannot write it
+    with suppress(OSError):  # the launcher writes this file, since a killed rank cannot
         (folder / folders.FAILED).write_text(message + "\n", encoding="utf-8")
     return message
 

@@ -1,9 +1,10 @@
-"""Runs a sweep: every job is a command in its own process.
+"""Runs the jobs of a sweep (-m), each as a command in its own process, and prints the table of results.
 
-Hydra's basic launcher runs all jobs in one process: memory that one job leaks counts for the next job, and a crash ends
-all of them. So the function that Hydra calls for a job starts `python train.py <its overrides>` and waits, with every
-launcher and sweeper. Existing launchers do not solve this: joblib reuses its workers; submitit starts all local jobs at
-once, and its first failure hides the results of other jobs.
+Hydra's basic launcher runs all jobs in one process, so that memory leaked by one job would be missing for the next job,
+and a crash would end the whole sweep. So the function that Hydra calls for a job (`job`) starts `python train.py
+<overrides of the job>` and waits for it. This works with every launcher and sweeper of Hydra. Existing launchers do not
+solve the problem: joblib reuses its workers, and submitit starts all local jobs at once and hides the results of other
+jobs after the first failure.
 """
 
 import os
@@ -33,7 +34,8 @@ script = CONF.parent / "train.py"  # the script that jobs and ranks run
 
 @contextmanager
 def running(main: Callable) -> Iterator[None]:
-    """Context manager in which jobs and ranks run the script that defines `main` (train.py or a modified copy)."""
+    """Context manager inside which jobs and ranks run the script that defines `main`: train.py, or a modified copy of
+    train.py."""
     global script
     before, script = script, Path(unwrap(main).__code__.co_filename)
     try:
@@ -43,10 +45,11 @@ def running(main: Callable) -> Iterator[None]:
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job, unless an earlier sweep has completed it, and prints a line about its result.
+    """Runs a job in its own process, and prints a line about its result. A job that an earlier sweep has completed in
+    this folder is not run again.
 
     Args:
-        typed: its overrides, as Hydra gives them.
+        typed: the overrides of the job, as Hydra gives them.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, once the job has written its checkpoint.
@@ -75,9 +78,9 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         )
         raise KeyboardInterrupt if sent == signal.SIGINT else Ended(sent)
     ended = folders.load(folder)
-    if failed and ended.status != "failed":  # failed.txt could not be written: the disk is full
+    if failed and ended.status != "failed":  # failed.txt could not be written, for example because the disk is full
         ended = folders.RunFolder(folder, plain, None, "failed", reason(code, stderr))
-    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has printed the job's overrides
+    print(folded(f"job {number} {_line(ended)}"), flush=True)  # Hydra has already printed the overrides of the job
     return ended
 
 
@@ -95,22 +98,25 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
             try:
                 stderr = process.communicate()[1]
                 break
-            except (KeyboardInterrupt, Ended) as sent:  # the job ends after its step; a second signal ends it at once
+            # the job ends after its optimizer step; after a second signal it ends at once
+            except (KeyboardInterrupt, Ended) as sent:
                 passed_on = sent.signal if isinstance(sent, Ended) else signal.SIGINT
-                process.send_signal(passed_on)  # after Ctrl-C in a terminal the job gets it twice, and counts it once
+                # the terminal also sends Ctrl-C to the job, which ignores the second copy
+                process.send_signal(passed_on)
     _write(log, stderr, "a")
     return process.returncode, stderr, passed_on
 
 
 def _write(file: Path, text: str, mode: str = "w") -> None:
-    with suppress(OSError):  # the disk is full: the terminal shows the text anyway
+    with suppress(OSError):  # for example because the disk is full; the terminal shows the text anyway
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open(mode, encoding="utf-8") as out:
             out.write(text)
 
 
 def reason(code: int, stderr: str) -> str:
-    """Returns why a job failed: its signal, or the last line of its stderr."""
+    """Returns why a job or a rank failed: the signal that ended it, or the last line of its stderr. Args: code: exit
+    code; negative, or above 128, for a signal."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:
@@ -122,7 +128,8 @@ def reason(code: int, stderr: str) -> str:
     return next((line for line in reversed(stderr.splitlines()) if line.strip()), f"exit code {code}")
 
 
-SHOWN = ("validation loss", "bits per byte", "device GiB")  # shown when a job is done; the table has all figures
+# columns that are shown when a job is done; the table at the end shows all columns
+SHOWN = ("validation loss", "bits per byte", "device GiB")
 
 
 def _line(run: folders.RunFolder) -> str:
@@ -135,9 +142,9 @@ def _line(run: folders.RunFolder) -> str:
 
 
 class Report(Callback):
-    """Hydra callbacks around a sweep."""
+    """The Hydra callback that prints the table of results at the end of a sweep."""
 
-    failed: tuple[str, ...] = ()  # a line about failed jobs of this process's sweep
+    failed: tuple[str, ...] = ()  # a line about the failed jobs of the sweep; empty if no job failed
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         if config.hydra.job.name != "train":
@@ -147,7 +154,7 @@ class Report(Callback):
         print(folded(f"\n{folders.table(every, [str(run.folder.relative_to(sweep)) for run in every])}\n"))
         print(f"To plot their curves: {shlex.join(['python', 'compare.py', config.hydra.sweep.dir])}")
         failed = [run.folder for run in every if run.status == "failed"]
-        if failed:  # each reason was printed when its job ended
+        if failed:  # the reason of each failure was printed when the job ended
             Report.failed = (
                 f"{len(failed)} of {len(every)} jobs failed: "
                 f"{', '.join(str(folder.relative_to(sweep)) for folder in failed)}. The full error of the first is in "
@@ -156,7 +163,7 @@ class Report(Callback):
 
 
 def again(folder: Path) -> list[str]:
-    """Returns the arguments that repeat a sweep in its folder. Completed jobs are not repeated.
+    """Returns the arguments that start a sweep again in its folder. Jobs that are complete will not be run again.
 
     Raises:
         Refused: the folder does not belong to a sweep, or its multirun.yaml is damaged.

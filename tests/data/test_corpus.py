@@ -184,7 +184,7 @@ def _lock(path, mode=0o000):
 
 @pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "one below it"])
 def test_unreadable_folder_is_refused_with_permission_denied(locked, which):
-    assert text_files.text(str(locked), "**/*.txt", 0.5).root == locked
+    assert text_files.text(str(locked), "**/*.txt", 0.5).train
     _lock(locked / which)
     with pytest.raises(Refused, match=f"data.path={locked}: permission denied.*Give files"):
         text_files.text(str(locked), "**/*.txt", 0.5)

@@ -212,7 +212,7 @@ def test_byte_tokenizer_with_its_own_end_token_ends_rows_once_and_prompts_withou
 @pytest.mark.parametrize("bos", [True, False])
 def test_data_bos_changes_the_tokenizer_call_and_the_export(bos, around, tmp_path):
     made, (_, begin, end) = tokenizer("bpe", "byte level", around), AROUND[around]
-    source = text_files.Corpus("text", tmp_path, [], [], bos=bos)
+    source = text_files.Corpus("text", [], [], bos=bos)
     framing.dress(made, source)
     # [CLS] stays behind the begin token that is typed
     expected = [] if not bos else begin if BOS in begin else [BOS, *begin]
@@ -226,8 +226,8 @@ def test_data_bos_changes_the_tokenizer_call_and_the_export(bos, around, tmp_pat
     assert prompt_ids(made, "the cat", False)[0].tolist() == [*around_text[0], *text]
 
 
-def test_data_bos_is_refused_if_the_tokenizer_cannot_apply_it(tmp_path):
-    source = text_files.Corpus("text", tmp_path, [], [], bos=True)
+def test_data_bos_is_refused_if_the_tokenizer_cannot_apply_it():
+    source = text_files.Corpus("text", [], [], bos=True)
     with pytest.raises(Refused, match=r"data.bos=true: .* has no begin-of-text token. Type data.bos=auto"):
         framing.dress(tokenizer("bpe", "byte level", bos_token=None), source)
     with pytest.raises(

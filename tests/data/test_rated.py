@@ -15,7 +15,7 @@ from lowmem.data.loader import IGNORED, Share, ValidationLoader
 from lowmem.data.packing import FILLER, NothingToLearn
 from lowmem.data.rated import RatedAnswers
 from lowmem.data.sources.preference import Preference
-from lowmem.data.token_store import Twice
+from lowmem.data.token_store import NO_TOKENS, Twice
 from lowmem.system.errors import Refused
 
 SEQ_LEN = 24
@@ -142,9 +142,9 @@ def test_rated_answers_with_a_single_prompt_are_refused():
 
 def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
     twice = Twice()
-    for document in (b"", b"a", b"b"):
+    for document in (NO_TOKENS, b"a", b"b"):
         twice.held_out(document)
-    for document in (b"", b"a"):
+    for document in (NO_TOKENS, b"a"):
         twice.trained_on(document)
     twice.check()  # one of two
     twice.trained_on(b"b")

@@ -264,7 +264,7 @@ def _write_all(folder, texts):
 
 
 def test_empty_corpus_is_refused(tmp_path):
-    empty = text_files.Corpus("text", tmp_path, [], [])
+    empty = text_files.Corpus("text", [], [])
     with pytest.raises(Refused, match="contain no text"):
         token_store.tokenize(empty, tmp_path / "cache", 300)
 

@@ -222,11 +222,26 @@ def test_loading_shards_adds_the_weights_and_at_most_one_tensor_to_memory(tmp_pa
         ({"n_embd": 32}, "model_type"),
         ({"model_type": "gpt2", "n_positions": "abc"}, "does not accept these values"),
         ({"model_type": "gpt2", "n_embd": 32.5}, "does not accept these values"),
+        ({"model_type": "gpt2", "attn_pdrop": 3.0}, "attn_pdrop=3.0: give a probability"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_key_value_heads=3: num_attention_heads=4 is not divisible",
+        ),
     ],
 )
 def test_invalid_architecture_is_refused(architecture, said):
     with pytest.raises(Refused, match=said):
         loading.architecture(spec("x", pretrained=False, architecture=architecture))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"hidden_act": "foo"}, "KeyError: 'foo'"), ({"intermediate_size": -1}, "RuntimeError: .*negative dimension")],
+)
+def test_architecture_that_cannot_be_built_is_refused_with_the_reason(changed, said):
+    architecture = {**WIDTHS, "model_type": "llama", "max_position_embeddings": 64, **changed}
+    with pytest.raises(Refused, match=f"model.architecture: llama cannot be built with these values. {said}"):
+        built(spec("x", pretrained=False, architecture=architecture), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ class Position(NamedTuple):
 
 
 START = Position()
+NAMED = 8  # sequences that a message lists, at most
 
 
 class Window(NamedTuple):
@@ -281,6 +282,12 @@ class WindowLoader:
         epoch, the indices end with the epoch of `start`."""
         until = end.sequence if end.epoch == start.epoch else len(self.sequences)
         return self._permutation(start.epoch)[start.sequence : until].tolist()
+
+    def described(self, start: Position, end: Position) -> str:
+        """Returns words for messages that name the sequences from `start` to `end`."""
+        read = self.between(start, end)
+        listed = ", ".join(map(str, read[:NAMED])) + (" ..." if len(read) > NAMED else "")
+        return f"sequences {listed} of the training split ({len(read)} in all, epoch {start.epoch})"
 
     def _window(self, order: np.ndarray, start: Position) -> Window:
         per_step, end = self.share.rows_per_step, self.after(start)

@@ -178,9 +178,9 @@ class StreamLoader(WindowLoader):
             "data.streaming=false."
         )
 
-    def between(self, start: Position, end: Position) -> list[int]:
-        """Returns the positions of a window's rows in the shuffled order of their block."""
-        return list(range(start.sequence, max(end.sequence, start.sequence + 1)))
+    def described(self, start: Position, end: Position) -> str:
+        """Returns the name of the window from `start` to `end`, whose rows have no numbers in a stream."""
+        return f"window {start.window + 1} of the stream (epoch {start.epoch})"
 
     def __iter__(self) -> Iterator[Window]:
         position = self.position

@@ -305,6 +305,9 @@ def _digest():
     return hashlib.blake2b(digest_size=8)
 
 
+NO_TOKENS = _digest().digest()  # of an empty document, such as the missing second answer of a single rated answer
+
+
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
     """Yields the documents. If this takes longer than 2 s, a progress bar of the bytes is shown on a terminal."""
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
@@ -350,7 +353,7 @@ class Twice:
         self.repeated: set[bytes] = set()
 
     def held_out(self, document: bytes) -> None:
-        if document and len(self.looked_for) < LOOKED_AT:  # b"" stands for no document
+        if document != NO_TOKENS and len(self.looked_for) < LOOKED_AT:
             self.looked_for.add(document)
 
     def trained_on(self, document: bytes) -> None:

@@ -169,13 +169,30 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
         config.update({key: value for key, value in changes.items() if key != "dtype"})  # config.json has the dtype
+        _refuse_impossible(config)
         return config
     if "model_type" not in architecture:
         raise Refused(
             "model.architecture: model_type is missing. Type, for example, model.architecture.model_type=llama."
         )
     _refuse_unknown(_of_type(architecture["model_type"]), changes)
-    return _of_type(architecture["model_type"], **changes)
+    config = _of_type(architecture["model_type"], **changes)
+    _refuse_impossible(config)
+    return config
+
+
+def _refuse_impossible(config: PretrainedConfig) -> None:
+    """Refuses values that transformers accepts, but with which the first forward pass fails."""
+    text = config.get_text_config(decoder=True)
+    heads, groups = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        raise Refused(
+            f"model.architecture.num_key_value_heads={groups}: num_attention_heads={heads} is not divisible by it, but "
+            "equally many heads must share each key and value."
+        )
+    for key, value in text.to_dict().items():
+        if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise Refused(f"model.architecture.{key}={value}: give a probability between 0 and 1.")
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
@@ -363,7 +380,13 @@ def load(
             published = {"attn_implementation": attention, "quantization_config": quantization}
             return _load(spec, described.config, how | published)
         with drawn_in_fp32():
-            return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
+            try:
+                return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+                raise Refused(
+                    f"model.architecture: {described.grown.model_type} cannot be built with these values. "
+                    f"{type(error).__name__}: {_last_line(error)}"
+                ) from error
 
     model = _with_attention(spec.attention, load_with)
     if described.added and spec.pretrained:

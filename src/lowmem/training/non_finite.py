@@ -16,7 +16,6 @@ from lowmem.system.errors import NotFinite
 log = logging.getLogger(__name__)
 
 IN_A_ROW = 20  # consecutive skipped steps after which the run ends, because it no longer learns
-NAMED = 8  # sequences that a message lists, at most
 
 
 class NonFiniteSteps:
@@ -45,9 +44,8 @@ def describe(module: LightningModule, loss: Tensor, window: Window) -> str:
     name = next(filter(None, names), None)
     faults = [] if bool(loss.isfinite()) else [f"the loss is {loss.item():g}"]
     faults += [f"the gradient of {name} (the first such parameter) is not finite"] if name else []
-    sequences = trainer.train_dataloader.between(module.position, window.end)
-    listed = ", ".join(map(str, sequences[:NAMED])) + (" ..." if len(sequences) > NAMED else "")
+    read = trainer.train_dataloader.described(module.position, window.end)
     return (
         f"In step {trainer.global_step + 1} {' and '.join(faults) or 'the gradient norm is not finite'}. The step "
-        f"read sequences {listed} of the training split ({len(sequences)} in all, epoch {module.position.epoch})."
+        f"read {read}."
     )

@@ -41,7 +41,6 @@ class Corpus(StoredSource):
     """A source of text files, each of which is a document.
 
     Args:
-        root: the folder that contains the files.
         on_error: what to do with files that are not valid UTF-8: `refuse` the run, `skip` the file, or `replace`
             invalid bytes by U+FFFD.
         tail: share of the text that is validation, if `train` and `val` are the same single file.
@@ -49,7 +48,6 @@ class Corpus(StoredSource):
     """
 
     name: str
-    root: Path
     train: list[Path]
     val: list[Path]
     on_error: str = "refuse"
@@ -141,7 +139,8 @@ def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", 
             "Type data=text data.path=<your text files>."
         )
     how = {"on_error": "replace", "packing": packing, "too_long": too_long, "bos": bos}
-    return Corpus("stdlib", *split(root, files, val_fraction), **how)
+    divided = split(root, files, val_fraction)
+    return Corpus("stdlib", divided.train, divided.val, **how)
 
 
 def text(  # noqa: PLR0913
@@ -159,8 +158,8 @@ def text(  # noqa: PLR0913
     for validation only."""
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
-    root, train, val = files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
-    return Corpus("text", root, train, val, tail=val_fraction if files.val_from_train else None, **how)
+    files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
+    return Corpus("text", files.train, files.val, tail=val_fraction if files.val_from_train else None, **how)
 
 
 class Files(NamedTuple):

@@ -1,4 +1,8 @@
-"""Unscales and clips stored gradients (16 or 32 bits, multiplied by the loss scale), and computes gradient norms."""
+"""Unscales and clips stored gradients, and computes gradient norms.
+
+Optimizers in this package and in `offload/host_optimizer.py` use these functions. A stored gradient has 16 or 32 bits,
+and may still be multiplied by the loss scale.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,14 +13,21 @@ from torch import Tensor, nn
 
 
 class Reading(NamedTuple):
-    """Converts a stored gradient g to the gradient of the optimizer step: clamp(g * unscale, -limit, limit) * clip."""
+    """Converts a stored gradient g to the gradient that the optimizer reads: clamp(g * unscale, -limit, limit) * clip.
+
+    Args:
+        unscale: 1 / loss scale.
+        limit: largest magnitude of an element; inf: elements are not clipped.
+        clip: factor that clips the global norm; 1: the norm is not clipped.
+    """
 
     unscale: float = 1.0
     limit: float = math.inf
     clip: float = 1.0
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the converted gradient as an fp32 copy, written to `out` if given. Factors of 1 change no bit."""
+        """Returns the converted gradient as an fp32 copy, written to `out` if given. Multiplying by factors of 1 does
+        not change any bit."""
         wide = gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
         wide = wide.mul_(self.unscale)
         if self.limit < math.inf:
@@ -32,9 +43,9 @@ class Gradients(NamedTuple):
 
     Args:
         norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the host
-            has stepped them inside backward and does not know their norm.
-        finite: all gradients are finite.
-        loss_is_finite: the window's loss is finite.
+            has applied them during backward (early updates), so their norm is not known.
+        finite: True if all gradients are finite.
+        loss_is_finite: True if the window's loss is finite.
     """
 
     norm: Tensor | None
@@ -43,13 +54,14 @@ class Gradients(NamedTuple):
 
 
 def finite(tensor: Tensor) -> bool:
-    """Returns True if all elements are finite. A nan or inf shows in the minimum or the maximum, which need no copy of
-    the tensor, so this is 40 times as fast as isfinite().all()."""
+    """Returns True if all elements are finite. If an element is nan or inf, so is the minimum or the maximum. Computing
+    both needs no copy of the tensor, and is 40 times as fast as isfinite().all()."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Returns the L2 norm of a gradient in fp32 or wider, since the norm of a scaled fp16 gradient overflows fp16."""
+    """Returns the L2 norm of a gradient in fp32 or wider, since the norm of a scaled fp16 gradient may overflow
+    fp16."""
     return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
@@ -59,7 +71,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the global L2 norm, in fp32 if the gradients have 16 bits."""
+    """Returns the L2 norm of all gradients together, in fp32 if the gradients have 16 bits."""
     if all(gradient.dtype.itemsize > 2 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)  # one kernel for many tensors on CUDA
     return torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in gradients]))

@@ -1,7 +1,8 @@
-"""Defines optional interfaces of optimizers, for a step of one parameter whose gradient or weight has 16 bits.
+"""Defines optional interfaces of optimizers, for the update of one parameter whose gradient or weight has 16 bits.
 
-Every torch optimizer works without these interfaces: `offload/host_weight.py` converts gradient and weight to fp32,
-calls `step`, and rounds the result. An optimizer that derives from `OnePass` or `InPieces` needs less memory.
+`offload/host_weight.py` calls these interfaces on the host. Optimizers that implement neither work too: gradient and
+weight are converted to fp32, `step` is called, and the result is rounded. An optimizer that derives from `OnePass` or
+`InPieces` avoids these fp32 copies.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,15 @@ from lowmem.step.gradients import AS_STORED, Reading
 
 
 class Step(NamedTuple):
-    """The arguments of one step of one parameter, whose state is `optimizer.state[p]`.
+    """The arguments of one update of one parameter, whose optimizer state is `optimizer.state[p]`.
 
     Args:
         gradient: the stored gradient: p's shape, in fp32, bf16 or fp16.
-        group: options of p's parameter group at the time of the request.
-        p: the fp32 parameter. Its data is undefined if `narrow` has the weight.
-        reading: unscales and clips the gradient before the step.
-        narrow: p's shape, in bf16 or fp16; receives the new weight.
+        group: options of p's parameter group when the update was queued.
+        p: the fp32 parameter. Its data is a placeholder without memory if there is no fp32 master, or if the master is
+            stored in two halves.
+        reading: unscales and clips the gradient before the update.
+        narrow: p's shape, in bf16 or fp16; receives the new weight. None: only p is updated.
     """
 
     gradient: Tensor
@@ -34,27 +36,28 @@ class OnePass:
     """An optimizer that converts from and to 16 bits within its own pass over memory."""
 
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Steps a parameter on the host; `offload/host_weight.py` calls it in place of `step`.
+        """Updates a parameter on the host. `offload/host_weight.py` calls this method instead of `step`.
 
         Args:
-            step: the new weight is rounded into `step.narrow`, half up in bf16, and to nearest even in fp16. If
-                `step.narrow` is None, only p is stepped.
-            rest: int16, p's shape, contiguous: the lower half of the weight. Then the weight is not in p, but in two
-                halves: `step.narrow` (bf16, contiguous) and `rest` (`step/fp32_halves.py`). None: the weight is in p.
+            step: the new weight is rounded into `step.narrow`: half up in bf16, to nearest even in fp16. If
+                `step.narrow` is None, only p is updated.
+            rest: int16, p's shape, contiguous: the lower half of the fp32 weight, whose upper half is `step.narrow`
+                (bf16, contiguous; see `step/fp32_halves.py`). Both halves are read and updated, and p's data is not
+                read. None: the fp32 weight is p's data.
         """
         raise NotImplementedError
 
 
 class InPieces:
-    """An optimizer that steps a 16-bit weight piece by piece, which avoids a full fp32 copy of the weight."""
+    """An optimizer that updates a 16-bit weight piece by piece, which avoids a full fp32 copy of the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
-        """Steps a weight without an fp32 master; `offload/host_weight.py` calls it.
+        """Updates a weight that has no fp32 master. `offload/host_weight.py` calls this method instead of `step`.
 
         Args:
             step: `step.narrow` (contiguous) is the weight, and is updated in place; p's data is not read.
-            round: called with (fp32 piece, the same piece of `step.narrow`), both flat, in the order of the elements;
-                rounds the first into the second.
+            round: function (fp32 piece, corresponding piece of `step.narrow`) that rounds the fp32 piece into the
+                16-bit piece. Both are flat. Must be called in the order of the elements.
         """
         raise NotImplementedError
 

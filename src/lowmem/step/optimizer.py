@@ -1,14 +1,18 @@
-"""Wraps a torch optimizer for one step per window (group of accumulated micro-batches). `training_step` calls
+"""Wraps a torch optimizer, so that all kinds of weights have one interface for the update at the end of a window.
+
+A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper, in this order:
 
     finish            complete the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
     step              update the weights
     drop_gradients    free the gradients
 
+The wrappers:
+
     WindowOptimizer         this module: the interface
       DeviceOptimizer       this module: fp32 weights on the device, with gradients in `p.grad`
         NarrowOptimizer     `techniques/precision/weights_16bit.py`: 16-bit weights on the device
-      HostOptimizer         `offload/host_optimizer.py`: weights that the CPU steps
+      HostOptimizer         `offload/host_optimizer.py`: weights that the CPU updates
 
 A wrapper shares the parameter groups and the state of the inner optimizer, so schedules, loggers and checkpoints see a
 single optimizer. Lightning's own gradient handling (unscaling, clipping) is not used: it does not unscale for fused
@@ -41,17 +45,16 @@ class WindowOptimizer(Optimizer):
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Completes a window's gradients after its last backward pass.
 
-        The host waits for the device here, once per window: a single number tells whether loss and gradients are
-        finite.
+        The training thread waits for the device here, once per window, to read whether loss and gradients are finite.
 
         Args:
             loss: (), the window's mean loss.
-            scale: the loss scale of the gradients.
+            scale: the loss scale by which the gradients are multiplied.
         """
         raise NotImplementedError
 
     def first_not_finite(self) -> str | None:
-        """Returns the name of the first parameter whose gradient is not finite; None: all are finite."""
+        """Returns the name of the first parameter whose gradient is not finite; None: all gradients are finite."""
         raise NotImplementedError
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
@@ -59,13 +62,13 @@ class WindowOptimizer(Optimizer):
 
         Args:
             norm: the global norm that `finish` has returned.
-            value: clamp each element to +-value; None: off.
+            value: clamps each element to +-value; None: off.
             largest: maximum global norm; None: off.
         """
         raise NotImplementedError
 
     def step(self) -> None:
-        """Steps all parameters that have a gradient."""
+        """Updates all parameters that have a gradient."""
         raise NotImplementedError
 
     def drop_gradients(self, stepped: bool) -> None:
@@ -73,16 +76,16 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:
-        """Returns the master weights in host memory."""
+        """Returns the masters in host memory; empty if there are none."""
         return ()
 
     def gradients_on_host(self) -> Iterable[Tensor]:
-        """Returns the sums of gradients in host memory."""
+        """Returns the sums of gradients in host memory; empty if gradients stay on the device."""
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
-        """Steps a single parameter with the inner optimizer. Args: group: options of its parameter group; p: has its
-        gradient in `p.grad`."""
+        """Updates a single parameter with the inner optimizer. Args: group: options of its parameter group; p: the
+        parameter, whose gradient is `p.grad`."""
         self.inner.param_groups = [{**group, "params": [p]}]
         self.inner.step()
 
@@ -97,18 +100,18 @@ class WindowOptimizer(Optimizer):
 
 
 class DeviceOptimizer(WindowOptimizer):
-    """Steps parameters on the device.
+    """Updates parameters on the device.
 
     Args:
         inner: the wrapped optimizer.
-        model: has the trained parameters; their order in the model is the order in which norms are summed.
+        model: the model with the trained parameters. Norms are summed in the order of its parameters.
         global_norm: returns the L2 norm of the given parameters' gradients over all processes.
     """
 
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
-        self._parameters = list(model.parameters())  # once: walking the modules of a deep model takes milliseconds
+        self._parameters = list(model.parameters())  # listed once: walking the modules of a deep model takes ms
         self._stepped_norms: dict[str, Tensor] = {}  # name -> norm of a gradient that was applied inside backward
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
@@ -122,10 +125,10 @@ class DeviceOptimizer(WindowOptimizer):
         return Gradients(None if norm is None else norm / self.scale, are_finite, loss_is_finite)
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the stored gradients, including the loss scale; None: no parameter has a
-        gradient."""
-        # Sum in the model's order instead of the order of the parameter groups. Plain PyTorch loops use the model's
-        # order too, so their norms have equal bits.
+        """Returns the global norm of the stored gradients, multiplied by the loss scale unless `_unscale` has removed
+        it; None: no parameter has a gradient."""
+        # Sum in the order of the model's parameters, not of the parameter groups. Plain PyTorch loops use the model's
+        # order too, so their norms are bit-identical.
         if parameters := [p for p in self._parameters if p.grad is not None]:
             return self.global_norm(parameters)
         return torch.linalg.vector_norm(torch.stack([*self._stepped_norms.values()])) if self._stepped_norms else None
@@ -160,8 +163,8 @@ class DeviceOptimizer(WindowOptimizer):
         self._stepped_norms.clear()
 
     def use_up(self, name: str, gradient: Tensor) -> None:
-        """Stores the norm of a gradient that is applied inside backward, for `finish`. The host does not wait for the
-        device."""
+        """Stores the norm of a gradient that is applied inside backward, for `finish`. The norm stays on the device, so
+        the host does not wait."""
         self._stepped_norms[name] = norm_of(gradient)
 
     def with_gradient(self) -> Iterator[tuple[dict, nn.Parameter]]:

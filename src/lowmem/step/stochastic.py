@@ -1,6 +1,7 @@
-"""Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 survive on average.
+"""Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 take effect on average.
 
-Source: Zamirai et al. 2020, arXiv 2010.06192.
+`precision=bf16-sr` uses it for weights on the device (`techniques/precision/weights_16bit.py`) and on the host
+(`offload/host_weight.py`). Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from functools import partial
@@ -8,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements to round at once
+CHUNK = 1 << 22  # maximum elements to round at once, unless a single row has more
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
@@ -17,22 +18,23 @@ def stochastically(
 ) -> None:
     """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
 
-    bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds up.
-    Finite numbers above the largest finite bf16 are clamped to it, since rounding up would give inf. A few rows are
-    rounded at a time, because rounding takes 15 bytes per element.
+    bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds the
+    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. A few rows
+    are rounded at a time, because rounding needs 15 bytes of temporary memory per element.
 
     Args:
         wide: fp32.
         narrow: bf16, equal shape; receives the result.
         generator: random number generator on the device of `wide`; None: torch's default generator.
-        on_host: inspect the values first to choose a faster path: equal bits in less than half of the time and memory.
-            On a card the host would have to wait for the values.
+        on_host: True: check the values first, and if all are in the range of bf16, take a path that gives equal bits in
+            less than half of the time and memory. False on a card, where the host would have to wait for the values.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
     rows = max(1, CHUNK * len(wide) // max(1, wide.numel()))
     pieces = wide.split(rows)
-    # a CPU generator draws equal numbers piece by piece or all at once; a CUDA generator does not
+    # A CPU generator draws equal numbers piece by piece and all at once. A CUDA generator does not, so on a card all
+    # numbers are drawn at once.
     noises = draw(wide.shape).split(rows) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
     for piece, noise, rounded in zip(pieces, noises, narrow.split(rows), strict=True):
         if on_host and piece.numel() and _has_neighbours(piece):
@@ -42,7 +44,7 @@ def stochastically(
 
 
 def _has_neighbours(wide: Tensor) -> bool:
-    """Returns True if all numbers are within the finite range of bf16. False if there is a nan."""
+    """Returns True if all numbers are within the finite range of bf16, and False if a number is nan."""
     low, high = torch.aminmax(wide)
     return bool(low >= -LARGEST) and bool(high <= LARGEST)
 

@@ -1,7 +1,7 @@
-"""Implements memory.limit: a run trains as if the card had only that much memory, and ends when it would run out.
+"""Implements memory.limit: a run may use only this much device memory, and ends as out of memory if it needs more.
 
-On CUDA the caching allocator is capped. On a CPU the tracker counts the live tensors of the device side at every
-operator, and ends the run when they exceed the limit; temporary memory inside an operator is not counted.
+On CUDA this module caps the caching allocator. On a CPU `StorageTracker` counts the live tensors of the device side
+after every operator, and ends the run if they exceed the limit. Temporary memory inside an operator is not counted.
 """
 
 import math
@@ -15,12 +15,12 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
-    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888.
+    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888; None for None.
 
     Args:
         limit: the size.
         key: the key that the user typed, for the error message.
-        plain: accept a number without a unit as bytes.
+        plain: True: a number without a unit is accepted as bytes.
 
     Raises:
         Refused: the size has a different format.
@@ -35,11 +35,17 @@ def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool 
 
 @contextmanager
 def capped(limit: int | None, device: str) -> Iterator[None]:
-    """Caps CUDA's allocator inside the `with`; on a CPU the meter enforces the limit."""
+    """Context manager that caps CUDA's caching allocator. A no-op without a limit, and on a CPU, where `MemoryMeter`
+    enforces the limit.
+
+    Args:
+        limit: bytes.
+        device: the type of the device, cpu or cuda.
+    """
     if limit is None or device != "cuda":
         yield
         return
-    import torch  # not at the top: parsing a size does not need torch
+    import torch  # imported here, because parsing a size does not need torch
 
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(_share(limit, total))

@@ -1,7 +1,8 @@
 """The ledger: assigns long-lived storages to categories (weights, gradients, ...) and sides (device, host, drive).
 
-The side of a tensor follows from its role, not from `tensor.device`, so a run on a CPU shows the memory that a card
-would need. Bytes are counted per storage, so tied weights and views count once.
+The memory meter and the tracker count memory with it. The side of a tensor follows from its role, not from
+`tensor.device`, so a run on a CPU shows the memory that a card would need. Bytes are counted per storage, so tied
+weights and views count once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,8 @@ Side = Literal["device", "host", "drive"]
 
 
 class Owner(NamedTuple):
+    """Tensors of one category on one side. `tensors` returns the current tensors, and is called at each measurement."""
+
     category: str
     side: Side
     tensors: Callable[[], Iterable[Tensor]]
@@ -27,22 +30,23 @@ class Owner(NamedTuple):
 class OwnedStorage(NamedTuple):
     """A storage that exists now, with its category and side."""
 
-    owner: Owner  # the owner that was registered first, if several have it
+    owner: Owner  # if several owners have the storage, the owner that was registered first
     bytes: int
     storage: torch.UntypedStorage
 
 
 class Ledger:
-    """The owners of a run's long-lived tensors; the rest is activations and temporaries."""
+    """The owners of a run's long-lived tensors. All other tensors are activations and temporaries."""
 
     def __init__(self) -> None:
         self.owners: list[Owner] = []
 
     def own(self, category: str, tensors: Callable[[], Iterable[Tensor]], side: Side = "device") -> None:
+        """Registers an owner. A storage counts for the first registered owner that has it. Args: see `Owner`."""
         self.owners.append(Owner(category, side, tensors))
 
     def storages(self) -> dict[int, OwnedStorage]:
-        """Returns the storages by key."""
+        """Returns storage key -> storage, for the current tensors of all owners."""
         by_key: dict[int, OwnedStorage] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
@@ -70,8 +74,9 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """Returns the tensors with actual memory. A quantized tensor is a wrapper: its own storage has the size of the
-    unquantized tensor, but no memory."""
+    """Returns the tensors that store a tensor's data: the tensor itself, or the inner tensors of a wrapper subclass.
+    The storage of a wrapper, such as a quantized tensor, reports the size of the unquantized tensor but has no
+    memory."""
     if type(tensor) in PLAIN or not is_traceable_wrapper_subclass(tensor):
         return (tensor,)
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -80,8 +85,8 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers that have memory. Callers keep the list, because walking the modules takes
-    longer than counting bytes."""
+    """Returns the parameters and buffers that have memory (are not on the meta device). Callers should keep the list,
+    because walking the modules takes longer than counting bytes."""
     return [*parameters(module), *buffers(module)]
 
 
@@ -98,8 +103,8 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields all tensors of the state, including nested ones (8-bit optimizers)."""
-    todo = list(optimizer.state.values())  # copy here and below: a host thread may add state at the same time
+    """Yields all tensors of the optimizer state, including tensors in nested containers (8-bit optimizers)."""
+    todo = list(optimizer.state.values())  # a copy, here and below: the host thread may add state at the same time
     while todo:
         value = todo.pop()
         if isinstance(value, Tensor):
@@ -111,5 +116,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields optimizer state that CUDA pages between card and host (unified memory), outside of torch's allocator."""
+    """Yields optimizer state in CUDA unified memory, which CUDA pages between card and host, outside of torch's
+    allocator."""
     return (tensor for tensor in optimizer_state(optimizer) if getattr(tensor, "is_paged", False))

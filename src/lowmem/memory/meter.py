@@ -28,7 +28,7 @@ from lowmem.system.units import CATEGORIES, GIB
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
-# columns of a phase that are logged -> "host" or "device" memory
+# column that is logged for each phase -> the memory that it describes, "host" or "device"
 SIDES = {"rss_peak_bytes": "host"}
 SIDES |= dict.fromkeys(("held_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"), "device")
 DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
@@ -48,14 +48,14 @@ class MemoryMeter(Callback):
     Args:
         file: path of memory.csv.
         log_every: number of steps between rows in the logger.
-        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes. Every step is tracked
-            then.
+        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes. With a limit every step
+            is tracked.
         resumed_at: an existing `file` keeps its rows up to this step.
-        size: bytes of the device, or of memory.limit; None: a CPU without a limit.
+        size: memory of the device in bytes, or memory.limit; None: a CPU without a limit.
     """
 
     tracker = StorageTracker
-    first, every = 3, 20  # steps with tracking: the first ones, also after a resume, and every `every`-th
+    first, every = 3, 20  # tracked are the first `first` steps of a run or a resume, and every `every`-th step
 
     def __init__(
         self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
@@ -64,7 +64,7 @@ class MemoryMeter(Callback):
         if limit:
             self.every = 1
         self.ledger = Ledger()
-        # "device" is None if compiled code runs on a CPU, since its allocations cannot be tracked
+        # "device" is None with compiled blocks on a CPU, since allocations of compiled code cannot be tracked
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the point with the most device bytes in all sampled phases
         self.timeline: list[Point] = []  # the last sampled training step, thinned
@@ -72,15 +72,15 @@ class MemoryMeter(Callback):
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
-        self._step = self._start = 0  # _start: steps made before a resume
+        self._step = self._start = 0  # _start: number of steps before the resume
         self._window: dict[str, dict] = {}  # phase -> row of the current window
-        self._held: dict[tuple[str, int], int] = {}  # (phase, bytes of gradients) -> bytes of the ledger, a cache
+        self._held: dict[tuple[str, int], int] = {}  # cache: (phase, bytes of gradients) -> bytes of the device side
         self._cuda: torch.device | None = None
         self.compiled = False  # True: blocks are compiled, so memory by category cannot be tracked
         self._drive: Drive | None = None
-        self.moved_bytes: dict[str, int] = {}  # "read" and "written" on a drive by the last step; empty without one
+        self.moved_bytes: dict[str, int] = {}  # bytes "read" and "written" by the last step; empty without a drive
         self._moved_before: dict[str, int] = {}
-        self._loaded: dict[str, int] = {}  # columns of phase "load" that were read before the sanity check
+        self._loaded: dict[str, int] = {}  # columns of phase "load" that were measured before the sanity check
         for row in self.rows():  # rows of the steps before a resume
             self._note(row)
 
@@ -97,14 +97,14 @@ class MemoryMeter(Callback):
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Reads memory after the model is loaded, so that the evaluation before the first step does not count as
+        """Measures memory after the model is loaded, so that the evaluation before the first step does not count as
         loading."""
         self._cuda = module.device if module.device.type == "cuda" else None
         self._loaded = self._resident()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._buffers = ledger.buffers(module)  # moving a module to a card replaces its buffers
-        if not module.ranks.divides:  # after an evaluation the parameters of a sharded model may be gathered ones
+        if not module.ranks.divides:  # after an evaluation a sharded model may still have gathered (full) parameters
             self._parameters = ledger.parameters(module)
         self._cuda = module.device if module.device.type == "cuda" else None
         optimizer = module.optimizer
@@ -182,8 +182,8 @@ class MemoryMeter(Callback):
             self._close_window(trainer)
 
     def rows(self) -> Iterator[dict]:
-        """Yields the rows of memory.csv. They are read from the file, because keeping all rows of a long run in memory
-        would take too much."""
+        """Yields the rows of memory.csv. Rows are read from the file, because all rows of a long run would take too
+        much memory."""
         if not self._out.closed:
             self._out.flush()
         with Path(self._out.name).open(encoding="utf-8") as written:
@@ -205,7 +205,8 @@ class MemoryMeter(Callback):
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
     def _leave(self) -> None:
-        """Ends the current phase. A phase that occurs several times in a window keeps the maximum of each column."""
+        """Ends the current phase, and stores its row. If a phase occurs several times in a window, its row has the
+        maximum of each column."""
         if self._phase is None:
             return
         row, seen = self._read(self._phase), self._window.get(self._phase, {})
@@ -231,9 +232,9 @@ class MemoryMeter(Callback):
         return row
 
     def _held_bytes(self, phase: str) -> int:
-        """Returns the bytes of the ledger's device side, cached because summing takes most of the time of a reading.
-        Between steps only gradients change, so (phase, bytes of gradients) is the cache key. Sampled steps sum again in
-        every phase."""
+        """Returns the bytes of the ledger's device side. The sum is cached, because it takes most of the time of a
+        measurement. Between steps only gradients change, so (phase, bytes of gradients) is the cache key. Sampled steps
+        compute the sum again in every phase."""
         key = phase, sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
         if self._tracker is not None or key not in self._held:
             self._held[key] = sum(self.ledger.bytes().values())
@@ -287,8 +288,8 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: the phase that is still open, if any. Returns: the
-        timeline."""
+        """Stops tracking and stores the peaks. Args: phase: the phase that has not ended yet, if any. Returns: the
+        thinned timeline; empty if no tracker is active."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
@@ -304,7 +305,7 @@ class MemoryMeter(Callback):
         return points
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns the thinned timeline, because a point takes 300 bytes and a window may have a million points."""
+        """Returns the thinned timeline. A point takes 300 bytes, and a window may have a million points."""
         return list(thinned(tracker.timeline(), len(tracker.events) + 1))
 
     def _live_row(self, point: Point) -> dict:
@@ -313,8 +314,8 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self, side: Side = "device") -> dict[str, int]:
-        """Returns bytes by category: for the device at the highest sampled point (the current bytes if no step was
-        sampled), for the host the current bytes."""
+        """Returns bytes by category. For the device: the bytes at the highest sampled point, or the current bytes if no
+        step was sampled. For the host and a drive: the current bytes."""
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
@@ -327,12 +328,12 @@ class MemoryMeter(Callback):
         return peaks
 
     def reserved(self) -> int:
-        """Returns the peak of the bytes that CUDA's caching allocator has reserved; 0 on a CPU."""
+        """Returns the peak of the bytes reserved by CUDA's caching allocator; 0 on a CPU."""
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns, for each long-lived category, the maximum on the device at any sampled point plus the current bytes
-        on the host."""
+        """Returns category -> bytes for weights, gradients and optimizer state: the maximum on the device over all
+        sampled points, plus the current bytes on the host."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]

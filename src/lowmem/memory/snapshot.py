@@ -1,7 +1,7 @@
 """Implements memory.snapshot=true: records every allocation of CUDA's caching allocator with its Python stack.
 
-With memory.snapshot=false the allocator's last events are recorded without stacks, which costs little, so that a run
-that runs out of memory still writes a snapshot of its last allocations.
+With memory.snapshot=false the allocator's last events are recorded without stacks, which costs little. So a run that
+runs out of device memory still writes a snapshot of its last allocations.
 """
 
 import logging
@@ -17,13 +17,19 @@ from lowmem.system.errors import out_of_memory
 log = logging.getLogger(__name__)
 
 FILE = "memory_snapshot.pickle"
-EVENTS = 200_000  # size of the ring buffer: a few steps of a large model
+EVENTS = 200_000  # number of events in the ring buffer: a few steps of a large model
 
 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
-    """Context manager that records allocations. Args: folder: the snapshot's folder; stacks: record Python stacks, and
-    write the snapshot even if the run succeeds; device: the kind of device."""
+    """Context manager that records allocations, and writes a snapshot if the device runs out of memory. Does nothing on
+    a CPU.
+
+    Args:
+        folder: the snapshot's folder.
+        stacks: record Python stacks, and write the snapshot even if the run succeeds.
+        device: the type of the device, cpu or cuda.
+    """
     if device != "cuda":
         yield
         return
@@ -44,7 +50,7 @@ def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
 def _dump(file: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(file))
-    except OSError as error:  # must not hide the error that ended the run
+    except OSError as error:  # not raised, because it would hide the error that ended the run
         log.info(f"The memory snapshot {file} could not be written: {error.strerror}.")
         return
     page = str(file.with_suffix(".html"))

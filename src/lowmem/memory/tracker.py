@@ -9,7 +9,8 @@ so events are recorded with serial numbers, and categories are assigned at the e
     owner known        serial -> category and side         `belongs`, `settle`
     result             live bytes after every event        `timeline`
 
-Temporary memory inside an operator is not seen. Tracking costs 5-15 % of a step's time, so only some steps are tracked.
+Temporary memory inside an operator is not seen. Tracking costs 5-15 % of a step's time, so the memory meter tracks only
+some steps.
 """
 
 import math
@@ -50,7 +51,7 @@ _active: list["StorageTracker"] = []
 
 
 class _Thread(threading.local):
-    """Per-thread state, because one thread may step masters on the host while another allocates on the device."""
+    """Per-thread state, because the host thread may update masters while another thread allocates on the device."""
 
     on_host = False  # True: tensors that the thread creates count as host memory
 
@@ -59,7 +60,8 @@ _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tells active trackers the category of a tensor and its side: "device" or "host" in a run on a card."""
+    """Tells all active trackers the category of a tensor. Args: side: where a run on a card has the tensor, "device" or
+    "host"."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
@@ -72,8 +74,8 @@ def see(out: object) -> None:
 
 
 def _begin(tracker: "StorageTracker") -> None:
-    """Activates a tracker. The first one also patches `UntypedStorage.resize_`, because fully_shard frees gathered
-    weights with it, without an operator."""
+    """Activates a tracker. The first active tracker also patches `UntypedStorage.resize_`: fully_shard frees gathered
+    weights with this method, which is not an operator."""
     if not _active:
         UntypedStorage.resize_ = _resize
     _active.append(tracker)
@@ -93,7 +95,7 @@ def _resize(storage: UntypedStorage, size: int) -> None:
 
 @contextmanager
 def host_side() -> Iterator[None]:
-    """Context manager in which tensors that this thread creates count as host memory, even if the device is the CPU."""
+    """Context manager in which tensors that this thread creates count as host memory, even in a run on a CPU."""
     before = _thread.on_host
     _thread.on_host = True
     try:
@@ -112,11 +114,11 @@ class StorageTracker(TorchDispatchMode):
     Args:
         known: the ledger's storages when tracking starts.
         limit: maximum bytes of the device side; None: no limit.
-        device: the device's type if it has separate memory, such as "cuda". Storages on other devices count as host
-            memory. None: the CPU computes.
+        device: the type of the device if it has separate memory, such as "cuda"; new storages on other devices then
+            count as host memory. None: the CPU computes.
 
     Raises:
-        OverLimit: in the operator whose output exceeds the limit.
+        OverLimit: raised by the operator whose output makes the live bytes exceed the limit.
     """
 
     def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None, device: str | None = None) -> None:
@@ -127,7 +129,7 @@ class StorageTracker(TorchDispatchMode):
         self.events: list[tuple[str, int, int]] = []  # (phase, serial, bytes: > 0 created, < 0 freed)
         self._live: dict[int, int] = {}  # storage key -> serial
         self._sizes: list[int] = []  # serial -> bytes
-        self._references: list[weakref.ref] = []  # kept, because a weak reference that is dropped never calls back
+        self._references: list[weakref.ref] = []  # kept, because the callback of a deleted weak reference never runs
         self._owner: dict[int, Owner] = {}  # serial -> owner
         self._before: list[tuple[int, int]] = []  # (serial, bytes) of storages that existed before tracking
         for owned in known.values():
@@ -183,8 +185,8 @@ class StorageTracker(TorchDispatchMode):
             )
 
     def _follow(self, storage: UntypedStorage) -> int:
-        """Assigns a serial number to a storage, and records an event when the storage is freed. Serials are unique,
-        whereas torch reuses storage keys."""
+        """Assigns a serial number to a storage, returns the number, and records an event when the storage is freed.
+        Serial numbers are unique, whereas a new storage may have the key of a freed storage."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
         self._sizes.append(size)
@@ -203,7 +205,7 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Records that a storage was resized, as freed old memory and newly created memory."""
+        """Records that a storage was resized: its old memory was freed, and new memory was created."""
         serial = self._live.get(storage_key(storage))
         if serial is None:
             self._see(storage)
@@ -225,15 +227,15 @@ class StorageTracker(TorchDispatchMode):
         self._owner[serial] = owner
 
     def settle(self, known: Mapping[int, OwnedStorage]) -> None:
-        """Assigns the ledger's categories to storages that exist now. Called after backward for gradients, and after
-        the step for optimizer state. Args: known: the ledger's storages."""
+        """Assigns the ledger's categories to storages that exist now. The memory meter calls this after backward, for
+        gradients, and after the step, for optimizer state. Args: known: the ledger's storages."""
         for key, owned in known.items():
             if key in self._live:
                 self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Yields live bytes after every event, including storages from before tracking. A storage without an owner
-        counts as "activations", or as "other" if the optimizer step created it."""
+        """Yields live bytes after every event, including storages that existed before tracking. A storage without an
+        owner counts as "activations", or as "other" if the optimizer step created it."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
@@ -251,7 +253,8 @@ class StorageTracker(TorchDispatchMode):
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
     def device_events_before(self, event: int) -> int:
-        """Returns the number of `device_events` before `events[event]`, including storages from before tracking."""
+        """Returns the number of `device_events` before `events[event]`, including storages that existed before
+        tracking."""
         earlier = ((serial, size) for _, serial, size in self.events[:event])
         return sum(self._side(serial) == "device" for serial, _ in (*self._before, *earlier))
 
@@ -262,8 +265,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 class ToldTracker(StorageTracker):
-    """A tracker that is not a dispatch mode: the dispatch mode that runs the operators calls `see`. This takes half the
-    time of two nested modes."""
+    """A tracker that is not activated as a dispatch mode. Instead, the fake tensor mode of a trace passes the outputs
+    of each operator to `see`, which takes half the time of two nested modes."""
 
     def __enter__(self):
         _begin(self)
@@ -288,7 +291,7 @@ def thinned(points: Iterable[Point], count: int) -> Iterator[Point]:
 
     Args:
         points: the timeline.
-        count: number of points.
+        count: number of points in the timeline.
     """
     stretch = max(1, math.ceil(count / MOST))
     for _, of_phase in groupby(points, key=attrgetter("phase")):

@@ -1,10 +1,11 @@
-"""transformers' Adafactor, with an additional step for 16-bit weights that processes a few rows at a time.
+"""transformers' Adafactor, with an additional step for 16-bit weights in host memory, a few rows at a time.
 
 transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: weight and gradient in
-fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` updates the same state
-with the same formulas, piece by piece. Reductions over the full parameter (the mean squares of rows and columns, the
-RMS of the update) are computed in separate passes. So the gradient is read three times, and these sums have a different
-order; everything else is equal bit for bit. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` avoids this memory: it
+updates the optimizer state with transformers' formulas, piece by piece. Reductions over the full parameter (the mean
+squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is read three
+times. Only these sums are added in a different order; all other arithmetic is bit-identical to transformers' step.
+Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ from transformers import optimization
 
 from lowmem.step.one_weight import InPieces, Step
 
-CHUNK = 1 << 22  # elements of a piece (at least one row): 16 MiB in fp32
+CHUNK = 1 << 22  # maximum elements of a piece, which has at least one row: 16 MiB in fp32
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
 Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one matrix
-Read = Callable[[Piece], Tensor]  # returns a piece in a buffer, which the caller may change until the next call
-Scale = Callable[[Piece, Tensor], Tensor]  # (piece, tensor to write to) -> that tensor
+Read = Callable[[Piece], Tensor]  # returns a piece in a buffer that the caller may change; the next call overwrites it
+Scale = Callable[[Piece, Tensor], Tensor]  # (piece, output tensor) -> output tensor with the scales of the piece
 
 
 class Adafactor(optimization.Adafactor, InPieces):
@@ -99,8 +100,8 @@ def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
 
 
 def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a
-    piece."""
+    """Updates the mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a piece,
+    where v is the second moment that is estimated from both mean squares."""
     rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
     beta, sums = _beta(state, group), torch.zeros_like(columns)
     for piece in pieces:
@@ -113,7 +114,7 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of a vector, one per element. Returns: see `_factored`."""
+    """Updates the mean squares of a vector, which has one for each element. Returns: see `_factored`."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

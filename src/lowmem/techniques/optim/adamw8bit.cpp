@@ -1,8 +1,8 @@
-// One AdamW step with block-wise 8-bit state, in one pass over memory: see adamw8bit.py for the format.
+// One AdamW step with block-wise 8-bit state, in one pass over memory. adamw8bit.py describes the format of the state.
 //
-// Every block of 256 elements is independent, so the bits do not depend on the number of threads. The loops are written
-// for the compiler to vectorise; -fno-math-errno lets it vectorise std::sqrt. Nothing is reordered (no -ffast-math):
-// a gradient that is scaled here is the gradient that was scaled before.
+// Every block of 256 elements is independent, so the results do not depend on the number of threads. The compiler can
+// vectorize the loops; -fno-math-errno allows it to vectorize std::sqrt. Without -ffast-math it does not reorder
+// arithmetic, so scaling a gradient here gives the same bits as scaling it in a separate pass.
 #include <cmath>
 
 #include "half.hpp"
@@ -10,10 +10,10 @@
 namespace {
 
 constexpr long BLOCK = 256;
-constexpr int LEAST = 2;  // code of u
-constexpr float NOTHING = 1e-30f;  // the largest of a block that counts as 0: what divides by less is infinite
+constexpr int LEAST = 2;  // smallest code of u
+constexpr float NOTHING = 1e-30f;  // a block whose largest element is at most this counts as 0
 
-// In the order of `_rule` in adamw8bit.py.
+// Scalars of the update, in the order of `Rule` and `Reading` in Python.
 struct Rule {
     float rate, keep, beta1, rest1, beta2, rest2, eps, widened, unscale, limit, clip;
 };
@@ -21,10 +21,10 @@ struct Rule {
 struct State {
     int8_t *m;
     uint8_t *u;
-    float *m_top, *u_top;  // of each block
+    float *m_top, *u_top;  // largest magnitude of each block
 };
 
-// fp32 weights, and where the new ones go in 16 bits; null where nobody wants them.
+// fp32 weights `p`, and 16-bit weights `rounded`, which receive the updated weights; null: only `p` is updated.
 template <class W>
 struct Whole {
     float *p;
@@ -36,7 +36,7 @@ struct Whole {
     }
 };
 
-// The same weights in two halves of 16 bits.
+// fp32 weights that are stored in two 16-bit halves (step/fp32_halves.py).
 struct Halves {
     Upper *upper;
     int16_t *rest;
@@ -55,7 +55,7 @@ template <class G>
 void block(float *p, const G *g, const State s, int n, const Rule &r) {
     float m[BLOCK], u[BLOCK], t[BLOCK];
     const float m_unit = *s.m_top / (127 * 127), u_unit = *s.u_top / (255 * 255);
-    uint32_t m_top = 0, u_top = 0;  // of positive numbers: their bits have their order
+    uint32_t m_top = 0, u_top = 0;  // maxima as bit patterns: the bits of positive floats sort like the floats
     widen(g, t, n);
     for (int i = 0; i < n; i++) {
         float x = t[i] * r.unscale;
@@ -99,7 +99,7 @@ void step(const W &weights, const void *gradient, const State s, long n, const R
         const long at = b * BLOCK;
         const State here = {s.m + at, s.u + at, s.m_top + b, s.u_top + b};
         if (n - at >= BLOCK)
-            block(weights, g, here, at, BLOCK, r);  // a constant: the loops have no tails
+            block(weights, g, here, at, BLOCK, r);  // a constant length, so the vectorized loops have no remainder
         else
             block(weights, g, here, at, int(n - at), r);
     }
@@ -117,8 +117,8 @@ void step(const W &weights, const void *g, int dtype, const State s, long n, con
 
 }  // namespace
 
-// dtypes: 0 fp32, 1 bf16, 2 fp16. The weights are `p`, and `rounded` receives them in 16 bits unless it is null; or `rest`
-// is not null, and they are the halves `rounded` and `rest`.
+// dtypes: 0 fp32, 1 bf16, 2 fp16. If `rest` is null, the weights are `p` (fp32), and `rounded` receives the updated
+// weights in 16 bits unless it is null. If `rest` is not null, the weights are the halves `rounded` and `rest`.
 extern "C" void adamw8bit(float *p, const void *gradient, int gradient_dtype, int8_t *m, uint8_t *u, float *m_top,
                           float *u_top, void *rounded, int rounded_dtype, int16_t *rest, long n, const float *rule,
                           int threads) {

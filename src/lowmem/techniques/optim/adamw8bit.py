@@ -6,11 +6,12 @@ Each block of 256 elements stores its largest magnitude in fp32 and each element
     second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU's vector instructions can be
-used. A code of u is never 0, because a second moment of zero would turn the next small gradient into a huge step.
+used. The stored code of u is never 0, because a second moment of zero would turn the next small gradient into a huge
+update.
 
-On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it,
-updates state and fp32 weights, and also writes the weights in 16 bits; or it reads and writes the weights as two 16-bit
-halves. Without a compiler, and on CUDA, torch operators do the same arithmetic.
+On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it, and
+updates the state. The weights are updated in fp32, and also written in 16 bits; or they are read and written as two
+16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators do the same arithmetic.
 
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
@@ -31,13 +32,13 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-# The smallest code of u. (2 / 255)^2 of the largest u is about (1 / 127)^2 of the largest m, which is the smallest
-# nonzero m. So the update of an element that is tiny in its block is at most as large as that of other elements.
+# The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is
+# (1 / 127)^2 times the largest m, and both factors are about equal. So an element that is tiny in its block does not
+# get a larger update than the other elements.
 LEAST = 2
-NOTHING = 1e-30  # a block whose largest element is smaller counts as 0, because its inverse would be infinite
-SMALL = 4096  # smaller parameters (in elements) keep fp32 state, as in bitsandbytes
-# Elements that torch operators process at once, so that intermediate results fit in a CPU's cache, or take 0.2 GiB on a
-# card.
+NOTHING = 1e-30  # a block whose largest element is at most this counts as 0: the inverse could be infinite
+SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
+# Elements that torch operators process at once: intermediate results fit in a CPU's cache, and take 0.2 GiB on a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
@@ -45,7 +46,7 @@ class HostAdamW8bit(Optimizer, OnePass):
     """AdamW with 8-bit state.
 
     Args:
-        params: fp32 parameters, or groups. A group with `state_bits=32` keeps its state in fp32.
+        params: fp32 parameters, or parameter groups. A group with `state_bits=32` keeps its state in fp32.
         lr, betas, eps: see torch.optim.AdamW.
         weight_decay: decoupled weight decay.
     """
@@ -72,7 +73,8 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Steps a parameter. With 32-bit state, or without a compiler, split halves are joined to fp32 first."""
+        """Updates a parameter. With 32-bit state, on CUDA, and without a compiler, the halves of a split weight are
+        joined to a temporary fp32 tensor. Args: see `OnePass`."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -99,7 +101,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
 
 class Rule(NamedTuple):
-    """The scalars of a step, in the order of the C++ struct `Rule`."""
+    """The scalars of an update, in the order of the C++ struct `Rule`."""
 
     rate: float  # lr / bias correction of the first moment
     keep: float  # 1 - lr * weight_decay
@@ -108,7 +110,7 @@ class Rule(NamedTuple):
     beta2: float
     rest2: float
     eps: float
-    widened: float  # bias correction of the second moment, as a factor of its square root
+    widened: float  # bias correction of the second moment, by which its square root is multiplied
 
 
 def _rule(group: dict, step: int) -> Rule:
@@ -182,7 +184,8 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Steps a chunk; intermediate results are in a preallocated buffer. Args: scratch: (3, >= blocks * n), fp32."""
+    """Updates a chunk with torch operators. Args: scratch: (3, >= elements of the chunk), fp32: memory for intermediate
+    results."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -193,6 +196,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # blocks of (nearly) zeros are divided by 1, because the inverse of their maximum would be infinite
+    # blocks of zeros, or nearly zeros, are divided by 1: the inverse of their maximum could be infinite
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

@@ -1,7 +1,8 @@
-// One step of bitsandbytes' block-wise 8-bit Adam or Lion, in one pass over memory: see bitsandbytes_cpu.py.
+// One step of bitsandbytes' block-wise 8-bit Adam or Lion, in one pass over memory. See bitsandbytes_cpu.py.
 //
-// The arithmetic and its order are those of the torch operators that bitsandbytes steps with: a fused multiply-add where
-// they have one and nowhere else (-ffp-contract=off). Every code is the nearest.
+// The arithmetic and its order are equal to the torch operators with which bitsandbytes computes a step. std::fma is
+// used where these operators use a fused multiply-add, and -ffp-contract=off prevents all other fused multiply-adds.
+// Unlike bitsandbytes' CPU code, each element is rounded to the nearest code.
 #include <algorithm>
 #include <cmath>
 
@@ -11,24 +12,29 @@ namespace {
 
 constexpr long BLOCK = 256;
 
-// In the order of `_rule` in bitsandbytes_cpu.py.
+// Scalars of the update, in the order of `_rule` in bitsandbytes_cpu.py.
 struct Rule {
     float beta1, rest1, beta2, rest2, eps, rate, widened, keep;
 };
 
-// 256 growing numbers in [-1, 1], and where to look for the one nearest to x. A cell is the numbers that share a sign, an
-// exponent and the upper bits of the mantissa: so narrow that no more than two of the 256 are nearest in it. The tables
-// hold 32-bit integers because a processor gathers those; together with the other scale's they fit its first cache.
+// The 256 values of a scale, increasing in [-1, 1], and a table to find the value that is nearest to x. A cell of the
+// table is the range of numbers with equal sign, exponent and upper bits of the mantissa. Cells are so narrow that at
+// most two of the 256 values are nearest to a number of the cell. The table has 32-bit integers, which vector
+// instructions can gather. The tables of both scales fit in a CPU's first-level cache.
 template <bool SIGNED>
 struct Scale {
-    static constexpr int SHIFT = SIGNED ? 17 : 16;  // half of the 256 are positive, or all: twice as narrow
-    static constexpr int EXPONENT = 1 << (23 - SHIFT), LOWEST = (127 - 24) * EXPONENT, CELLS = 25 * EXPONENT;  // to 2
+    // Mantissa bits that a cell ignores. The unsigned scale has twice as many positive values as the signed scale, so
+    // its cells are half as wide.
+    static constexpr int SHIFT = SIGNED ? 17 : 16;
+    // EXPONENT: cells per exponent. The cells range from 2^-24 to 2; cell 0 also contains all smaller numbers.
+    static constexpr int EXPONENT = 1 << (23 - SHIFT), LOWEST = (127 - 24) * EXPONENT, CELLS = 25 * EXPONENT;
     float value[257];
-    int32_t lower[(SIGNED + 1) * CELLS];  // of those two; of the positive, then of the negative
+    // cell -> the lower of the two codes that may be nearest; first the cells of positive x, then of negative x
+    int32_t lower[(SIGNED + 1) * CELLS];
 
     explicit Scale(const float *of) {
         std::memcpy(value, of, 256 * sizeof *of);
-        value[256] = INFINITY;  // is never nearer
+        value[256] = INFINITY;  // a sentinel, which is never nearer
         int above = 0, below = 255;
         for (int cell = 0; cell < CELLS; cell++) {
             const float from = cell ? real(uint32_t(cell + LOWEST) << SHIFT) : 0.0f;
@@ -40,7 +46,8 @@ struct Scale {
         }
     }
 
-    bool nearer(int code, float x) const {  // the next one; of two that are as near, the lower is taken
+    // Returns true if the value of the next code is nearer to x than the value of `code`; false in a tie.
+    bool nearer(int code, float x) const {
         return std::fabs(x - value[code]) > std::fabs(value[code + 1] - x);
     }
 
@@ -49,9 +56,9 @@ struct Scale {
     }
 
     float write(const float *from, uint8_t *codes, int n) const {
-        uint32_t largest = 0;  // of positive numbers: their bits have their order
+        uint32_t largest = 0;  // maximum as a bit pattern: the bits of positive floats sort like the floats
         for (int i = 0; i < n; i++) largest = std::max(largest, bits(from[i]) & 0x7fffffffu);
-        const float top = real(largest), divisor = largest ? top : 1.0f;  // of a block of zeros
+        const float top = real(largest), divisor = largest ? top : 1.0f;  // a block of zeros is divided by 1
         int32_t nearest[BLOCK];
         for (int i = 0; i < n; i++) {
             const float x = from[i] / divisor;
@@ -113,7 +120,8 @@ void step(T *p, const T *g, const State first, const Scale<true> &one, const Sta
 
 }  // namespace
 
-// dtype: of p and g: 0 fp32, 1 bf16, 2 fp16. Without a second moment (null) it is Lion's step, with one Adam's.
+// dtype: dtype of p and g: 0 fp32, 1 bf16, 2 fp16. Computes Lion's step if the second moment (codes2) is null,
+// otherwise Adam's step.
 extern "C" void blockwise(void *p, const void *g, int dtype, uint8_t *codes1, float *tops1, const float *scale1,
                           uint8_t *codes2, float *tops2, const float *scale2, long n, const float *rule, int threads) {
     const State first = {codes1, tops1}, second = {codes2, tops2};

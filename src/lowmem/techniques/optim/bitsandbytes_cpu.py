@@ -1,13 +1,14 @@
-"""Steps bitsandbytes' block-wise 8-bit Adam and Lion on a CPU in one pass over memory.
+"""Replaces the CPU step of bitsandbytes' block-wise 8-bit Adam and Lion by one pass over memory.
 
 bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
-small elements of a block to a code next to the nearest code (version 0.50: 12 % of elements on the signed and 18 % on
-the unsigned scale, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
+small elements of a block to a neighbor of the nearest code (version 0.50: 12 % of elements on the signed scale and 18 %
+on the unsigned scale, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
 
-This module has the same step as one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class
-and its checkpoints do not change, so a card can continue from a checkpoint. Without a compiler, torch operators do the
-same step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels; the error of 20 steps against
-AdamW is half of that of bitsandbytes on a CPU. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
+Here the step is one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class and its
+checkpoints do not change, so a run on a card can resume a checkpoint of a CPU. Without a compiler, torch operators
+compute the step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20 steps the
+difference from AdamW is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state: Dettmers et al.
+2022, arXiv 2110.02861.
 """
 
 import ctypes
@@ -21,12 +22,13 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-EXACTLY = "-ffp-contract=off"  # no fused multiply-add, as in torch's operators
+EXACTLY = "-ffp-contract=off"  # fused multiply-adds only where the C++ code names them, as in torch's operators
 RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Makes a bitsandbytes optimizer use this step for parameters in host memory."""
+    """Makes a bitsandbytes optimizer use this module's step for parameters in host memory, in place. Does nothing for
+    update rules other than Adam and Lion."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step
@@ -56,15 +58,15 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
-    """Returns the scalars of a step in the order of the C++ struct `Rule`, computed in fp64 and rounded once, like
-    torch."""
+    """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, they are computed in fp64 and
+    rounded once."""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]
 
 
 def _step(p: nn.Parameter, state: dict, rule: tuple[float, ...]) -> None:
-    """Steps with torch operators; Lion if there is no second moment."""
+    """Updates a parameter with torch operators: by Adam, or by Lion if the state has no second moment."""
     beta1, rest1, beta2, rest2, eps, rate, widened, keep = rule
     wide, g, m = p.data.float().flatten().mul_(keep), p.grad.float().flatten(), _read(state, 1)
     if "state2" in state:

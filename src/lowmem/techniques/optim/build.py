@@ -1,8 +1,17 @@
-"""Creates the optimizer of a model from a library's class.
+"""Creates the optimizer of a model from the class that an optimizer's yaml names.
 
-An optimizer's yaml names the class and its arguments. This module adds parameter groups by role (weight decay), state
-that is restored in the dtype in which it was saved, and for bitsandbytes' optimizers AdamW's order of weight decay and
-update, and 32-bit state for embeddings.
+For every class, this module adds:
+
+- parameter groups by role, so that weight decay applies only to matrices and embeddings
+- restored state keeps the dtype in which it was saved, and a resumed run keeps the settings of its yaml
+
+For bitsandbytes' optimizers, it also adds:
+
+- weight decay before the update, as in AdamW, on every device
+- 32-bit state for embeddings
+- no second moment that is rounded to zero
+- a fast step on a CPU (`bitsandbytes_cpu.py`)
+- paged state that is restored as paged memory
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +26,7 @@ from lowmem.system.process import page_out
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
-BUFFERS = ("state1", "state2")  # state tensors that bitsandbytes' paged optimizers page
+BUFFERS = ("state1", "state2")  # keys of the state tensors that bitsandbytes' paged optimizers page
 DECOUPLED = ("adam", "lion", "ademamix")  # bitsandbytes' update rules with decoupled weight decay
 PAGED_FROM = 100_000  # minimum elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
 
@@ -35,7 +44,7 @@ def nothing(*_: object) -> None:
 
 class MakeOptimizer:
     """A function (model, master, restored) -> optimizer. `master` maps a parameter of the model to the parameter that
-    the optimizer steps; `restored` is called after the state of a parameter was restored.
+    the optimizer updates; `restored` is called after the state of a parameter was restored.
 
     Args:
         make: parameter groups -> optimizer: a partial of the class that the yaml names.
@@ -63,13 +72,13 @@ class MakeOptimizer:
             _hold_no_second_moment_of_zero(optimizer)
             in_one_pass(optimizer)
         _restore_in_saved_dtypes(optimizer, restored)
-        _extend_load_state_dict(optimizer, getattr(self.make, "keywords", {}))  # theirs: a partial's
+        _extend_load_state_dict(optimizer, getattr(self.make, "keywords", {}))  # theirs: `make` may be a partial
         return optimizer
 
     @property
     def name(self) -> str:
         """Returns the name of the optimizer's class, which checkpoints store."""
-        return getattr(self.make, "func", self.make).__qualname__  # theirs: a partial's
+        return getattr(self.make, "func", self.make).__qualname__  # theirs: `make` may be a partial
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
@@ -94,8 +103,8 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are in a global table by
-    id(parameter), which may be reused by a parameter of the next job."""
+    """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are not used: they are in a global
+    table by id(parameter), and a parameter of a sweep's next job may have the id of a freed parameter."""
     theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
@@ -105,9 +114,9 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 
 def _decay_before_the_update(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes apply weight decay before the update on every device, like AdamW. bitsandbytes' CUDA kernels
-    multiply by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add the decay to the
-    gradient (issue 1992)."""
+    """Makes bitsandbytes apply weight decay before the update on every device, as AdamW does. bitsandbytes' CUDA
+    kernels multiply the weight by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add the
+    decay to the gradient (issue 1992)."""
     if optimizer.optimizer_name not in DECOUPLED:
         return
     theirs = optimizer.update_step
@@ -121,9 +130,10 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
-    """Replaces zero on bitsandbytes' scale of second moments by a small value, on every device. A second moment that is
-    rounded to zero, with a nonzero first moment, would give an update of m / eps: thousands of times lr. (True zeros
-    become slightly larger, which shortens later steps a little; in a block of zeros they stay zero.)"""
+    """Replaces zero on bitsandbytes' scale of second moments by a small value, on every device. If the second moment
+    was rounded to zero and the first moment m was not, the update would be lr * m / eps, thousands of times lr.
+    Elements that are exactly zero get this small value too, which makes their later updates slightly smaller. In a
+    block of zeros they stay zero."""
     optimizer.fill_qmap()
     _replace_zero(optimizer.name2qmap["udynamic"])
 
@@ -134,13 +144,13 @@ def _replace_zero(scale: Tensor | None) -> None:
 
 
 def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
-    """Makes a restored optimizer keep this run's settings, such as a weight decay that was typed for the resume,
-    whereas torch restores the saved settings. The schedule sets `lr`. Also restores bitsandbytes' paged state and
+    """Makes a restored optimizer keep this run's settings, such as a weight decay that the user typed for the resume.
+    torch would restore the saved settings. `lr` is set by the schedule. Also restores bitsandbytes' paged state and
     scales correctly.
 
     Args:
         optimizer: changed in place.
-        named: the settings in the yaml. All other settings are restored, since they may be part of the state.
+        named: names of the settings in the yaml. All other settings are restored, since they may belong to the state.
     """
     theirs = optimizer.load_state_dict
     kept = {*named} - {"lr", "params"}
@@ -160,11 +170,15 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
 
 
 def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
-    """Restores each tensor of the state in the dtype in which it was saved.
+    """Makes an optimizer restore each tensor of its state in the dtype in which the tensor was saved.
 
     torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
-    and 8-bit codes would temporarily take four times their size. So torch restores only the groups, and this function
-    copies the tensors. (bitsandbytes restores its state as it was saved; torchao's issue 3314 describes the problem.)
+    and 8-bit codes would temporarily take four times their size. So torch restores only the groups, and hooks restore
+    the tensors. torchao's issue 3314 describes the problem; bitsandbytes does not have it.
+
+    Args:
+        optimizer: changed in place.
+        restored: called after the state of a parameter was restored.
     """
     saved: dict = {}
 
@@ -185,24 +199,28 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields items one by one without keeping references, because the mapping may load each value on access."""
+    """Yields the items of a mapping that may load each value on access, without keeping references. If a value is
+    mapped from a file, its pages are released before the next value is loaded."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the state tensors that CUDA would page for a large parameter on a card."""
+    """Returns the state tensors of a paged optimizer that are paged if their parameter is large and on a card; empty
+    for other optimizers."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
 
 
 def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> None:
-    """Restores paged state as paged memory. bitsandbytes restores it as ordinary tensors on the device, which may run
-    out of memory (issues 782 and 1381), and on a CPU it would restore a card's state as paged, which fails.
+    """Restores the state of a paged optimizer. Each buffer is allocated as in the first step, paged or not.
 
-    Each buffer is allocated as in the first step, paged or not. Args: theirs: bitsandbytes' `load_state_dict`.
+    bitsandbytes itself restores paged state as ordinary tensors on the device, which may run out of memory (issues 782
+    and 1381). On a CPU it would restore the state of a card as paged memory, which fails.
+
+    Args: theirs: bitsandbytes' `load_state_dict`.
     """
     theirs(state_dict, move_to_device=False)
     for p, state in optimizer.state.items():
@@ -214,7 +232,8 @@ def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> 
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """Returns a copy on the parameter's device. Step counts stay on the host, unless a fused kernel reads them."""
+    """Returns a copy of a state value on the parameter's device. Step counts are copied to the host, unless a fused or
+    capturable optimizer reads them on the device."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -222,7 +241,8 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. torchao's 4-bit state ignores `copy=True` of `Tensor.to` on the same device."""
+    """Returns a copy on the device. Wrapper subclasses are copied by their inner tensors, because torchao's 4-bit state
+    ignores `copy=True` of `Tensor.to` if it is already on the device."""
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)
     names, context = value.__tensor_flatten__()

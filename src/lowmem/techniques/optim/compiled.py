@@ -1,7 +1,7 @@
 """Compiles a C++ file of this package into a shared library, once, with any available C++ compiler.
 
-Only a compiler is needed, without headers of Python or torch and without a build system. ctypes calls the functions and
-releases the GIL during a call.
+The 8-bit optimizers use it for their CPU steps. Only a compiler is needed, without headers of Python or torch and
+without a build system. ctypes calls the functions of the library, and releases the GIL during a call.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-std=c++17")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in half.hpp
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtype -> its number in half.hpp
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -33,8 +33,8 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library. None: there is no compiler, or compilation failed (logged once), so the caller has
-    to use a slower implementation.
+    """Returns the compiled library. None: there is no compiler, or compilation failed; the reason is logged once, and
+    the caller has to use a slower implementation.
 
     Args:
         source: the C++ file.
@@ -57,8 +57,8 @@ def _without(source: Path, why: str) -> None:
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
-    """Returns the cached library. Its name depends on the sources, the compiler and this processor's instruction
-    set."""
+    """Returns the path of the library, and compiles it first if it is not in the cache. The file name contains a hash
+    of the sources, the flags and the compiler's predefined macros, which list this processor's instruction set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = _run(describe)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
@@ -74,7 +74,8 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
 
 
 def _intact(built: Path) -> bool:
-    """Returns True if the cached library is complete, because loading a truncated file would kill the process."""
+    """Returns True if the cached library exists and has the right checksum: loading a truncated file would kill the
+    process."""
     try:
         return _checksum(built) == _checksum_of(built).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -97,6 +98,6 @@ def _compile(command: list[str]) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Runs a compiler and returns its output. Ctrl-C does not interrupt the compiler, because an interrupted run
-    completes its current step, which needs the library."""
+    """Runs a compiler and returns its output. Ctrl-C does not reach the compiler, because a run that is interrupted
+    completes its current step first, which needs the library."""
     return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout

@@ -1,9 +1,9 @@
-"""Steps the optimizer inside backward: each parameter is updated as soon as its gradient exists, which is then freed.
+"""Updates weights inside backward: each weight as soon as its gradient exists, after which the gradient is freed.
 
-Gradients are never all in memory at the same time: instead of 4 bytes per parameter (2 with 16-bit weights), the peak
-is the largest single gradient. Excludes everything that needs all gradients at once: clipping by the global norm, loss
-scaling (an overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023,
-arXiv 2306.09782.
+This saves the memory of the gradients, 4 bytes per parameter (2 with 16-bit weights): only single gradients exist at a
+time. It excludes everything that needs all gradients of a step at once: clipping by the global norm, loss scaling (an
+overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023, arXiv
+2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,8 +11,12 @@ from torch import nn
 
 
 class StepInBackward(Callback):
-    """Steps each parameter in a hook on its gradient. Args: enabled: if False, does nothing; clip_value: clamps
-    gradient elements to this absolute value; None: off."""
+    """Updates each parameter in a hook on its gradient, on the device.
+
+    Args:
+        enabled: False: do nothing.
+        clip_value: clamps each element of a gradient to +-clip_value; None: off.
+    """
 
     def __init__(self, enabled: bool, clip_value: float | None) -> None:
         self.enabled, self.clip_value = enabled, clip_value
@@ -28,7 +32,7 @@ class StepInBackward(Callback):
             optimizer.use_up(names[p], p.grad)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_([p], self.clip_value)
-            # look up the group at each step: the schedule changes it, and a resume replaces it
+            # look up the group at each step: the schedule changes the group, and a resume replaces it
             optimizer.step_one(optimizer.param_groups[group_index], p)
             p.grad = None
 

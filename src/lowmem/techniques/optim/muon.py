@@ -1,12 +1,13 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-Muon replaces the momentum of a matrix by the nearest orthogonal matrix, so that all directions change equally. Muon
-stores one moment (4 bytes per parameter) instead of AdamW's two. Fused experts (experts, rows, columns) are one matrix
-per expert and are stepped one by one, so that temporary memory is needed for one matrix only. Embeddings, head, norms,
-biases and convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al. 2024,
+Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
+It stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
+matrix per expert; these matrices are updated one by one, so temporary memory is needed for a single matrix. Embeddings,
+head, norms, biases and convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al. 2024,
 kellerjordan.github.io/posts/muon.
 
-Both are torch's implementations, which get this optimizer's groups and state at each step and store nothing themselves.
+The updates are torch's implementations of Muon and AdamW. They receive this optimizer's groups and state at each step,
+and store nothing themselves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# torch's rule `match_rms_adamw` gives a Muon step an RMS of 0.2 lr. AdamW's first step has an RMS of lr, and so has a
-# step by an exactly orthogonal matrix here. Five iterations give a nearly orthogonal step: the RMS is 0.86 to 0.96 lr
-# for a random gradient. If the gradient has only r of n directions, the RMS is smaller by a factor of sqrt(r / n).
+# torch's rule `match_rms_adamw` gives a Muon update an RMS of 0.2 lr. AdamW's first update has an RMS of lr. `Muon`
+# divides by TORCHS_RMS, so that an exactly orthogonal update has an RMS of lr, too. torch's five iterations give a
+# nearly orthogonal update: its RMS is 0.86 to 0.96 lr for a random gradient. If the gradient has rank r instead of full
+# rank n, the RMS is smaller by a factor of sqrt(r / n).
 TORCHS_RMS = 0.2
 
 
@@ -46,7 +48,7 @@ class Muon(Optimizer):
         self.adamw = torch.optim.AdamW(unused, lr, tuple(betas), eps, weight_decay, fused=True)
 
     def __getstate__(self) -> dict:
-        """Returns the state for pickling and copying; torch's version drops all additional attributes."""
+        """Returns the state for pickling and copying. torch's version would drop `muon` and `adamw`."""
         return super().__getstate__() | {"muon": self.muon, "adamw": self.adamw}
 
     @torch.no_grad()
@@ -61,7 +63,8 @@ class Muon(Optimizer):
         return loss
 
     def _matrices(self, p: nn.Parameter) -> Iterator[tuple[nn.Parameter, dict]]:
-        """Yields (matrix, state) for each matrix of p, as views of p, its gradient and its momentum."""
+        """Yields (matrix, state) for each matrix of p. The matrix, its gradient and its momentum are views of p's
+        tensors."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -72,7 +75,7 @@ class Muon(Optimizer):
             yield matrix, {"momentum_buffer": momentum}
 
     def _step(self, optimizer: Optimizer, state: dict[nn.Parameter, dict], group: dict, factor: float) -> None:
-        """Steps the parameters of `state` with a learning rate of lr * factor; the weight decay of a step stays
+        """Updates the parameters of `state` with a learning rate of lr * factor. The weight decay of the update stays
         lr * weight_decay."""
         scaled = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "params": list(state)}
         optimizer.state, optimizer.param_groups = state, [optimizer.defaults | group | scaled]

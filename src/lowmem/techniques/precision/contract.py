@@ -1,10 +1,10 @@
 """The interface of a precision: the dtypes of weights and matrix products, and the loss scale.
 
-A precision is a Lightning plugin. Other code uses only the attributes and methods below, which are in the order of a
-run. The defaults are right for plain fp32 weights, so a new precision sets `dtype` and overrides what differs. It
-derives from one of these classes:
+A precision is a Lightning plugin. Other code uses only the attributes and methods below, which are in the order in
+which a run uses them. The defaults are for fp32 weights: a new precision sets `dtype`, and overrides the methods that
+have to do something else. It derives from one of these classes:
 
-    BasePrecision         here
+    BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
       SixteenBitWeights                         `weights_16bit.py`: 16-bit weights; `widen`, `round`, `new_extra_state`
       Float16Master, BFloat16Master             `masters.py`: 16-bit weights, with fp32 masters in `MasterWeights`
@@ -36,14 +36,14 @@ class BasePrecision(Precision):
 
     device = "cpu"  # the type of the device that computes
     dtype: torch.dtype  # dtype of matrix products
-    # dtype of the trained weights, or of their masters, in which a model's files are read; None: `dtype`
+    # dtype in which weights are loaded: the dtype of the trained weights, or of their masters; None: `dtype`
     weights_dtype: torch.dtype | None = torch.float32
     tf32 = False  # True: on a card, inputs of fp32 matrix products keep 10 mantissa bits
-    scales_loss = False  # True: the loss is scaled, so gradients are only usable after the whole window
-    lowered_scale = False  # True: this window's gradients overflowed, and the loss scale was reduced
-    gradient_scale = 1.0  # the loss scale of this window's gradients
-    draws = False  # True: a step draws random numbers, which differ between processes with copies of a weight
-    # whether the optimizer runs on the host (`offload/master_weights.py`)
+    scales_loss = False  # True: the loss is scaled, and only the end of a window shows whether a gradient overflowed
+    lowered_scale = False  # True: this window's gradients overflowed, and the loss scale was halved
+    gradient_scale = 1.0  # the loss scale by which this window's gradients are multiplied
+    draws = False  # True: a step draws random numbers; processes with copies of a weight must draw equal numbers
+    # when the optimizer runs on the host (`offload/master_weights.py`)
     steps_on_host: Literal["never", "if streamed", "always"] = "never"
 
     def __init__(self, device: str = "cpu") -> None:
@@ -54,8 +54,8 @@ class BasePrecision(Precision):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def when_converted(self, call: Callable[[nn.Module], None]) -> None:
-        """Registers a function that `convert_module` calls with the module at its end, because Lightning has no
-        callback hook between loading weights and moving them to the device. Registering a function twice is a no-op,
+        """Registers a function that `convert_module` calls at its end, with the module. Lightning has no callback hook
+        at this point, between loading weights and moving them to the device. Registering a function again is a no-op,
         since a trainer may run more than once."""
         if call not in self._on_converted:
             self._on_converted.append(call)
@@ -63,7 +63,7 @@ class BasePrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the module in place and returns it. Lightning calls this once the weights are loaded or restored,
         before they move to the device, and before any computation or memory tracking. `teardown` is always called at
-        the end. Parameter objects stay the same for the whole run."""
+        the end of the run. Parameter objects must stay the same during the run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -78,8 +78,9 @@ class BasePrecision(Precision):
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
-        """Refuses an optimizer that was not created by `optimizer`, because it would step scaled gradients. Lightning
-        calls this before the first step, and with an empty list before an evaluation."""
+        """Refuses an optimizer that was not created by the method `optimizer`, because it would apply gradients that
+        are still multiplied by the loss scale. Lightning calls this before the first step, and with an empty list
+        before an evaluation."""
         if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
             raise Refused(
                 f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
@@ -93,15 +94,15 @@ class BasePrecision(Precision):
         device."""
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors on the device besides weights, gradients and optimizer state. The memory meter counts these
-        as optimizer state, and may call this at any time."""
+        """Returns further tensors on the device, besides weights, gradients and optimizer state. The memory meter
+        counts these tensors as optimizer state, and may call this method at any time."""
         return ()
 
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns the context that Lightning enters for the full training step: empty, because autocast here would also
-        cover backward and the optimizer."""
+        """Returns the context that Lightning enters for the full training step. The context is empty, because autocast
+        at this point would also cover backward and the optimizer."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
@@ -110,25 +111,25 @@ class BasePrecision(Precision):
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Returns the tensor where backward starts, after calling callbacks. Lightning calls this with the loss of each
-        micro-batch."""
+        """Calls callbacks, and returns the tensor whose `backward` is called: the loss, scaled if the precision scales
+        losses. Lightning calls this with the loss of each micro-batch."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------
 
     def update_scale(self, finite: bool) -> None:
-        """Sets the loss scale of the next window. Args: finite: all gradients of this window were finite."""
+        """Sets the loss scale of the next window. Args: finite: True if all gradients of this window are finite."""
 
     def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: object, **kwargs: object) -> None:
-        """Steps the optimizer. Lightning's version also calls callbacks and clips; `CausalLM.training_step` has already
-        done both."""
+        """Steps the optimizer. Unlike Lightning's version, it does not call callbacks or clip gradients, because
+        `CausalLM.training_step` has already done both."""
         optimizer.step()
 
     # --- after steps ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Returns tensors and numbers that a bit-exact resume needs. Lightning calls this for each checkpoint, and
-        saves the result under the class's name."""
+        """Returns the tensors and numbers that a bit-exact resume needs. Lightning calls this for each checkpoint, and
+        stores the result under the name of the class."""
         return {}
 
     def teardown(self) -> None:

@@ -1,12 +1,12 @@
-"""Computes 16-bit matrix products on a CPU without instructions for them: inputs are converted to fp32, multiplied and
-summed in fp32, and the result is rounded once, as these instructions do.
+"""Speeds up 16-bit matrix products on CPUs that have no instructions for 16-bit products.
 
-Without the instructions torch uses a plain loop that is 10 to 100 times slower than fp32 (pytorch issue 146508). So
-during a run torch's CPU kernels are replaced at the CPU dispatch key, below autocast, autograd and memory trackers.
-Forward, backward and recomputation use these kernels, and saved tensors still have 16 bits. The fp32 copies exist
-during one operator; a CPU with the instructions does not need this temporary memory.
+On such a CPU torch uses a plain loop that is 10 to 100 times slower than an fp32 product (pytorch issue 146508). So
+during a run torch's CPU kernels are replaced by kernels that convert the inputs to fp32, multiply and add in fp32, and
+round the result once, as the 16-bit instructions do. Kernels are replaced at the CPU dispatch key, below autocast,
+autograd and memory trackers. Forward, backward and recomputation use the new kernels, and saved tensors still have 16
+bits. The price is temporary memory: the fp32 copies of the inputs of one operator.
 
-A dispatch mode could do the same, but would add a Python call to every operator.
+A dispatch mode could replace the kernels too, but would add a Python call to every operator.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Product -> number of results to round: the second result of attention, the log-sum-exp, is always fp32.
+# Product -> number of results to round to 16 bits. The second result of attention, the log-sum-exp, stays in fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
@@ -44,8 +44,8 @@ def has_units(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
-    """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads, if this CPU
-    needs it. Yields: True if they were replaced."""
+    """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads, if the device
+    is a CPU without instructions for these products. Yields: True if the kernels were replaced."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
@@ -58,12 +58,12 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """Returns torch's own kernel (cached). The first call must be before the kernel is replaced."""
+    """Returns torch's own kernel. The result is cached, because it must be read before the kernel is replaced."""
     return get_kernel(product, "CPU").call_boxed
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """Returns the replacement kernel, which calls torch's kernel in fp32."""
+    """Returns the replacement kernel, which calls torch's kernel with fp32 inputs and rounds the results."""
     native = _native(product)
 
     def wide(value: object) -> object:

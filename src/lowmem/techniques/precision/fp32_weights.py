@@ -1,6 +1,7 @@
 """Precisions with fp32 weights: matrix products are in fp32 or TF32, or in 16 bits by autocast.
 
-Autocast (`16`, `bf16`) stores most activations in 16 bits. Source: Micikevicius et al. 2018, arXiv 1710.03740.
+With autocast (`precision=16` or `bf16`) most activations have 16 bits. Source: Micikevicius et al. 2018, arXiv
+1710.03740.
 """
 
 import logging
@@ -22,7 +23,7 @@ class FullPrecision(BasePrecision):
 
 
 class TensorFloat32(FullPrecision):
-    """fp32 weights; on a CUDA device, inputs of matrix products keep 10 mantissa bits, and sums are in fp32."""
+    """fp32 weights. On a card with TF32, inputs of matrix products keep 10 mantissa bits, and sums are in fp32."""
 
     tf32 = True
 
@@ -44,12 +45,12 @@ class Autocast(BasePrecision):
     """Computes matrix products in `dtype`, with weights in fp32."""
 
     def forward_context(self) -> AbstractContextManager:
-        # Autocast's cache would keep a 16-bit copy of every weight until the forward pass ends.
+        # With its cache, autocast would keep a 16-bit copy of every weight until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
 class BFloat16Autocast(Autocast):
-    """Autocast to bf16, without loss scaling: bf16 has fp32's range."""
+    """Autocast to bf16, without loss scaling, because bf16 has the range of fp32."""
 
     dtype = torch.bfloat16
 

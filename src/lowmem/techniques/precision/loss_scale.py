@@ -1,8 +1,8 @@
 """Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not underflow (below 6e-8).
 
-If a gradient overflows, the step is skipped and the scale is halved; after many steps without overflow it is doubled.
-Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler refuses fp16 weights, and unscales their
-gradients in fp16, where small gradients underflow.
+If a gradient overflows, the step is skipped and the scale is halved. After `growth_interval` steps without overflow the
+scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler is not used: it refuses fp16
+gradients, and would unscale them in fp16, where small gradients underflow.
 """
 
 from lightning.pytorch import LightningModule
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from lowmem.techniques.precision.contract import BasePrecision
 
-# Reached from 2**16 after 26 consecutive overflows. A smaller scale would not help then.
+# The scale is not halved below this value, which is reached from 2**16 after 26 consecutive overflows. If gradients
+# still overflow then, a smaller scale would not help either.
 SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """The loss scale and its update rule. Args: value: initial scale; growth_interval: steps without overflow after
-    which the scale is doubled."""
+    """The loss scale and its update rule. Args: value: initial scale; growth_interval: number of steps without overflow
+    after which the scale is doubled."""
 
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
@@ -24,7 +25,7 @@ class LossScale:
         self.halved = False  # True: the last window overflowed, and the scale was halved
 
     def update(self, finite: bool) -> None:
-        """Sets the scale for the next window. Args: finite: all gradients of this window were finite."""
+        """Sets the scale for the next window. Args: finite: True if all gradients of this window are finite."""
         self.halved = not finite and self.value > SMALLEST
         self.steps = self.steps + 1 if finite else 0
         if self.halved:
@@ -45,7 +46,7 @@ class ScaledLoss(BasePrecision):
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.
-        growth_interval: optimizer steps without overflow after which the scale doubles.
+        growth_interval: number of steps without overflow after which the scale is doubled.
     """
 
     scales_loss = True
@@ -59,7 +60,7 @@ class ScaledLoss(BasePrecision):
         return self.loss_scale.halved
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        self.gradient_scale = self.loss_scale.value  # not changed by `update`, which sets the next window's
+        self.gradient_scale = self.loss_scale.value  # a copy, because `update` already sets the next window's scale
         return super().pre_backward(tensor * self.gradient_scale, module)
 
     def update_scale(self, finite: bool) -> None:

@@ -1,9 +1,9 @@
-"""Precisions with 16-bit weights on the device and fp32 masters on the host: small updates are not lost.
+"""Precisions with 16-bit weights on the device and fp32 masters on the host, so that small updates are not lost.
 
 The device stores 2 bytes per parameter. The host stores the masters, the optimizer state and the gradients of an
-optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning callback, creates and steps the
-masters; the classes in this module define the dtypes and the loss scale. Source: Micikevicius et al. 2018, arXiv
-1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the host.
+optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning callback, creates and updates
+the masters; the classes in this module define the dtypes and the loss scale. Sources: Micikevicius et al. 2018, arXiv
+1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for masters in host memory.
 """
 
 import torch
@@ -13,9 +13,10 @@ from lowmem.techniques.precision.loss_scale import ScaledLoss
 
 
 class BFloat16Master(BasePrecision):
-    """bf16 weights on the device, without loss scaling: bf16 has fp32's range.
+    """bf16 weights on the device, without loss scaling, because bf16 has the range of fp32.
 
-    Args: early_step: with clip=null, update a master once all its gradients of the step are in host memory.
+    Args: early_step: with clip=null, update each master during backward, as soon as its last gradient of the window is
+        in host memory.
     """
 
     dtype = torch.bfloat16

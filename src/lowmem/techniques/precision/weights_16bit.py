@@ -1,14 +1,14 @@
 """Weights, gradients and activations in 16 bits, which halves their bytes, with updates computed in fp32.
 
-Parameters are updated one at a time: weight and gradient are converted to fp32, the optimizer (any) updates the fp32
-weight, and the result is rounded to 16 bits. Subclasses may convert and round differently, and store additional tensors
-with the weight. The optimizer sees fp32 weights and gradients, so its state has the usual dtypes, and an eps of 1e-8
-does not underflow. The step needs temporary memory for one parameter in fp32. RoPE frequencies and other fp32 buffers
-keep their dtype.
+Parameters are updated one at a time, on the device: weight and gradient are converted to fp32, the optimizer updates
+the fp32 weight, and the result is rounded to 16 bits. This works with any optimizer. The optimizer sees fp32 weights
+and gradients, so its state has the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory
+for the fp32 weight and gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass
+may convert and round differently, and store additional tensors with each weight.
 
-The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. With bf16 the spacing is
-0.4 % of the weight, and most updates of a fine-tuning are rounded away. Stochastic rounding changes the weight by a
-full spacing with a probability that keeps the expected value. Source: Zamirai et al. 2020, arXiv 2010.06192.
+The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. The spacing of bf16 is
+0.4 to 0.8 % of the weight, so most updates of fine-tuning are rounded away. Stochastic rounding changes the weight by a
+full spacing, with a probability that keeps the expected value. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from collections.abc import Iterator
@@ -41,17 +41,17 @@ class SixteenBitWeights(BasePrecision):
     # --- for subclasses -------------------------------------------------------------------------------------------
 
     def widen(self, p: nn.Parameter) -> Tensor:
-        """Returns a copy of the weight in fp32, which the optimizer steps in place."""
+        """Returns a copy of the weight in fp32, which the optimizer updates in place."""
         return p.data.float()
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
-        """Writes the stepped fp32 weight into `p.data`, in 16 bits."""
+        """Rounds the updated fp32 weight to 16 bits, into `p.data`."""
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns additional tensors to store with a weight on the device, by name. Called before the weight's first
-        update. `widen` and `round` get these tensors from `extra_state(p)` and change them in place. The memory meter
-        and checkpoints include them."""
+        """Returns additional tensors to store with a weight on the device, by name. Called by the first
+        `extra_state(p)`. `widen` and `round` get the tensors from `extra_state(p)`, and change the tensors in place.
+        The memory meter and checkpoints include these tensors."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -68,7 +68,7 @@ class SixteenBitWeights(BasePrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         named = module.named_parameters()  # a tied parameter is listed once
-        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):  # theirs: any module
+        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):  # theirs: may be any LightningModule
             self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
         self._named = dict(named)
         return super().convert_module(module)
@@ -91,8 +91,8 @@ class SixteenBitWeights(BasePrecision):
 
 
 class NarrowOptimizer(DeviceOptimizer):
-    """Steps 16-bit weights one at a time, each in fp32 during its update. Gradients are unscaled in fp32 during the
-    update too, since unscaled fp16 gradients below 6e-8 would underflow."""
+    """Updates 16-bit weights on the device, one at a time. A weight and its gradient are in fp32 during the update. The
+    gradient is unscaled in fp32, since unscaled gradients below 6e-8 would underflow in fp16."""
 
     def __init__(
         self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
@@ -108,14 +108,14 @@ class NarrowOptimizer(DeviceOptimizer):
             self.step_one(group, p)
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
-        """Steps a parameter and frees its gradient."""
-        if p.dtype == torch.float32:  # a module that an adapter keeps in fp32 is not rounded
+        """Updates a parameter and frees its gradient."""
+        if p.dtype == torch.float32:  # weights of an adapter are stored in fp32, and not rounded
             p.grad.div_(self.scale)
             super().step_one(group, p)
             p.grad = None
             return
         narrow, wide, gradient = p.data, self.precision.widen(p), p.grad
-        # A parameter's gradient must have the parameter's dtype, so both are replaced by fp32 tensors.
+        # A gradient must have its parameter's dtype, so weight and gradient are both replaced by fp32 tensors.
         p.grad = None
         p.data = wide
         p.grad = gradient.float().div_(self.scale)
@@ -136,12 +136,12 @@ class BFloat16Weights(SixteenBitWeights):
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """bf16 weights with stochastic rounding. Streamed weights are stepped and rounded on the host
-    (`offload/host_weight.py`).
+    """bf16 weights with stochastic rounding. Streamed weights are updated and rounded on the host
+    (`offload/host_weight.py`), other weights on the device.
 
     Args:
-        early_step: with weights=streamed and clip=null, update a weight once all its gradients of the step are in host
-            memory.
+        early_step: with weights=streamed and clip=null, update each weight during backward, as soon as its last
+            gradient of the window is in host memory.
     """
 
     dtype = torch.bfloat16

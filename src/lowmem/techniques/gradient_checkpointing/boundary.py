@@ -1,10 +1,14 @@
 """Stores a boundary (the input of a checkpointed block) until backward, on the device or in host memory.
 
-    forward     compute stream: block n         | block n + 1     copy stream, down: boundary n
-    backward    compute stream: block n         | block n - 1     copy stream, up:   boundary n - 1, while block n runs
+`OnDevice` keeps the tensor. `OnHost` copies it to pinned host memory, and back to the device for backward:
 
-Copies to and from the host overlap with computation: fetching a boundary starts the copy of the boundary that backward
-needs next (`Chain`). On a CPU the copies are synchronous, and the meter counts them as host memory, as on a card.
+                compute stream                       copy stream
+    forward     block n, while it computes           down: boundary n, to the host
+    backward    block n, while it computes           up: boundary n - 1, to the device
+
+So the copies overlap with computation: fetching a boundary starts the copy of the boundary that backward needs next
+(`Chain`). On a CPU the copies are synchronous. The memory meter counts the copies as host memory, even in a run on a
+CPU.
 """
 
 import weakref
@@ -19,12 +23,14 @@ from lowmem.offload.copy_lanes import Lane, lane_of
 
 
 class Boundary(Protocol):
+    """A stored block input."""
+
     def fetch(self) -> Tensor:
         """Returns the tensor on its original device, with its original `requires_grad`."""
 
 
 class OnDevice:
-    """Keeps the tensor itself on the device."""
+    """Keeps a reference to the tensor on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
@@ -37,10 +43,10 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps a copy in host memory, pinned so that copies overlap with computation.
+    """Keeps a copy in pinned host memory, which frees the tensor on the device. Can be fetched once.
 
     Args:
-        tensor: the boundary.
+        tensor: the block input.
         chain: prefetches boundaries in the order of backward.
         block: index of the block.
     """
@@ -49,13 +55,13 @@ class OnHost:
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
         self.chain, self.block = chain, block
         self.lane = _lane(tensor.device)
-        self.back: Tensor | None = None  # the tensor on the device, while its copy is in progress
+        self.back: Tensor | None = None  # the new tensor on the device, from the start of its copy until `fetch`
         self.host = self.lane.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self.left = self.lane.copy(self.host, tensor.detach(), self.lane.mark())
         belongs(self.host, "activations", "host")
 
     def __del__(self) -> None:
-        if self.back is not None:  # never fetched: free its memory only after the copy
+        if self.back is not None:  # never fetched: the device must not reuse the memory before the copy is complete
             self.lane.hold(self.arrived)
 
     def fetch(self) -> Tensor:
@@ -67,11 +73,11 @@ class OnHost:
 
     @property
     def waits(self) -> bool:
-        """Returns True if the copy to the device has not been started yet."""
+        """Returns True if the copy back to the device has not been started yet."""
         return self.back is None and self.host is not None
 
     def start(self) -> None:
-        """Starts the copy to the device, if it was not started before."""
+        """Starts the copy back to the device, unless it was started before."""
         if not self.waits:
             return
         self.lane.hold(self.left)
@@ -80,11 +86,12 @@ class OnHost:
 
 
 class Chain:
-    """Creates boundaries, and prefetches them in the order of backward: the last block first. Within a block (with
-    weights.order=by_layer a block has a boundary per micro-batch) in the order of their creation."""
+    """Creates the boundaries of a model in host memory, and prefetches them in the order of backward: the last block
+    first. With weights.order=by_layer a block has one boundary per micro-batch; these are prefetched in the order in
+    which they were created."""
 
     def __init__(self) -> None:
-        # Weak references: the autograd graph owns a boundary, and frees it if backward is never run.
+        # Weak references: the autograd graph owns a boundary, and frees it if backward never runs.
         self._made: dict[int, list[weakref.ref[OnHost]]] = {}  # index of a block -> its boundaries
 
     def make(self, block: int, tensor: Tensor) -> OnHost:
@@ -104,5 +111,5 @@ class Chain:
 
 @cache
 def _lane(device: torch.device) -> Lane:
-    """Returns the lane of a device, which all boundaries share."""
+    """Returns the pair of copy streams of a device, which all boundaries share."""
     return lane_of(device)

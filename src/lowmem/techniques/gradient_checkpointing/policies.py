@@ -1,12 +1,13 @@
 """Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes other activations.
 
-Stored are one boundary (batch, tokens, width) per segment, and during backward the activations of one segment at a
-time. Costs one more forward pass, about a third of the step. Source: Chen et al. 2016, arXiv 1604.06174.
+Activation memory shrinks to one boundary (the block input, (batch, tokens, width)) per segment, plus the activations of
+a single segment during its backward pass. Costs one more forward pass, about a third of the step. Source: Chen et al.
+2016, arXiv 1604.06174. A segment is one block or several:
 
-    one block         `Alone`: torch's non-reentrant checkpoint around the block's forward
+    one block         `Alone`: torch's non-reentrant checkpoint around the block's forward pass
     several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
                       pre-hook of the segment's first block opens torch's checkpoint, and a hook of the last block
-                      closes it; in between, the checkpoint discards the tensors that autograd saves.
+                      closes it. In between, the checkpoint discards the tensors that autograd saves.
 """
 
 import math
@@ -29,11 +30,11 @@ from lowmem.techniques.gradient_checkpointing.boundary import Boundary, Chain, O
 
 
 def none(model: nn.Module) -> None:
-    """Saves all activations, the default of models."""
+    """Changes nothing: autograd saves all activations."""
 
 
 def every_layer(model: nn.Module) -> None:
-    """Saves only the input of each block: n boundaries, and during backward the activations of one block."""
+    """Saves only the input of each block. Memory: n boundaries, and during backward the activations of one block."""
     segments(model, 1)
 
 
@@ -42,8 +43,11 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
     Args:
         model: the model.
-        k: blocks per segment: n / k boundaries, and during backward the activations of k blocks. None: about sqrt(n)
-            segments of about sqrt(n) blocks.
+        k: blocks per segment. Memory for n blocks: n / k boundaries, and during backward the activations of k blocks.
+            None: about sqrt(n) segments of about sqrt(n) blocks.
+
+    Raises:
+        Refused: k is not a whole number of at least 1.
     """
     if k is not None and (not isinstance(k, int) or k < 1):
         raise Refused(
@@ -57,22 +61,23 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Saves the results of matrix products and attention, unless the model changes them in place, and recomputes all
-    other activations, which are cheap."""
+    """Saves the block inputs, and the results of matrix products and attention unless the model changes a result in
+    place. Backward recomputes all other activations, which takes little time."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:
-    """Like `every_layer`, with boundaries in host memory, which are copied back one block ahead of backward."""
+    """Like `every_layer`, but stores the block inputs in host memory, and copies each back to the device while backward
+    computes the block after it."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         Alone(block, boundary=partial(chain.make, number))
 
 
 def offload_attention(model: nn.Module) -> None:
-    """Like `offload`, with the results of attention in host memory too. So attention, whose time grows with the square
-    of the sequence length, is not recomputed."""
+    """Like `offload`, but also stores the results of attention in host memory. So attention, whose time grows with the
+    square of the sequence length, is not recomputed."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         send = partial(chain.make, number)
@@ -80,7 +85,7 @@ def offload_attention(model: nn.Module) -> None:
 
 
 class Recomputed:
-    """Base class of recomputed blocks. `_repeating` is True while the recomputation calls the blocks."""
+    """Base class of `Alone` and `Segment`. `_repeating` is True while the recomputation calls the blocks."""
 
     _repeating = False
 
@@ -96,12 +101,12 @@ class Recomputed:
 
 
 class Alone(Recomputed):
-    """A single checkpointed block.
+    """A segment of one block.
 
     Args:
-        block: its `forward` is replaced.
-        boundary: stores the block's input until backward.
-        contexts: returns the contexts of the forward pass and of the recomputation.
+        block: the block, whose `forward` is replaced.
+        boundary: creates the boundary that stores the block's input until backward.
+        contexts: returns (context of the forward pass, context of the recomputation), as torch's `context_fn` does.
     """
 
     def __init__(
@@ -118,7 +123,8 @@ class Alone(Recomputed):
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
-        # Popped before the call, because the arguments refer to the block's input, which only the boundary may keep.
+        # Removed from the list before the call: the arguments refer to the block's input, and until backward only the
+        # boundary may refer to it.
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -128,7 +134,7 @@ class Alone(Recomputed):
 
 
 class Segment(Recomputed):
-    """Consecutive blocks that are checkpointed together: only the input of the first block is saved."""
+    """A segment of several consecutive blocks: only the input of the first block is saved."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
@@ -137,7 +143,7 @@ class Segment(Recomputed):
         self._output: Tensor | None = None  # output of the previous block, to detect changes between blocks
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
-            # always_call: after an exception, an open checkpoint would discard saved tensors of a sweep's next job.
+            # always_call: a checkpoint that stays open after an exception would affect the next job of a sweep.
             block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -146,7 +152,7 @@ class Segment(Recomputed):
         _refuse_cache(block, args, kwargs)
         entered = _hidden(args, kwargs)
         if self._pass is not None and entered is not self._output:
-            self._close()  # the model changed the hidden states between two blocks, so a new segment begins
+            self._close()  # the model changed the hidden states between two blocks: begin a new segment here
         if self._pass is None:
             self._calls = []
             repeat = partial(self._repeat, OnDevice(entered), self._calls)
@@ -170,7 +176,8 @@ class Segment(Recomputed):
 
 
 class BlockCall:
-    """The random state before a block's call, and the call's arguments other than the hidden states."""
+    """The arguments of a block's call other than the hidden states, and the random states before the call. `again`
+    repeats the call with given hidden states."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)

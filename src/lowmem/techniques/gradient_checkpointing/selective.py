@@ -1,16 +1,17 @@
 """Selective activation checkpointing: saves the results of expensive operators, and recomputes all other results.
 
-Matrix products and attention take nearly all of a block's time, but only about a third of its activations. Two dispatch
-modes are the contexts of torch's checkpoint:
+Matrix products and attention take nearly all of a block's time, but their results are only about a third of its
+activations. Two dispatch modes are the contexts of torch's checkpoint:
 
     forward          Keep        appends the results of expensive operators to a queue
     recomputation    HandBack    returns the results from the queue, in order, instead of running the operators
 
-A model may change a result in place (Gemma 3n adds to a product); returning it would apply the change twice. So a
-result that was changed, in its block or later, is recomputed. To detect changes, `Keep` records the version counters of
-all tensors that share memory with a result. torch's `create_selective_checkpoint_contexts` compares only the version of
-the product, and misses changes to the output of a linear layer, which shares the memory but has a separate version
-counter. Results in host memory (`SentResult`) are copied immediately, so later changes do not matter.
+A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
+change would be applied twice. So a result that was changed, in its block or later, is recomputed. To detect changes,
+`Keep` records the version counters of all tensors that share memory with a result. torch's
+`create_selective_checkpoint_contexts` compares only the version counter of the product. It misses changes to the output
+of a linear layer, which shares the product's memory but has a separate version counter. Results in host memory
+(`SentResult`) are copied immediately, so later changes do not matter.
 """
 
 from collections import deque
@@ -46,7 +47,8 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Context manager in which no results are saved or returned, for code with its own recomputation (`slices.py`)."""
+    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` uses it, because it
+    recomputes its slices itself."""
     token = _paused.set(True)
     try:
         yield
@@ -60,29 +62,32 @@ class KeptResult:
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
         self._seen: list[tuple[Tensor, int]] = []  # (tensor, version counter when it was seen)
-        self.changed = False  # True: an operator of the block has changed it in place
+        self.changed = False  # True: an operator of the block has changed the result in place
         self._generator = _drew_from(func, args, kwargs)
         self._random_state = self._generator.get_state() if self._generator is not None else None
 
     def see(self, tensor: Tensor) -> None:
+        """Records the version counter of a tensor that shares memory with the result."""
         alias = _alias(tensor)
         self._seen.append((alias, alias._version))
 
     def out(self) -> object | None:
-        """Returns the result; None if it was changed in place."""
+        """Returns the result; None: the result was changed in place, and its memory is freed."""
         if self.changed or any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
 
     def hand_back(self) -> object | None:
-        """Returns the result as `out`, and advances the random number generator as if the operator had run."""
+        """Returns the result, or None like `out`. If the operator drew random numbers and is skipped, its generator is
+        advanced as if the operator had run."""
         if (out := self.out()) is not None and self._generator is not None:
             self._generator.set_state(self._random_state)
         return out
 
 
 class SentResult(KeptResult):
-    """A result that is stored elsewhere, such as in host memory. Args: send: stores a tensor, returns a `Boundary`."""
+    """A result that `send` stores, for example in host memory. Args: send: stores a tensor, and returns its
+    `Boundary`."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))
@@ -98,7 +103,8 @@ class SentResult(KeptResult):
 
 
 class OffloadedTensor:
-    """A tensor that is stored elsewhere, in the order of its strides, because attention's results are transposed."""
+    """A tensor that `send` stores. Its dimensions are stored in the order of their strides, because results of
+    attention are transposed, and fetching must restore their strides."""
 
     def __init__(self, tensor: Tensor, send: Callable[[Tensor], Boundary]) -> None:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -110,10 +116,14 @@ class OffloadedTensor:
 
 
 class Mode(TorchDispatchMode):
-    """Base class of both modes. Args: results: the saved results, in order; operators: operators whose results are
-    saved."""
+    """Base class of `Keep` and `HandBack`.
 
-    supports_higher_order_operators = True  # such as flex attention
+    Args:
+        results: the queue of saved results.
+        operators: operators whose results are saved.
+    """
+
+    supports_higher_order_operators = True  # operators such as flex attention
 
     def __init__(self, results: deque[KeptResult], operators: Collection[OpOverload]) -> None:
         super().__init__()
@@ -125,7 +135,7 @@ class Mode(TorchDispatchMode):
 
 
 class Keep(Mode):
-    """The mode of the forward pass: fills `results`. Args: keep: creates a `KeptResult`."""
+    """The mode of the forward pass: fills the queue. Args: keep: creates a `KeptResult`."""
 
     def __init__(
         self, results: deque[KeptResult], operators: Collection[OpOverload], keep: Callable[..., KeptResult]
@@ -136,7 +146,7 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):  # some, like `_foreach_mul_`, do not bump the version
+        for tensor in _written(func, args, kwargs or {}):  # operators like `_foreach_mul_` do not bump the version
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
                 result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -150,12 +160,12 @@ class Keep(Mode):
 
     def __exit__(self, *exception):
         for result in self.results:
-            result.out()  # frees results that were changed already
+            result.out()  # frees the results that the block itself has changed
         return super().__exit__(*exception)
 
 
 class HandBack(Mode):
-    """The mode of the recomputation: empties `results`."""
+    """The mode of the recomputation: empties the queue."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in self.operators and not _paused.get():
@@ -169,19 +179,19 @@ class HandBack(Mode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception):
-        self.results.clear()  # early stop leaves the block's last results unread; drop them
+        self.results.clear()  # torch's early stop may end the recomputation before all results are read
         return super().__exit__(*exception)
 
 
 def contexts() -> tuple[Keep, HandBack]:
-    """Returns the modes of one forward pass of a block and of its recomputation."""
+    """Returns (mode of a block's forward pass, mode of its recomputation), with a common queue."""
     results: deque[KeptResult] = deque()
     return Keep(results, EXPENSIVE, KeptResult), HandBack(results, EXPENSIVE)
 
 
 def attention_contexts(send: Callable[[Tensor], Boundary]) -> tuple[Keep, HandBack]:
-    """Returns the modes of a block whose attention results are stored elsewhere, and all other results recomputed.
-    Args: send: stores a tensor, returns a `Boundary`."""
+    """Like `contexts`, but saves only the results of attention, with `send`, and recomputes all other results. Args:
+    send: stores a tensor, and returns its `Boundary`."""
     results: deque[KeptResult] = deque()
     return Keep(results, ATTENTION, partial(SentResult, send=send)), HandBack(results, ATTENTION)
 
@@ -196,8 +206,9 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the random number generator of attention with dropout; None: no random numbers are drawn. If the operator
-    is skipped, the generator must be advanced, or the next dropout would draw equal numbers."""
+    """Returns the random number generator that an operator draws from: attention with dropout; None: the operator does
+    not draw. If the recomputation skips such an operator, it must advance the generator, because otherwise the next
+    dropout would not draw the numbers of the forward pass."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None
@@ -205,7 +216,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same memory and version counter, but detached: a reference to the graph would be a
-    reference cycle."""
+    """Returns a detached tensor that shares the memory and the version counter of `tensor`. It is detached, because a
+    reference to the autograd graph would be part of a reference cycle."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

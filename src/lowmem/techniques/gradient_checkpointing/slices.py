@@ -1,34 +1,36 @@
 """Computes modules that process each token independently (MLPs, norms) one slice of the sequence at a time.
 
-The MLP of a block saves about six tensors of (batch, tokens, 3 to 4 widths) for backward, far more than the rest of the
-block. The result for a token does not depend on other tokens, so slices give equal results. In backward each slice is
-recomputed just before its gradients are computed: only the activations of one slice exist at a time. Source: ALST,
+`tile.tokens` sets the number of tokens per slice. The MLP of a block saves about six tensors of (batch, tokens, 3 to 4
+times the width) for backward, far more than the rest of the block. The result for a token does not depend on other
+tokens, so computing in slices gives equal results. Forward saves only the module's input. Backward recomputes each
+slice just before it computes the slice's gradients, so only the activations of one slice exist at a time. Source: ALST,
 Bekman et al. 2025, arXiv 2506.13996.
 
     forward     _EndRecomputation    saves x (B, T, H)
                 _InSlices            computes the slices without gradients, saves nothing
     backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
-This also saves time in a checkpointed block. torch stops a recomputation as soon as all saved tensors of the block are
-restored ("early stop"). Since x is the last tensor that the block saves, the recomputation ends before the module, and
-the module's forward pass is only repeated in slices.
+In a checkpointed block most of the cost is avoided. torch stops a recomputation as soon as all saved tensors of the
+block are restored ("early stop"). Since x is the last tensor that the block saves, the recomputation ends before the
+module, and only `_InSlices` repeats the module's forward pass.
 
-Time: without checkpointing one more forward pass of these modules. With checkpointing one more of a Llama MLP's three
-products, 5 % of a step (all three if the block saves another tensor after the MLP, such as a norm in Gemma 2 or the
-next block of a segment). Measured on a CPU (3 blocks of 512, MLPs of 1536, 1 x 1024 tokens in fp32, slices of 256): 37
-MiB of activations instead of 55, and 1.17 times the time; norms, which are computed once more, account for 4 MiB and
-0.1 of the time.
+Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one more of the three
+products of a Llama MLP, which is 5 % of a step. With checkpointing it is all three products if another tensor is saved
+after the MLP, by a norm (Gemma 2) or by the next block of a segment. A measurement on a CPU (3 blocks of width 512 with
+MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37 MiB instead of 55 MiB, and a
+step takes 1.17 times as long. Of this, slicing the norms saves 4 MiB and adds 0.1 to the factor.
 
-Memory: gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight, while that
-module is in backward. With sums in bf16 the error would be 1.9 times that of a single product over all tokens with 4
-slices, 3.2 times with 16, and 4.3 times with 32 (a matrix of 1376 x 512, 2048 tokens); with sums in fp32 it is 1.4
-times with any number of slices, from rounding each slice's product. So slices are worth their memory with many tokens
-compared to the MLP's weights (in 16 bits: B x T larger than the width H), or if few weights are trained.
+Cost in memory: the gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
+during the module's backward pass. The rounding error of the gradients, relative to a single product over all tokens (a
+matrix of 1376 x 512, 2048 tokens): with sums in bf16 1.9 times with 4 slices, 3.2 times with 16 slices, and 4.3 times
+with 32 slices; with sums in fp32 1.4 times with any number of slices, because the product of each slice is rounded. So
+slices save memory if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights (in
+16 bits: if B x T is larger than the width H).
 
 Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a single tensor
-(B, T, ...). Not sliced: torch's own layers and activations, which save little besides their input, and mixtures of
-experts, because the gradients of all experts would take more memory than their activations. Before the first step each
-module is checked to give equal results in slices.
+(B, T, ...). Torch's own layers and activations are not sliced, because they save little besides their input. Mixtures
+of experts are not sliced, because the gradients of all experts would take more memory than their activations. Before
+the first step `Tiles.verify` checks that each module gives equal results in slices.
 """
 
 import logging
@@ -52,7 +54,11 @@ log = logging.getLogger(__name__)
 
 
 class Tiles:
-    """The modules of a model's blocks that are computed in slices. Args: model: the model; tokens: tokens per slice.
+    """Finds the modules of a model's blocks that can be computed in slices, and replaces their forward passes.
+
+    Args:
+        model: the model.
+        tokens: tokens per slice.
 
     Raises:
         Refused: the model has no list of blocks, or an auxiliary loss, whose gradient would not reach sliced modules.
@@ -73,8 +79,8 @@ class Tiles:
         ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Compares each module with its computation in slices. Args: model: the model; batch: a few real tokens of two
-        sequences.
+        """Compares each module's output with its output in slices. Args: model: the model; batch: a few real tokens of
+        two sequences.
 
         Raises:
             Refused: a module gives different results in slices, or no module can be computed in slices.
@@ -98,8 +104,8 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Returns True if a child of a block may be computed in slices. Convolutions, which mix tokens, and fused experts
-    are excluded: they have weights with three dimensions."""
+    """Returns True if a child of a block may be computed in slices. Excluded are single torch layers, lists of modules
+    (experts), and modules with weights of three dimensions: convolutions, which mix tokens, and fused experts."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
@@ -111,7 +117,7 @@ def name(sliced: "SlicedModule") -> str:
 
 
 class SlicedModule(nn.Module):
-    """Replaces the forward pass of a module by one in slices, for inputs with more tokens than a slice.
+    """Replaces the forward pass of a module, so that inputs with more tokens than a slice are computed in slices.
 
     Args:
         module: the module; its parameters and submodules do not change.
@@ -122,7 +128,8 @@ class SlicedModule(nn.Module):
         super().__init__()
         self.module, self.tokens, self.unsliced = module, tokens, module.forward
         self.fits: bool | None = None  # True: the module returns one tensor (B, T, ...); None: not known yet
-        self.comparing, self.agrees = False, None  # True while slices are being compared; the comparison's result
+        # comparing: True while `Tiles.verify` runs; agrees: True if slices gave equal results, None: not compared
+        self.comparing, self.agrees = False, None
         module.forward = self._called
 
     def forward(self, *args, **kwargs) -> object:
@@ -150,8 +157,8 @@ class SlicedModule(nn.Module):
         return self.fits
 
     def _is_same(self, x: Tensor) -> bool:
-        """Returns True if slices give equal results, and the module uses no weights of other modules."""
-        # an evaluation runs in inference mode, or without gradients
+        """Returns True if slices give equal results, and the module does not use weights of other modules."""
+        # the caller may be in inference mode, or have gradients disabled
         with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
             expected = self.unsliced(entering)
@@ -174,14 +181,14 @@ class SlicedModule(nn.Module):
         return result
 
     def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Recomputes each slice and its gradients.
+        """Computes the gradients of each slice, after recomputing the slice.
 
         Args:
             x: (B, T, H), the module's input.
             d_out: (B, T, ...), gradient of the module's output.
 
         Returns:
-            The gradients of x and of the trained weights.
+            The gradient of x, and a list of the gradients of the trained weights; None for unused weights.
         """
         d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
         for name, weight in weights.items():
@@ -193,13 +200,13 @@ class SlicedModule(nn.Module):
             torch.autograd.backward(out, d_piece)
             d_x[:, start : start + piece.shape[1]] = entering.grad
             start += piece.shape[1]
-        # convert one by one, so that only one weight has both its fp32 sum and its gradient in memory
+        # Convert one by one: at any time only one weight has both an fp32 sum and a converted gradient.
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """Returns detached copies (sharing memory) of the trained weights, as separate leaf tensors. Autocast caches a
-        16-bit copy of each leaf; a cached copy of the weight itself, created without gradients, would break the
-        gradients of other code that uses the weight."""
+        """Returns the trained weights as new leaf tensors that share the weights' memory. Autocast caches a 16-bit copy
+        of each leaf. If it cached a copy of the weight itself here, where gradients are disabled, other code that uses
+        the weight would get no gradient."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:
@@ -228,7 +235,7 @@ class _InSlices(torch.autograd.Function):
             sliced: the `SlicedModule`.
             input_node: the autograd node of `_EndRecomputation`, which has saved x.
             x: (B, T, H).
-            weights: the trained weights, so that autograd expects their gradients.
+            weights: the trained weights. Passed so that autograd expects their gradients; the values are not read.
         """
         ctx.sliced, ctx.input_node, ctx.random_states = sliced, input_node, captured(x.device)
         ctx.autocast = _autocast(x.device.type)
@@ -245,7 +252,8 @@ class _InSlices(torch.autograd.Function):
 
 
 def _autocast(device: str) -> dict:
-    """Returns the current autocast settings as arguments of torch.autocast, because autocast is off in backward."""
+    """Returns the current autocast settings as arguments of torch.autocast. Backward restores these settings, because
+    autograd runs backward without autocast."""
     enabled = torch.is_autocast_enabled(device)
     return {"device_type": device, "enabled": enabled, "dtype": torch.get_autocast_dtype(device)}
 

@@ -1,4 +1,4 @@
-"""Freezes weights of the model by name; all other weights are trained.
+"""Freezes weights of the model by name (`freeze=`). All other weights are trained.
 
 A frozen weight has no gradient, optimizer state, master or weight decay, and checkpoints do not contain it. The price
 is quality, because fewer weights can adapt to the data.
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def none(model: nn.Module) -> None:
-    """Adds no adapter: the model's own weights are trained."""
+    """Adds no adapter (`adapter=none`): the model's own weights are trained."""
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

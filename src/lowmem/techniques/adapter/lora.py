@@ -1,10 +1,16 @@
-"""Trains small matrices beside the model's own, which are frozen: gradients, state and checkpoints of 1 % of a model.
+"""LoRA and DoRA: freezes the model, and trains two small matrices beside each adapted linear layer.
 
-LoRA adds to each adapted layer's product x W the product x A B of two matrices of rank r, times alpha / r. B starts at
-zero, so the model starts unchanged. DoRA also trains the length of each row of W + A B. Frozen weights save nothing for
-their own gradient, but each adapter saves its input, and computes in its own dtype. Adapters are stored in fp32
-whatever the weights' dtype is, since 16 bits would lose their small updates; with masters the host stores them so.
-Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353. The layers are peft's.
+Gradients, optimizer state and checkpoints shrink to about 1 % of the model. A layer that computes x W computes
+x W + (alpha / r) x A B instead, where A and B are matrices of rank r. B is initialized to zero, so training starts from
+the unchanged model. DoRA also trains the norm of the weights of each output feature.
+
+A frozen layer does not save its input for a weight gradient, but its adapter does: A needs the input, in the adapter's
+dtype. The adapter's weights are stored in fp32 even if the model has 16-bit weights, since 16 bits would lose small
+updates; with masters, the fp32 values are in host memory.
+
+The layers are PEFT's. Adapters are read and written in PEFT's format: a folder with `adapter_config.json` and
+`adapter_model.safetensors`, which this module calls an adapter folder. Sources: Hu et al. 2021, arXiv 2106.09685; Liu
+et al. 2024, arXiv 2402.09353.
 """
 
 import logging
@@ -36,40 +42,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# These stand in the header of the weights' file, since peft's configuration has no key for them: the dtype that was
-# quantized, and whether fused experts were, which older versions left in 16 bits.
+# Entries in the header of the weights' file, since PEFT's config has no keys for them. BASE: the base was quantized to
+# 4 bits. BASE_DTYPE: key of the dtype of the base weights before quantization. EXPERTS: fused experts were quantized
+# too (older versions left them in 16 bits).
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
-PREFIX = "base_model.model."  # begins every name in one of peft's folders
-RANK, ALL = 16, "all-linear"
+PREFIX = "base_model.model."  # every tensor name in an adapter folder begins with this prefix
+RANK, ALL = 16, "all-linear"  # default rank, default target
 WITH_EXPERTS = {"none": False, "lora": True}  # values of the argument `experts`
-# Keys of a folder's config whose value changes no more than which layers have matrices, their ranks and their scaling.
+# Supported keys of an adapter folder's config. They set which layers have matrices, and their ranks and scaling, or do
+# not affect a trained adapter.
 UNDERSTOOD = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode", "init_lora_weights", "revision"),
     *("base_model_name_or_path", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
-    *("eva_config", "corda_config", "loftq_config", "lora_ga_config"),  # read by initializations alone
+    *("eva_config", "corda_config", "loftq_config", "lora_ga_config"),  # read only by initializations
 }
-INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base, each time PEFT opens it
-# A Mamba layer passes the weights of these layers to its CUDA kernel and does not call them, so an adapter is ignored.
+# Supported values of init_lora_weights. With other values PEFT changes the base weights whenever it loads the adapter.
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
+# A Mamba layer passes the weights of these layers to its CUDA kernel and does not call the layers, so adapters of these
+# layers would have no effect.
 READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
 
 class LoRA(Adapter):
-    """A function of a model that adds the adapter and freezes everything else.
+    """Adds LoRA to a model in place, and freezes the model's own weights.
+
+    With `path`, arguments that are None are read from the adapter folder, and other values must agree with the folder.
+    `load` reads the folder's tensors later.
 
     Args:
-        r: rank; None: 16, or the folder's.
-        alpha: its product is multiplied by alpha / r; None: 2 r, or the folder's.
-        dropout: of A's input.
+        r: rank; None: 16, or the folder's rank.
+        alpha: scales the LoRA update by alpha / r; None: 2 r, or the folder's value.
+        dropout: dropout probability of A's input.
         target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
-            folder's. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
-        path: a folder of peft's to start from; None: B is zero.
-        experts: lora: fused experts get matrices of rank r per expert, too; none: they do not; None: none, or the
-            folder's. Experts that are linear layers are adapted like others.
+            folder's layers. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
+        path: adapter folder to start from; None: a new adapter, with B = 0.
+        experts: lora: fused experts also get matrices, of rank r per expert; none: fused experts get no matrices; None:
+            none, or as in the folder. Experts that are separate linear layers are adapted like other linear layers.
 
     Raises:
-        Refused: path is not an adapter's folder, has another kind of adapter, or contradicts what was typed.
+        Refused: path is not an adapter folder, contains an unsupported kind of adapter, or contradicts an argument.
     """
 
     freezes_base = True
@@ -84,7 +97,7 @@ class LoRA(Adapter):
         path: str | None = None,
         experts: Literal["none", "lora"] | None = None,
     ) -> None:
-        # Imported here: it takes seconds, and a trace builds models without it.
+        # Imported here, because the import takes seconds, and most runs do not need it.
         from peft import LoraConfig
 
         self.target, self.path, self.adapts_experts = target, path, WITH_EXPERTS.get(experts)
@@ -104,8 +117,12 @@ class LoRA(Adapter):
             )
 
     def __call__(self, model: PreTrainedModel) -> None:
-        """Adds the adapter. Raises: Refused: a target that is not a linear layer, or whose matrix another layer
-        uses."""
+        """Adds the adapter in place.
+
+        Raises:
+            Refused: the target or the adapter folder names no layer, or a layer that cannot be adapted; PEFT cannot
+                adapt the model.
+        """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
             names = _chosen(model, linear, ALL if self.target is None else self.target)
@@ -146,7 +163,7 @@ class LoRA(Adapter):
         """Returns the names of the stacks of fused experts that get matrices.
 
         Raises:
-            Refused: the model has no fused experts, or lacks some that a folder names.
+            Refused: the model has no fused experts, or lacks a stack that the adapter folder names.
         """
         if not self.adapts_experts:
             return []
@@ -165,6 +182,8 @@ class LoRA(Adapter):
         return [name for name in every if any(_meant(name, pattern) for pattern in patterns or ["*"])]
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
+        """Returns the config of an adapter folder. Args: r, alpha: the arguments of `LoRA`. Raises: Refused: the folder
+        is not supported, or contradicts an argument."""
         from peft import LoraConfig, PeftConfig, PeftType
 
         line = f"adapter.path={self.path}"
@@ -198,12 +217,13 @@ class LoRA(Adapter):
         for name, typed, stored in (("r", r, config.r), ("alpha", alpha, config.lora_alpha)):
             if typed not in (None, stored):
                 raise self._decided_by_folder(f"adapter.{name}={typed}")
-        config.init_lora_weights, config.inference_mode = True, False  # whatever the folder says
+        config.init_lora_weights, config.inference_mode = True, False  # the folder's values do not matter here
         log.info(f"{line}: this adapter was trained on {config.base_model_name_or_path or 'an unnamed base model'}.")
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """Checks a folder against this run's base: peft's configuration does not say whether the base was quantized."""
+        """Checks that this run quantizes its base if the base of the adapter folder was quantized. PEFT's config does
+        not contain this, so the header of the weights' file is read. Raises: Refused."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
@@ -216,8 +236,8 @@ class LoRA(Adapter):
             )
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
-        """Returns the names of the layers that a folder's adapter changes. Raises: Refused: it changes a layer that
-        cannot be adapted, or layers that `target` does not name."""
+        """Returns the names of the layers that the adapter in the folder changes. Raises: Refused: a layer cannot be
+        adapted, or the layers are not the layers that match `target`."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -240,47 +260,49 @@ class LoRA(Adapter):
         return names
 
     def _decided_by_folder(self, typed: str) -> Refused:
+        """Returns the error for an argument that contradicts the folder. Args: typed: key=value."""
         key = typed.partition("=")[0]
         return Refused(f"{typed}: {CONFIG} in {self.path} has another value. Remove {key}.")
 
 
 class DoRA(LoRA):
-    """LoRA that also trains the length of each row of W + A B. It costs a product of A and B, as large as the matrix,
-    in every forward pass."""
+    """LoRA that also trains the norm of the weights of each output feature. Each forward pass computes the product A B,
+    which is as large as W."""
 
     magnitudes = breaks_graphs = True
 
 
 def stands_on_4_bits(folder: Path) -> bool:
-    """Returns True if a folder's base was quantized to 4 bits."""
+    """Returns True if the adapter in a folder was trained on a base that was quantized to 4 bits."""
     return BASE.items() <= _head(folder).items()
 
 
 def experts_in_4_bits(path: str) -> bool:
-    """Returns True if the fused experts of a folder's base were quantized to 4 bits."""
+    """Returns True if the adapter in a folder was trained on fused experts that were quantized to 4 bits."""
     return EXPERTS.items() <= _head(Path(path).expanduser()).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
-    """Returns the dtype of the weights from which an adapter's base was quantized, if its folder says so. Quantized
-    from another dtype the base would differ, and the adapter was not trained with that."""
+    """Returns the dtype that the base weights of an adapter had before they were quantized. A run that starts from the
+    adapter must quantize weights of this dtype to get the same base. None: path is None, or the folder does not contain
+    the dtype."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _head(folder: Path) -> dict[str, str]:
-    """Returns the header of the weights' file; empty for a file that `load` refuses."""
+    """Returns the metadata in the header of an adapter folder's weights' file; empty if the file cannot be read."""
     with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
 
 
 def load(model: PreTrainedModel, path: str) -> None:
-    """Loads a folder's tensors into an adapter that the model already has.
+    """Loads the tensors of an adapter folder into a model that already has the adapter.
 
     Raises:
-        Refused: the tensors are not this adapter's.
+        Refused: the names or shapes of the tensors do not match the adapter.
     """
     from peft import set_peft_model_state_dict
 
@@ -288,7 +310,7 @@ def load(model: PreTrainedModel, path: str) -> None:
     try:
         saved = load_file(Path(path).expanduser() / WEIGHTS)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
-        if {*tensors} == {*names.values()}:  # PEFT would first rename tensors of some architectures
+        if {*tensors} == {*names.values()}:  # not loaded by PEFT, which renames tensors of some architectures
             model.load_state_dict({ours: tensors[name] for ours, name in names.items()}, strict=False)
             return
         result = set_peft_model_state_dict(model, tensors)
@@ -303,11 +325,12 @@ def load(model: PreTrainedModel, path: str) -> None:
 
 
 def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
-    """Returns the values of a folder's config with which PEFT adapts the same layers.
+    """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the layers that the model's
+    adapter changes.
 
-    In models with fused experts PEFT takes names such as gate_proj for the names that the experts had in older versions
-    of transformers, and adapts the experts instead. Layers with such a name are written as target_parameters: PEFT
-    adapts a parameter of two dimensions like a linear layer, with tensors of the same names and shapes.
+    In models with fused experts PEFT takes names such as gate_proj for the names that experts had in older versions of
+    transformers, and adapts the experts instead. So layers with such names are listed in `target_parameters`, as
+    parameters. PEFT adapts a parameter of two dimensions like a linear layer, with tensors of equal names and shapes.
     """
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
@@ -322,7 +345,8 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of a folder's tensors that PEFT would rename, and then not find in the model."""
+    """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then not find in the
+    model. Args: tensors: the adapter's tensors, by their names in a folder."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -344,7 +368,7 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
         alone.rank_pattern, alone.alpha_pattern = {}, {}
         try:
             convert_peft_config_for_transformers(alone, model, None)
-        except ValueError:  # one of two names that PEFT would join
+        except ValueError:  # PEFT would join this layer with another layer
             return False
         return {*alone.target_modules} == {name}
 
@@ -353,20 +377,20 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
 
 
 def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Adds adapters beside exactly these layers.
+    """Adds PEFT's adapters to exactly the layers `names`.
 
     The names are passed to PEFT as the keys of a state dict. PEFT would rewrite some names in `target_modules` before
-    matching them, and adapt other layers (see `targets_for_peft`).
+    matching them, and adapt the wrong layers (see `targets_for_peft`).
     """
     from peft import inject_adapter_in_model
 
     config.target_modules, config.target_parameters = set(), None
-    if not names:  # experts alone have an adapter
+    if not names:  # only fused experts have an adapter
         model.requires_grad_(False)
         model.peft_config = {"default": config}
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # about Conv1D, whose matrix is transposed, and the empty target
+        with warnings.catch_warnings(action="ignore"):  # PEFT warns of Conv1D's transposed matrix and the empty target
             inject_adapter_in_model(
                 config, model, state_dict={f"{name}.lora_A.weight": torch.empty(0) for name in names}
             )
@@ -382,7 +406,8 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
 
 
 def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
-    """Returns the keys by which a folder's adapter is more than matrices beside linear layers."""
+    """Returns the settings of a folder's config that `LoRA` does not support, as text for an error message. Args:
+    default: PEFT's defaults, which are supported."""
     values, usual = config.to_dict(), default.to_dict()
     more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
     if _stacks_of(config) and (config.rank_pattern or config.alpha_pattern):
@@ -397,25 +422,27 @@ def _parameters_of(config: "LoraConfig") -> list[str]:
 
 
 def _stacks_of(config: "LoraConfig") -> list[str]:
-    """Returns the names in target_parameters that are stacks of experts."""
+    """Returns the names in `target_parameters` that are stacks of experts."""
     return [name for name in _parameters_of(config) if not _is_weight(name)]
 
 
 def _is_weight(name: str) -> bool:
-    """Returns True if a name in target_parameters is that of a linear layer's weight, not of fused experts."""
+    """Returns True if a name in `target_parameters` is the weight of a linear layer; False: a stack of experts."""
     return name.endswith(".weight")
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter by their names in a folder. Args: values: of trainable parameters, by name."""
+    """Returns the tensors of an adapter by their names in a folder. Args: values: name -> value, for all trainable
+    parameters."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
-    """Returns {name of a trainable parameter: its name in a folder}.
+    """Returns name of a trainable parameter -> its name in an adapter folder.
 
-    PEFT leaves out its own name of the adapter: x.lora_A.weight for x.lora_A.default.weight. Each stack of a module
-    with experts is a layer of PEFT's around the stacks before it.
+    Names in a folder lack the adapter's name "default": x.lora_A.weight instead of x.lora_A.default.weight. For fused
+    experts PEFT wraps the module once for each of its stacks. The last stack is the outermost wrapper, and the name of
+    every other stack has one `base_layer` for each wrapper around it.
     """
     names = {
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
@@ -429,19 +456,30 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the linear layers by name, without those whose weight only a kernel reads."""
+    """Returns name -> layer for the linear layers that can be adapted: without the layers whose weights a Mamba kernel
+    reads."""
     no_adapter = _read_by_kernels(model)
     return {name: layer for name, layer in linear_layers(model).items() if name not in no_adapter}
 
 
 def _read_by_kernels(model: nn.Module) -> set[str]:
-    """Returns the names of layers whose weight a Mamba mixer hands to its kernel: A_log and D make a mixer Mamba's."""
+    """Returns the names of the layers whose weights a Mamba mixer passes to its kernel. A module with the attributes
+    A_log and D counts as a Mamba mixer."""
     mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
     return {f"{name}.{layer}" for name in mixers for layer in READ_BY_MAMBA}
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
-    """Returns the names of the layers that `target` means; a pattern may leave out the beginning of a name."""
+    """Returns the names of the layers that match `target`. A pattern may leave out the first components of a name.
+
+    Args:
+        model: the model, for error messages.
+        linear: name -> layer for the layers that can be adapted.
+        target: all-linear, or patterns.
+
+    Raises:
+        Refused: a pattern matches none of these layers.
+    """
     if target == ALL:
         target = ["*"]
     for pattern in target:
@@ -459,31 +497,36 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
 
 
 def _shortest(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Returns the shortest ends of names that select the same layers: they stand in a folder's config."""
+    """Returns names for `target_modules` that select the layers `chosen`: the last components of their names if no
+    other module has such a name, otherwise the full names."""
     ends = {name.rpartition(".")[2] for name in chosen}
     ending_so = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return sorted(ends) if ending_so == chosen else chosen
 
 
 def _meant(name: str, pattern: str) -> bool:
+    """Returns True if a pattern matches a name, or the last components of the name."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns name -> layer for the layers with an adapter of PEFT, which excludes fused experts."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _measure(layer: nn.Module) -> None:
-    """Computes DoRA's magnitudes in fp32: computed in 16 bits, they would change the model from the start."""
+    """Computes DoRA's magnitudes (the norms of the weights of each output feature) in fp32, in place. Rounding errors
+    of a computation in 16 bits would change the model before training. Does nothing for LoRA."""
     for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)
 
 
 def _left_out(model: PreTrainedModel) -> str:
-    """Names for a message what is never adapted: the head, embeddings, and experts that are fused into one tensor."""
+    """Returns, for a log line, a list of weights that have no adapter: embeddings, the head, and the stacks of fused
+    experts without LoRA."""
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     left_out = ["embeddings"]
     if head is not None:

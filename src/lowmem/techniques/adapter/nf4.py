@@ -2,18 +2,18 @@
 
 Each block of 64 elements is divided by its largest magnitude, and each element is rounded to one of the 16 values of
 NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
-second-level scale per 256 scales (double quantization). For each product, forward and backward, the matrix is
-dequantized to the product's dtype and then freed, so autograd saves no copy of the matrix. The price is the time to
-dequantize, and a rounding error of about 9 % of each weight. The quantized matrix cannot be trained; adapters add a
+second-level scale per 256 scales (double quantization). For each product, in forward and in backward, the matrix is
+dequantized to the product's dtype and then freed, so autograd does not save a copy of the matrix. The price is the time
+to dequantize, and a rounding error of about 9 % of a weight. The quantized matrix cannot be trained; adapters add a
 trained term to its product. Source: Dettmers et al. 2023, arXiv 2305.14314.
 
-The operators are bitsandbytes', but not its layer, for three reasons. On a CPU with AVX512-BF16 bitsandbytes' layer
-repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. It stores its
-scales where neither the memory ledger nor a trace finds them. On a CPU it misplaces the blocks of a matrix whose rows
-are not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros, which a CPU also reads up to ten
-times as fast.
+This module uses bitsandbytes' operators, but not its layer, for three reasons. On a CPU with AVX512-BF16, bitsandbytes'
+layer repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. The layer
+stores its scales where neither the memory ledger nor a trace finds them. On a CPU the layer misplaces the blocks of a
+matrix if the length of its rows is not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros,
+which a CPU also dequantizes up to ten times as fast.
 
-Fused experts are quantized expert by expert, to the codes that separate matrices would have.
+Fused experts are quantized expert by expert, so that each expert gets the codes that a separate matrix would get.
 """
 
 import logging
@@ -39,17 +39,17 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
-with torch.device("cpu"):  # created once: otherwise a trace would count its tensors for every matrix
-    SCALES = create_dynamic_map().tolist()  # the 256 values of a scale in 8 bits
-PIECE = 1 << 22  # elements to quantize at once: on a CPU an element needs about 20 bytes of temporary memory
+with torch.device("cpu"):  # created once: otherwise a trace would count the tensors of its computation for every matrix
+    SCALES = create_dynamic_map().tolist()  # the 256 values of a scale that is stored in 8 bits
+PIECE = 1 << 22  # elements to quantize at once: on a CPU this needs about 20 bytes of temporary memory per element
 
 
 class NF4Linear(nn.Linear, Packed):
-    """Computes x (..., in) -> (..., out) like a given layer, up to the rounding to 4 bits.
+    """A linear layer (..., in) -> (..., out) whose matrix is stored in 4 bits.
 
     Args:
-        layer: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. The new layer keeps the bias, which is
-            not trained.
+        layer: the layer to quantize: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. The new layer keeps
+            the bias, which is not trained.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
@@ -66,7 +66,7 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def packed_elements(self) -> int:
-        """Returns the number of elements of the matrix, which is not a parameter any more."""
+        """Returns the number of elements of the matrix, which is not a parameter of this layer."""
         return self.out_features * self.in_features
 
     @property
@@ -75,33 +75,33 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def weight(self) -> Tensor:
-        """Returns (out, in) in the dtype in which it was loaded, dequantized at each call."""
+        """Returns the matrix (out, in) in the dtype in which it was loaded, dequantized at each call."""
         matrix = self.dequantized(self.dtype)
-        matrix._is_hf_initialized = True  # else transformers draws numbers for GPT-2's matrices after loading
+        matrix._is_hf_initialized = True  # otherwise transformers initializes GPT-2's matrices again after loading
         return matrix
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns (out, in) in another dtype."""
+        """Returns the matrix (out, in) in `dtype`."""
         return _dequantized(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a layer of the original class (nn.Linear or Conv1D) with the dequantized matrix in `dtype`; with
-        device="meta" it has no memory yet."""
+        """Returns a layer of the original class (nn.Linear or Conv1D) with the dequantized matrix in `dtype`. With
+        device="meta" the matrix has no memory yet."""
         return self.as_found(self.linear(dtype, device))
 
     def linear(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear:
-        """Returns an ordinary layer. Args: see `unpacked`."""
-        with torch.device("meta"):  # allocates and initializes nothing, since the weights are replaced
+        """Returns an nn.Linear with the dequantized matrix. Args: see `unpacked`."""
+        with torch.device("meta"):  # without allocation or initialization, since the weights are replaced below
             layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, dtype=dtype)
         matrix = layer.weight if device == "meta" else self.dequantized(dtype)
         layer.weight, layer.bias = nn.Parameter(matrix, requires_grad=False), self.bias
         return layer
 
     def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
-        """Converts `layer` to the class of the original layer (nn.Linear or Conv1D)."""
+        """Returns `layer` converted to the class of the original layer (nn.Linear or Conv1D)."""
         if not self.transposed:
             return layer
         with torch.device("meta"):
@@ -111,7 +111,7 @@ class NF4Linear(nn.Linear, Packed):
 
 
 class _Product(torch.autograd.Function):
-    """The product with the dequantized matrix. For backward it saves a reference to the layer, but no tensor."""
+    """The product with the dequantized matrix. Saves a reference to the layer for backward, but no tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -125,11 +125,10 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Stack(nn.Module, Packed):
-    """Fused experts (experts, rows, columns). The matrix of each expert gets the codes that an `NF4Linear` would give
-    it.
+    """A stack of fused experts (experts, rows, columns), stored in 4 bits.
 
-    The codes and scales of each expert are padded to complete blocks of scales, so that one call dequantizes all
-    experts.
+    Each expert has the codes that its matrix would have in an `NF4Linear`. The codes and scales of each expert are
+    padded to complete blocks of scales, so that one call dequantizes all experts.
     """
 
     transposed = False
@@ -139,10 +138,10 @@ class NF4Stack(nn.Module, Packed):
         self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
         elements = experts[0].numel()
         self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert, with padding
-        # expert by expert, because a padded copy of the full stack would double the memory
+        # quantize expert by expert: a padded copy of the full stack would double the memory
         codes, scales = zip(*(_in_codes(F.pad(e.flatten(), (0, self.padded - elements))) for e in experts), strict=True)
         scales, own = torch.stack(scales), -(-elements // BLOCK)
-        # separate calls: `mean` of a 2-D tensor may sum in a different order than `mean` of a vector
+        # one call per expert: `mean` of a 2-D tensor may sum in a different order than `mean` of a vector
         mean = torch.stack([of_expert.mean() for of_expert in scales[:, :own]])[:, None]  # (experts, 1)
         centred = (scales - mean).index_fill_(1, torch.arange(own, scales.shape[1], device=scales.device), 0.0)
         for name, tensor in {"codes": torch.cat(codes), **_scales_in_codes(centred.flatten()), "mean": mean}.items():
@@ -164,7 +163,8 @@ class NF4Stack(nn.Module, Packed):
 
 
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
-    """Quantizes stacks of a module with fused experts, in place. Args: names: names of 3-D parameters."""
+    """Quantizes stacks of a module with fused experts, in place. Args: names: names of its parameters with three
+    dimensions."""
     for name in names:
         stack = NF4Stack(getattr(experts, name).detach())
         delattr(experts, name)
@@ -173,21 +173,22 @@ def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
 
 
 def _scales(layer: nn.Module) -> Tensor:
-    """Returns the fp32 scales of a layer's blocks. The scale of a block is its largest magnitude."""
+    """Returns the fp32 scales of a layer's blocks, (blocks,). The scale of a block is its largest magnitude."""
     scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
     return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
 
 
 def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Dequantizes a layer, and returns its first elements as a tensor of the given shape."""
+    """Dequantizes a layer, drops the padding at the end, and returns a tensor of the given shape."""
     scales = _scales(layer)
     blocks = ops.dequantize_4bit(layer.codes, scales, BLOCK, "nf4", (len(scales), BLOCK), dtype)
     return blocks.flatten()[: math.prod(shape)].view(shape)
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix of n elements. Returns: codes (n / 2, 1), two per byte; scales (n / 64,) in 8 bits; the
-    second-level scales; the table of the 256 values of a scale; and the mean of the scales."""
+    """Quantizes a matrix of n elements. Returns: name -> tensor: codes (n / 2, 1), two per byte; scales (n / 64,) in 8
+    bits; scales_of_scales, the second-level scales; table, the 256 values of a scale; mean, which was subtracted from
+    the scales."""
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
     return {"codes": codes, **_scales_in_codes(scales - mean), "mean": mean}
@@ -207,9 +208,9 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantizes all matrices of the model that are not quantized yet, one by one. Embeddings, the head and routers are
-    left out; a rounded router would choose other experts. Quantization always runs on the host, because the codes must
-    not depend on the device.
+    """Quantizes all matrices of the model that are not quantized yet, one by one, in place. Embeddings, the head and
+    routers are not quantized; a rounded router would choose different experts. Models are always quantized on the
+    host, because the codes must not depend on the device.
 
     Args:
         with_experts: also quantize fused experts.
@@ -218,7 +219,7 @@ def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
         Refused: the model has no matrix to quantize.
     """
     for name in [name for name, layer in linear_layers(model).items() if not isinstance(layer, NF4Linear)]:
-        # looked up by name: a list of the layers would keep them alive after they are replaced
+        # looked up by name: a list of layers would keep the unquantized layers in memory after they are replaced
         model.set_submodule(name, NF4Linear(model.get_submodule(name)))
     for name, keys in fused_experts(model).items() if with_experts else ():
         pack_experts(model.get_submodule(name), keys)

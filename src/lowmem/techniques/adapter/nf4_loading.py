@@ -1,9 +1,9 @@
 """Quantizes published weights to NF4 while transformers loads them, so only one tensor at a time is in 16 or 32 bits.
 
-If a model were quantized after loading, host memory would first hold the complete unquantized model: 57 GiB for a
-mixture of 30B parameters whose experts transformers joins into stacks; quantized, the model takes 17 GiB. transformers
-calls a quantizer for each tensor once the tensor has been read, converted and joined. This quantizer creates the
-quantized layers of `nf4.py`, with the same codes as `nf4.quantize` after loading.
+If a model were quantized after loading, host memory would first contain the complete unquantized model. For a mixture
+of experts with 30B parameters this takes 57 GiB, and the quantized model takes 17 GiB. transformers calls a quantizer
+for each tensor once the tensor has been read and converted, and experts have been joined into stacks. This quantizer
+creates the quantized layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
 """
 
 import torch
@@ -36,9 +36,9 @@ class NF4WhileLoading(QuantizationConfigMixin):
 class NF4Quantizer(HfQuantizer):
     """Replaces layers and stacks of experts by quantized versions as soon as their weights are loaded.
 
-    `nf4.quantize` handles all other layers later: layers that transformers loads in another dtype than the model, and
-    subclasses of nn.Linear, which may compute more than a product. The loaded model does not keep any setting of the
-    quantizer.
+    Some layers are left to `nf4.quantize`, which runs after loading: layers that transformers loads in another dtype
+    than the model, and subclasses of nn.Linear, which may compute more than a product. The loaded model does not keep
+    any setting of the quantizer.
     """
 
     is_trainable = True
@@ -55,7 +55,7 @@ class NF4Quantizer(HfQuantizer):
         }
         experts = fused_experts(model) if self.quantization_config.with_experts else {}
         self.stacks = [f"{name}.{key}" for name, keys in experts.items() for key in keys]
-        self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights that are not loaded yet
+        self.left = ({*matrices} | {*self.stacks}) - tied  # names of weights to quantize that are not loaded yet
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
@@ -65,7 +65,8 @@ class NF4Quantizer(HfQuantizer):
         return Pack(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs) -> None:
-        for name in self.stacks:  # restore the order of `nf4.quantize`, because a digest of the buffers depends on it
+        # put stacks in the order of `nf4.quantize`, because a digest of the buffers depends on their order
+        for name in self.stacks:
             experts, _, key = name.rpartition(".")
             parts = model.get_submodule(experts)._modules
             if key + NF4 in parts:
@@ -85,7 +86,8 @@ class NF4Quantizer(HfQuantizer):
 
 
 class Pack(ConversionOps):
-    """Quantizes loaded tensors in place, and returns the tensors that are not quantized."""
+    """The operation that transformers calls with loaded tensors: puts quantized layers into the model, and returns only
+    the tensors that are not quantized."""
 
     def __init__(self, quantizer: NF4Quantizer) -> None:
         self.quantizer = quantizer
@@ -106,8 +108,8 @@ class Pack(ConversionOps):
         return others
 
     def _packs(self, model: PreTrainedModel, name: str, tensor: Tensor) -> bool:
-        """Quantizes a weight and replaces its layer. Returns False, and does nothing, if the weight does not have the
-        layer's shape and dtype."""
+        """Quantizes a weight, replaces its layer or stack, and returns True. If the weight does not have the shape and
+        dtype that the model expects, does nothing and returns False."""
         place, _, key = name.rpartition(".")
         layer = model.get_submodule(place)
         expected = getattr(layer, key)  # on the meta device
@@ -121,5 +123,5 @@ class Pack(ConversionOps):
             pack_experts(layer, [key])
             packed = layer
         for part in packed.modules():
-            part._is_hf_initialized = True  # otherwise transformers initializes a copy
+            part._is_hf_initialized = True  # otherwise transformers would initialize the module again
         return True

@@ -1,9 +1,9 @@
 """LoRA on a base model whose matrices are stored in 4 bits: 0.52 bytes per parameter.
 
-Published weights are quantized while they are loaded (`nf4_loading.py`), random initial weights after they are
-initialized (`nf4.py`). The LoRA matrices (`lora.py`) are trained on top of the quantized weights, and compensate for
-part of the quantization error. The price: each matrix is dequantized for each product, forward and backward, and the
-adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
+Published weights are quantized while they are loaded (`nf4_loading.py`); randomly initialized weights are quantized
+after initialization (`nf4.py`). The LoRA matrices (`lora.py`) are trained on the quantized base, and so compensate for
+part of the quantization error. The price: each matrix is dequantized for each product, in forward and in backward, and
+the adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
 """
 
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from lowmem.techniques.adapter.nf4_loading import NF4WhileLoading
 
 
 class QLoRA(LoRA):
-    """LoRA on a quantized base. Args and Raises: see `LoRA`. Also refused: a model that has no matrix to quantize."""
+    """LoRA on a quantized base. Args and Raises: see `LoRA`. A model without a matrix to quantize is refused, too."""
 
     in_4_bits = True
 
@@ -29,4 +29,5 @@ class QLoRA(LoRA):
 
 
 def _packs_experts(path: str | None) -> bool:
+    """Returns True if fused experts are quantized: always for a new adapter, otherwise if they were in training."""
     return path is None or experts_in_4_bits(path)

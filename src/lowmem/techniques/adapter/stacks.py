@@ -1,9 +1,10 @@
-"""Fused experts whose stacks of matrices are computed when they are read: dequantized from 4 bits, with LoRA added.
+"""Fused experts with LoRA or in 4 bits: each stack of matrices is computed when the experts' forward pass reads it.
 
-transformers' own class computes the experts, and reads each stack (experts, rows, columns) by its name. The module's
-class is replaced by a subclass in which these names are properties. A computed stack exists only while the experts
-compute. Autograd would keep the stack until backward, so the experts are checkpointed separately and recomputed in
-backward. This costs a second forward pass of the experts.
+transformers stores fused experts as stacks, parameters of shape (experts, rows, columns). Its forward pass reads each
+stack by its name. This module replaces the class of a module with experts by a subclass (`ComputedExperts`) in which
+these names are properties: reading a property dequantizes the stack, and adds the product of its LoRA matrices. A
+computed stack exists only while the experts compute. Autograd would keep the stack until backward, so the experts are
+checkpointed separately and recomputed in backward. This costs a second forward pass of the experts.
 """
 
 from collections.abc import Iterable
@@ -17,15 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem.model.experts import fused_experts
 
-# Suffixes of the child modules of a stack
-NF4 = "_nf4"  # child that stores the stack in 4 bits
-LORA = "_lora"  # child with trained matrices, whose product is added to the stack
+# Suffixes of the names of a stack's child modules
+NF4 = "_nf4"  # child that stores the stack in 4 bits (`NF4Stack`)
+LORA = "_lora"  # child with the trained LoRA matrices (`StackLoRA`), whose product is added to the stack
 
 
 class ComputedExperts:
-    """Mixin for a module with fused experts; reading one of its computed stacks computes it."""
+    """Mixin for a module with fused experts: reading the attribute of a stack computes the stack. During a forward pass
+    each stack is computed once."""
 
-    # dtype and stacks computed so far, during forward; otherwise None
+    # during a forward pass: (dtype of products, name -> stack computed so far); otherwise None
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
 
     def forward(self, *args, **kwargs) -> Tensor:
@@ -42,12 +44,12 @@ class ComputedExperts:
         return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def __reduce__(self) -> tuple:
-        """Supports copying and pickling, although the class of the module is created at run time."""
+        """Makes the module copyable and picklable, although its class is created at run time."""
         return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
-        """Returns a module of transformers' own class. Its stacks are in `dtype`, with LoRA added; with device="meta"
-        they have no memory yet."""
+        """Returns a module of transformers' own class with frozen stacks, dequantized to `dtype` and with LoRA added.
+        With device="meta" the stacks have no memory yet."""
         plain, names = copy(self), computed_stacks(self)
         plain.__class__ = plain_class(self)
         plain._parameters = dict(self._parameters)
@@ -60,11 +62,11 @@ class ComputedExperts:
 
 
 class StackLoRA(nn.Module):
-    """Matrices of rank r for each expert of a stack, with PEFT's shapes, names and initialization.
+    """LoRA matrices of rank r for each expert of a stack, with PEFT's shapes, names and initialization.
 
     Args:
         stack: (experts, rows, columns).
-        transposed: rows are the inputs, as in gpt-oss; otherwise columns are.
+        transposed: True: rows are the input features, as in gpt-oss. False: columns are the input features.
         r: rank.
         scaling: factor of the product of both matrices.
     """
@@ -86,7 +88,8 @@ class StackLoRA(nn.Module):
 
 
 def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
-    """Turns stacks of a module with experts into properties. Args: names: stacks with an `_nf4` or `_lora` child."""
+    """Turns stacks of a module with experts into properties, in place. Args: names: names of stacks with an `_nf4` or
+    `_lora` child."""
     experts.__class__ = _class(plain_class(experts), tuple(sorted({*computed_stacks(experts), *names})))
 
 
@@ -98,7 +101,7 @@ def adapt(experts: nn.Module, name: str, r: int, scaling: float) -> None:
 
 
 def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
-    """Returns the parameter that stores a stack, or the module that stores the stack in 4 bits."""
+    """Returns the module that stores a stack in 4 bits if there is one, otherwise the stack's parameter."""
     return experts._modules.get(name + NF4, experts._parameters.get(name))
 
 
@@ -109,7 +112,7 @@ def computed_stacks(experts: nn.Module) -> list[str]:
 
 
 def stacks_of(model: nn.Module) -> list[str]:
-    """Returns the names of all stacks of fused experts, quantized stacks included, in the order of the model."""
+    """Returns the full names of all stacks of fused experts, including quantized stacks, in the order of the model."""
     stored = fused_experts(model)
     return [
         f"{name}.{key}"
@@ -119,12 +122,13 @@ def stacks_of(model: nn.Module) -> list[str]:
 
 
 def adapted_stacks(model: nn.Module) -> list[str]:
-    """Returns the names of the stacks with LoRA, in the order of the model."""
+    """Returns the full names of the stacks with LoRA, in the order of the model."""
     return [name.removesuffix(LORA) for name, module in model.named_modules() if isinstance(module, StackLoRA)]
 
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Computes a stack (experts, rows, columns). Args: dtype: None: the dtype in which it was loaded."""
+    """Returns a stack (experts, rows, columns), dequantized and with LoRA added. Args: dtype: dtype of the result;
+    None: the dtype in which the stack was loaded."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)
@@ -153,7 +157,7 @@ def _module(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def opened(name: str) -> property:
         def get(experts: ComputedExperts) -> Tensor:
-            if experts._open is None:  # FSDP and others read the parameter itself
+            if experts._open is None:  # outside of a forward pass, code such as FSDP reads the parameter itself
                 return experts._parameters[name] if name in experts._parameters else read(experts, name)
             dtype, found = experts._open
             if name not in found:

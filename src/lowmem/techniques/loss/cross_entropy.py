@@ -1,13 +1,14 @@
-"""Cross entropy of the next token, summed over the tokens with a label.
+"""Defines the interface of losses, `loss=full` and `loss=chunked`, and checks before the first step.
 
 A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
-that are not learned (prompts, padding). A loss returns the *sum* in fp32, because the caller divides by the number of
-labels in the full window.
+that are not learned (prompts, padding). A loss returns the *sum* over tokens in fp32, because the caller divides by the
+number of labels in the full window.
 
-`full` stores the logits (B, T, V) in the compute dtype, again in fp32, and their gradient: with a vocabulary of 150,000
-they are the peak of a run. `Chunked` stores the logits of a few tokens at a time, and computes the gradient in the
-forward pass while the chunk's logits still exist, so nothing is computed twice. Same idea: Hsu et al. 2024, arXiv
-2410.10989. All other code of the model before and after its head still runs (`head.py`).
+`full` is cross entropy as most code computes it. It stores the logits (B, T, V) in the compute dtype and in fp32, and
+their gradient: with a vocabulary of 150,000 these tensors are the peak of a run. `Chunked` stores the logits of a few
+tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So nothing
+is computed twice. Similar: Hsu et al. 2024, arXiv 2410.10989. All other code of the model, before and after its head,
+still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,17 +27,17 @@ from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
-VERIFIED = 16  # tokens per sequence in the check before the first step
-SLICE = 1 << 13  # tokens of the vocabulary per 16-bit product that is added to an fp32 sum
+VERIFIED = 16  # tokens per sequence in the checks before the first step
+SLICE = 1 << 13  # tokens of the vocabulary in each 16-bit product that is added to an fp32 sum
 
 
 class Loss:
     """Base class of losses that `CausalLM` trains with, and of losses that wrap another loss."""
 
-    needs: type[MicroBatch] = MicroBatch  # the kind of micro-batch; the loss is a mean over its `weight`
+    needs: type[MicroBatch] = MicroBatch  # the kind of micro-batch; the caller divides the loss by its `weight`
     own_logits = False  # True: computes the logits itself; set for classes that override `verify`
     shows: tuple[str, ...] = ()  # names of the `figures` that early_stop.watch accepts
-    head_in_tiles = False  # True: reads the head's weight in tiles of the vocabulary, which may come from the host
+    head_in_tiles = False  # True: reads the head's weight in tiles, so the weight may be in host memory
     of_pairs = False  # True: a preference loss
     compares = False  # True: needs log-probabilities of a reference model
 
@@ -45,31 +46,32 @@ class Loss:
         cls.own_logits = cls.verify is not Loss.verify
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """Returns the loss summed over tokens with a label (or over pairs or answers), fp32, shape ()."""
+        """Returns the loss summed over tokens with a label, over pairs, or over rated answers: fp32, shape ()."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
         """Returns further metrics of the last micro-batch that was computed without gradients, by name.
 
-        A metric of shape () is a sum whose mean is over the micro-batch's `weight`. A metric of shape (2,) has its own
-        count: (sum, count).
+        A metric of shape () is a sum, which the caller divides by the total `weight` of the micro-batches. A metric of
+        shape (2,) is (sum, count), and the caller divides by the total count.
         """
         return {}
 
     def callbacks(self) -> list[Callback]:
-        """Returns callbacks that this loss needs, such as a pass over the whole window before its first micro-batch."""
+        """Returns callbacks that this loss needs, such as a forward pass over the window before its first
+        micro-batch."""
         return []
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Checks that the loss equals the loss of the model's own logits. `Verified` and a pipeline call this before
-        the first step.
+        """Checks that the logits that the loss computes equal the model's logits. Called before the first step, by
+        `Verified` and by `Pipeline`.
 
         Args:
             model: the model.
             batch: a few real tokens of two sequences.
 
         Raises:
-            Refused: the logits that the loss computes differ from the model's logits.
+            Refused: the logits differ.
         """
 
 
@@ -87,7 +89,7 @@ def as_loss(loss: object) -> Loss:
     """Returns a `Loss` unchanged, and wraps a function in `Function`.
 
     Raises:
-        Refused: an object of any other class, whose `verify` and weights would be silently ignored.
+        Refused: `loss` is neither. The `verify` and the weights of such an object would be silently ignored.
     """
     if isinstance(loss, Loss):
         return loss
@@ -106,7 +108,7 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 class Chunked(Loss):
-    """Equal to `full`, with the logits of at most `rows` tokens in memory at a time."""
+    """Computes the loss of `full`. Args: rows: maximum number of tokens whose logits are in memory at a time."""
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -116,7 +118,7 @@ class Chunked(Loss):
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
-        hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
+        hidden = hidden.to(multiplied_in(hidden))  # autocast has no effect inside the autograd function
         weight, bias = matrix_of(head.linear), head.linear.bias
         chunks = counted(labels, batch.known_learned_tokens).split(self.rows)
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunks, head.finish)
@@ -130,14 +132,14 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """Checks the model before the first step, in the run's precision:
+    """A callback that checks the model before the first step, in the run's precision:
 
-    - a loss that computes logits itself gets the model's logits (`Loss.verify`)
+    - a loss that computes logits itself computes the model's logits (`Loss.verify`)
     - documents in packed rows do not attend to each other, and rows of different lengths do not depend on each other
     - modules that are computed in slices give equal results (`Tiles.verify`)
 
     Args:
-        packed: rows contain several documents.
+        packed: True: rows contain several documents.
     """
 
     def __init__(self, packed: bool = False) -> None:
@@ -148,7 +150,7 @@ class Verified(Callback):
         self._verify(trainer, module, loaders, lambda: next(iter(trainer.train_dataloader)).micro_batches[0])
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.validating and not self.done:  # an evaluation without training
+        if trainer.validating and not self.done:  # a run that only evaluates
             self._verify(trainer, module, _validation(trainer), lambda: next(iter(trainer.val_dataloaders[0]))[0])
 
     def _verify(
@@ -158,7 +160,8 @@ class Verified(Callback):
         loaders: Iterable[WindowLoader | ValidationLoader],
         first: Callable[[], MicroBatch],
     ) -> None:
-        """Runs the checks. Args: loaders: their rows are checked; first: returns one of their micro-batches."""
+        """Runs the checks. Args: loaders: the loaders whose rows are checked; first: returns a micro-batch of one of
+        the loaders."""
         self.done = True
         for loader in loaders:
             _check_rows(module, loader)
@@ -183,6 +186,7 @@ def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
 
 
 def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
+    """Checks that rows of different lengths do not depend on each other, if a loader pads rows. Raises: Refused."""
     rows = loader.sequences
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
@@ -192,8 +196,8 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
     """Returns the indices of positions with a label. Args: labels: (N,); count: the number of labels; None: unknown.
 
-    If the count is unknown, the host has to wait for the card. This is the only place where a loss reads values; a
-    trace with fake tensors assumes that all positions have a label."""
+    If the count is unknown, the host has to wait for the card. This is the only place where a loss reads values of
+    tensors on the host. A trace with fake tensors assumes that all positions have a label."""
     if count == len(labels):
         return torch.arange(count, device=labels.device)
     learned = labels != IGNORED
@@ -210,8 +214,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """Returns the sum in fp32.
 
         Args:
-            hidden: (N, H), input of the head.
-            weight, bias: (V, H), and (V,) or None.
+            hidden: (N, H), input of the head at all N positions.
+            weight: (V, H).
+            bias: (V,) or None.
             labels: (N,).
             chunks: indices of positions with a label, in chunks.
             finish: see `Head`.
@@ -219,13 +224,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # Sum in fp32, 4 bytes per element of the head: a 16-bit sum over thousands of tokens would lose small terms.
+        # Summed in fp32, 4 bytes per element of the head: a 16-bit sum over thousands of tokens would lose small terms.
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Positions without a label are skipped. They are removed chunk by chunk, so that the memory does not depend on
-        # their number, which the planner does not know.
+        # Positions without a label are not computed. The other positions are selected chunk by chunk, so that the
+        # memory does not depend on the number of labels, which the planner does not know.
         for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))
@@ -246,14 +251,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_bias:
                     d_bias += d_product.sum(0)
                 del d_product, d_rows
-            del logits, logp, rows_hidden, back  # before the next chunk allocates its tensors
+            del logits, logp, rows_hidden, back  # freed before the next chunk allocates its tensors
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient, dtype):  # scale before rounding to 16 bits, so that the loss scale has an effect
+        def scaled(gradient, dtype):  # d_total contains the loss scale, so multiply before rounding to 16 bits
             return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors
@@ -262,7 +267,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, d_rows: Tensor, rows_hidden: Tensor) -> None:
-    """Adds d_rows.T @ rows_hidden to total. Args: total: (V, H); d_rows: (rows, V); rows_hidden: (rows, H)."""
+    """Adds d_rows.T @ rows_hidden to total. Args: total: (V, H), fp32 or wider; d_rows: (rows, V); rows_hidden: (rows,
+    H)."""
     if total.dtype == d_rows.dtype:
         total.addmm_(d_rows.T, rows_hidden)
         return

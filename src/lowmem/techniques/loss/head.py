@@ -1,14 +1,14 @@
-"""Runs a model without computing its logits: captures the input of its head, and the function from the head's output to
-the logits.
+"""Runs a model without computing its logits, for losses that compute the logits in chunks or tiles.
 
 A head multiplies hidden states (B, T, H) by a matrix (V, H). A loss that computes this product in chunks must still
 apply all other code of the model: layers between body and head (ModernBERT, BERT), and scale factors (Cohere, Granite)
-or soft caps (Gemma, xLSTM) after the head. No names of attributes are assumed. Instead the model's own forward pass
-runs, with the body and the head replaced where needed:
+or soft caps (Gemma, xLSTM) after the head. This module does not rely on names of attributes. Instead, it runs the
+model's own forward pass, in which it replaces the head, or head and body:
 
-    enter     body runs; the head gets the first token only, returns zeros; its input is captured in a pre-hook
-    finish    (only if the model changes the head's output) per chunk: the model's forward pass runs again, in which the
-              body returns its previous output and the head returns the chunk's product
+    enter     once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head gets
+              only the first token, and returns zeros without a product.
+    finish    once per chunk, and only if the model changes the head's output. The model's forward pass runs again: the
+              body returns its previous output, and the head returns the chunk's product.
 
 Replacements are per thread (`_Answers`), because with weights.order=by_layer several micro-batches are in progress at
 the same time, each in its own thread.
@@ -28,19 +28,19 @@ from lowmem.model.magnitude import largest_magnitude, same
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import storage_key
 
-UNEVEN = 5  # size of the first of two chunks, and of the first of two tiles, in the check
+UNEVEN = 5  # size of the first of two chunks, and of the first of two tiles, in the check `agrees`
 
 
 class Head(NamedTuple):
-    """The head's part of one forward pass."""
+    """The head and its input in one forward pass, from which a loss computes the logits."""
 
     linear: nn.Linear
     hidden: Tensor  # (B, T, H), input of the head
-    finish: Callable[[Tensor], Tensor] | None  # head's output (N, V) -> logits (N, V); None: the identity
+    finish: Callable[[Tensor], Tensor] | None  # head's output (N, V) -> logits (N, V); None: they are equal
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """Runs a forward pass in which the head gets only the first token and returns zeros, without reading its weight.
+    """Runs a forward pass up to the head, and returns the head with its input. The head's weight is not read.
 
     Args:
         model: the model.
@@ -55,7 +55,7 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
     entered, products, outputs = [], [], []
 
     def before(_, args: tuple) -> tuple | None:
-        if get_ident() != here:  # called by another micro-batch's thread
+        if get_ident() != here:  # another thread computes another micro-batch
             return None
         if not args:
             raise _refused(model, "calls its head with keyword arguments")
@@ -99,7 +99,8 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
 
 
 def multiplied_in(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype in which the head would compute: autocast's if enabled, otherwise the dtype of `hidden`."""
+    """Returns the dtype in which the head would compute: autocast's dtype if autocast is enabled, otherwise the dtype
+    of `hidden`."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -112,7 +113,7 @@ def finished(
     Args:
         product: (N, V), the head's output.
         finish: see `Head`.
-        copy: the caller will overwrite the logits, so they must not share memory with saved tensors.
+        copy: True: the caller overwrites the logits, so they must not share memory with tensors saved for backward.
     """
     if finish is None:
         return product.float(), lambda d_logits: d_logits
@@ -126,20 +127,20 @@ def finished(
 
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
-    """Returns True if a model returns its head's output unchanged. Compares memory and version counter instead of
-    values, because a soft cap does not change small values."""
+    """Returns True if a model's logits are the unchanged output of its head. Compares memory and version counter, not
+    values, because a soft cap does not change zeros."""
     same = storage_key(logits) == storage_key(product)
     return same and logits.shape == product.shape and _version(product) == version
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Returns the version counter of a tensor; None for inference tensors, which have none."""
+    """Returns the version counter of a tensor; None for inference tensors, which do not have a version counter."""
     return None if tensor.is_inference() else tensor._version
 
 
 class _Answers(dict[int, Callable]):
-    """A replacement of a module's forward pass, by thread: thread id -> function. Threads without an entry call the
-    module's own forward pass. The module is patched while there is any entry."""
+    """A per-thread replacement of a module's forward pass: thread id -> function. Threads without an entry call the
+    module's own forward pass. The module is patched while the dict has an entry."""
 
     def __init__(self, module: nn.Module) -> None:
         self.forward, self.patch = module.forward, patch.object(module, "forward", self)
@@ -150,7 +151,7 @@ class _Answers(dict[int, Callable]):
 
 @contextmanager
 def _answering(module: nn.Module, answer: Callable) -> Iterator[None]:
-    """Context manager that replaces a module's forward pass by a function, in this thread only."""
+    """Context manager that replaces a module's forward pass by a function, only for calls from this thread."""
     answers = module.forward if isinstance(module.forward, _Answers) else _Answers(module)
     if not answers:
         answers.patch.__enter__()
@@ -171,25 +172,28 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
-    """Returns True if the logits computed from `enter` equal the model's logits up to rounding.
+    """Returns True if the logits that a loss computes with `enter` and `finished` equal the model's logits, up to
+    rounding.
 
-    They are computed in chunks of unequal size, which detects functions that depend on a token's position or neighbors.
+    The logits are computed in two chunks of unequal size. So the result is False if the code after the head depends on
+    a token's position or neighbors.
 
     Args:
         model: the model.
         inputs: `MicroBatch.inputs`, each (B, T).
-        tiled: also divide the vocabulary into tiles of unequal size.
+        tiled: True: also divide the vocabulary into two tiles of unequal size.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)
     products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, as for a chunk
     try:
         ours = torch.cat([_finished(head, chunk, tiled) for chunk in products.tensor_split([UNEVEN])])
-    except RuntimeError:  # the model expects the full shape
+    except RuntimeError:  # the model's code after the head expects the full shape
         return False
     if ours.shape != theirs.shape:
         return False
-    # Tolerance relative to the head's output, because masked logits may be huge. A soft cap may overflow in both.
+    # The tolerance is relative to the head's output, because masked logits may be huge. A soft cap may overflow in both
+    # results.
     return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 

@@ -1,7 +1,7 @@
-"""Computes the mismatched prompt-answer pairs of KTO, before each window or validation set.
+"""Computes the log-ratios of mismatched prompt-answer pairs for KTO, before each window or validation set.
 
-KTO's loss of each answer depends on the mean log-ratio over mismatched prompt-answer pairs of all micro-batches and
-devices. So these rows are computed in a separate forward pass without gradients, before the first micro-batch.
+KTO's loss of each answer depends on the mean log-ratio over the mismatched pairs of all micro-batches and devices. So
+the mismatched pairs go through the model in a separate forward pass without gradients, before the first micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +17,12 @@ from lowmem.data.rated import RatedBatch
 
 
 class MismatchedPass(Callback):
-    """Computes the mismatched rows of a window or validation set, and gives the loss their sum over all devices.
+    """A callback that computes the mismatched rows of a window or validation set, and passes the sum of their
+    log-ratios over all devices to the loss.
 
     Args:
-        read: returns the loss's sums for the micro-batch that was computed last.
-        hand_over: passes the total to the loss, before the first micro-batch is computed.
+        read: returns the loss's (sum of log-ratios, number of answers) for the micro-batch that was computed last.
+        hand_over: passes the total to the loss.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:
@@ -38,8 +39,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Computes all groups and hands over the total. Args: module: the model; groups: groups of micro-batches that
-        are in memory together."""
+        """Computes all groups, and passes the total over all devices to the loss. Args: module: the model; groups:
+        groups of micro-batches that are on the device together."""
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 
@@ -60,7 +61,8 @@ class MismatchedPass(Callback):
 
 
 def _groups_of(trainer: Trainer, module: LightningModule, number: int) -> Iterator[Sequence[RatedBatch]]:
-    """Yields the groups of micro-batches that this evaluation reads. Args: number: index of the validation set."""
+    """Yields the groups of micro-batches that this evaluation reads, on the device. Args: number: index of the
+    validation set."""
     count = (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)[number]
     for group in islice(trainer.val_dataloaders[number], count):
         yield [micro_batch.to(module.device) for micro_batch in group]

@@ -1,9 +1,9 @@
 """Preference losses: DPO, IPO, ORPO and SimPO for pairs of answers, KTO for rated answers.
 
-These losses need no more memory than fine-tuning on the same rows. A loss is a function of each answer's
-log-probability, the sum over the answer's tokens. The head is computed in tiles of the vocabulary (`tiled.py`), so the
-full logits never exist. All tokens of an answer have the same derivative of the loss. The reference model of DPO, IPO
-and KTO is not in memory during training: its log-probabilities are part of the data (`training/reference.py`).
+These losses need no more memory than fine-tuning on the same rows. A preference loss is a function of the
+log-probability of each answer, which is a sum over the answer's tokens. The logits are computed in tiles of the
+vocabulary (`tiled.py`), so the full logits never exist. The reference model of DPO, IPO and KTO is not in memory during
+training: its log-probabilities are computed before training, and are part of the data (`training/reference.py`).
 
 The loss of a window is a mean over pairs or rated answers, and does not depend on the size of the micro-batches.
 """
@@ -25,13 +25,14 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class AnswerLogProbs(NamedTuple):
-    """The inputs of a loss. Each is (pairs, 2) with the chosen answer first, or (answers, 1) for rated answers."""
+    """The inputs of a preference loss. Each tensor has shape (pairs, 2), with the chosen answer first, or (answers, 1)
+    for rated answers."""
 
-    # fp64, log-probability of each answer, the sum over its tokens. In fp32 the rounding error of a long answer would
-    # be as large as the differences between models.
+    # fp64, log-probability of each answer: the sum over its tokens. In fp32 the rounding error of a long answer would
+    # be as large as the difference between the trained model and the reference model.
     logp: Tensor
     tokens: Tensor  # int64, number of tokens, at least 1
-    reference: Tensor  # fp64, `logp` of the reference model; zeros for losses without a reference
+    reference: Tensor  # fp64, log-probabilities under the reference model; zeros for losses without a reference model
     desirable: Tensor | None = None  # bool, the ratings of rated answers
 
     @property
@@ -47,8 +48,8 @@ class PreferenceLoss(Tiled):
     """Base class of preference losses.
 
     Args:
-        beta: factor of differences of log-probabilities.
-        columns: see `Tiled`.
+        beta: factor of differences between log-probabilities.
+        columns: tokens of the vocabulary per tile.
     """
 
     needs, of_pairs = PairBatch, True
@@ -66,7 +67,8 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the answers of a micro-batch, and a mask (pairs,), bool: False where a row has no pair."""
+        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,): False where
+        a row does not contain a pair or an answer."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]
@@ -83,16 +85,17 @@ class PreferenceLoss(Tiled):
             )
 
     def losses(self, answers: AnswerLogProbs) -> Tensor:
-        """Returns the loss of each pair, (pairs,)."""
+        """Returns the loss of each pair (pairs,), or of each rated answer (answers,)."""
         raise NotImplementedError
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
-        """Returns the implicit rewards (pairs, 2), which the loss makes larger for the chosen answer."""
+        """Returns the implicit rewards, in the shape of `answers.logp`. Training increases the reward of the chosen or
+        desirable answer relative to the other answers."""
         raise NotImplementedError
 
     def take(self) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the answers of the last micro-batch that was computed without gradients, and the mask of real pairs,
-        and drops the reference to them."""
+        """Returns the result of `answers` for the last micro-batch that was computed without gradients, and drops the
+        reference to it."""
         seen, self._seen = self._seen, None
         return seen
 
@@ -109,8 +112,8 @@ class PreferenceLoss(Tiled):
 
 class DPO(PreferenceLoss):
     """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), with log-ratios to the reference model:
-    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed share of pairs with swapped labels (Mitchell
-    2023)."""
+    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs with swapped labels
+    (Mitchell 2023)."""
 
     compares = True
 
@@ -143,7 +146,7 @@ class IPO(PreferenceLoss):
 
 class ORPO(PreferenceLoss):
     """Mean cross entropy of the chosen answer - beta * log sigmoid(log odds ratio of the answers), with means over
-    tokens: Hong et al. 2024, arXiv 2403.07691. Needs neither a reference model nor supervised fine-tuning before."""
+    tokens: Hong et al. 2024, arXiv 2403.07691. Needs neither a reference model nor earlier supervised fine-tuning."""
 
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)
@@ -153,13 +156,18 @@ class ORPO(PreferenceLoss):
 
     def losses(self, answers: AnswerLogProbs) -> Tensor:
         mean = answers.mean
-        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # log of p / (1 - p), with p < 1
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))  # log(p / (1 - p)); the clamp keeps p < 1
         return -mean[:, 0] + self.beta * _logistic(_difference(log_odds))
 
 
 class SimPO(PreferenceLoss):
-    """-log sigmoid(beta * (mean log-probability of chosen - of rejected) - gamma): Meng et al. 2024, arXiv 2405.14734.
-    Needs no reference model. Args: gamma: target margin."""
+    """-log sigmoid(beta * (mean log-probability of chosen - mean log-probability of rejected) - gamma), with means over
+    tokens: Meng et al. 2024, arXiv 2405.14734. Needs no reference model.
+
+    Args:
+        gamma: target margin.
+        label_smoothing: see `DPO`.
+    """
 
     def __init__(
         self, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0, columns: int = 4096
@@ -175,15 +183,16 @@ class SimPO(PreferenceLoss):
 
 
 class KTO(PreferenceLoss):
-    """weight * (1 - sigmoid(+-beta * (log-ratio to the reference - z))), with + for desirable answers: Ethayarajh et
-    al. 2024, arXiv 2402.01306.
+    """weight * (1 - sigmoid(+-beta * (log-ratio to the reference model - z))), with + for desirable answers and - for
+    undesirable answers: Ethayarajh et al. 2024, arXiv 2402.01306.
 
     z is an estimate of the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs,
-    clamped at 0. The mean is over a window, or over a validation set, on all devices. It needs one more forward pass
-    without gradients (`mismatched.py`).
+    but at least 0. The mean is over all pairs of a window, or of a validation set, on all devices. It needs one more
+    forward pass without gradients (`mismatched.py`).
 
     Args:
-        desirable_weight, undesirable_weight: loss weights, to balance unequal numbers of both.
+        desirable_weight, undesirable_weight: weights of the losses of desirable and undesirable answers, to balance
+            unequal numbers of answers.
     """
 
     needs, compares = RatedBatch, True
@@ -209,14 +218,15 @@ class KTO(PreferenceLoss):
         return [MismatchedPass(self.log_ratios, self.set_kl)]
 
     def log_ratios(self) -> Tensor:
-        """Returns (sum of log-ratios, number of answers) of the last micro-batch, shape (2,)."""
+        """Returns (sum of log-ratios, number of answers) of the last micro-batch that was computed without gradients,
+        shape (2,)."""
         answers, real = self.take()
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
     def set_kl(self, mismatched: Tensor) -> None:
         """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows, (2,)."""
         total, count = mismatched
-        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no row had room for its answer
+        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no answer fitted into its row
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio
@@ -228,8 +238,8 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns z, the accuracy of predicting ratings from whether the log-ratio is above z, and sums and counts of
-        rewards and log-probabilities by rating."""
+        """Returns the accuracy of the prediction "desirable if the log-ratio is above z", and z, both summed over the
+        answers; and (sum, count) of rewards and log-probabilities by rating."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}

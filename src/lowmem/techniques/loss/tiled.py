@@ -1,14 +1,16 @@
-"""Cross entropy with the logits of one tile of the vocabulary at a time, for all tokens with a label.
+"""`loss=tiled`: cross entropy that computes the logits of one tile of the vocabulary at a time, for all tokens.
+
+For N tokens with a label, a vocabulary of V, tiles of C tokens of the vocabulary, and hidden size H:
 
     forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
-    backward    for each tile: logits again -> their gradient -> complete gradient (C, H) of the tile
+    backward    for each tile: logits again -> gradient of the logits -> complete gradient (C, H) of the tile's weights
 
-`loss=chunked` sums the gradient of the head's weight (V, H) over its chunks in fp32, which with 16-bit weights is often
-the peak of the run. Here the gradient of a tile is a single product over all tokens: 2 bytes per element of the head
-with 16-bit weights, and no part of the head is ever in fp32. The price is that the logits are computed twice, because
-the softmax needs the sum over all tiles first (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory:
-6 bytes x tokens x `columns` for logits with 16-bit products, and 4 bytes x tokens x H for the gradient of the head's
-input.
+`loss=chunked` sums the gradient of the head's weight (V, H) over chunks of tokens in fp32. With 16-bit weights this sum
+is often the peak of the run. Here the gradient of a tile is a single product over all tokens, so it has the dtype of
+the weight: 2 bytes per element with 16-bit weights. No part of the head is ever in fp32. The price is that the logits
+are computed twice, because the softmax needs the sum over all tiles first (online softmax: Milakov and Gimelshein 2018,
+arXiv 1805.02867). Memory: 6 bytes x N x C for logits with 16-bit products, and 4 bytes x N x H for the gradient of the
+head's input.
 """
 
 from collections.abc import Callable
@@ -26,8 +28,8 @@ from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
 
 class Tiled(Loss):
-    """Equal to `full` in `cross_entropy.py`, with the logits of at most `columns` tokens of the vocabulary in memory at
-    a time."""
+    """Computes the loss of `full` in `cross_entropy.py`. Args: columns: number of tokens of the vocabulary whose logits
+    are in memory at a time."""
 
     head_in_tiles = True
 
@@ -43,11 +45,12 @@ class Tiled(Loss):
         return self.each(model, batch)[0].sum()
 
     def each(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each label, (N,) in fp32, and the label's index in the flattened labels, (N,)."""
+        """Returns the loss of each token with a label, (N,) in fp32, and the token's index in the flattened labels,
+        (N,)."""
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
-        hidden = hidden.to(multiplied_in(hidden))  # autocast does not act inside the function
-        learned = counted(labels, batch.known_learned_tokens)  # all other positions skip the head
+        hidden = hidden.to(multiplied_in(hidden))  # autocast has no effect inside the autograd function
+        learned = counted(labels, batch.known_learned_tokens)  # the head is not computed at other positions
         source = tiles_of(head.linear)
         weight, bias = head.linear.weight, head.linear.bias
         losses = _TiledCrossEntropy.apply(hidden, weight, bias, labels, learned, source, self.columns, head.finish)
@@ -63,7 +66,8 @@ class Tiled(Loss):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Computes -log softmax(head(hidden_i))[label_i] for each label, one tile of the vocabulary at a time."""
+    """Computes -log softmax(head(hidden_i))[label_i] for each token i with a label, one tile of the vocabulary at a
+    time."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, learned, source, columns, finish):  # noqa: PLR0913
@@ -71,11 +75,11 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
         Args:
             hidden: (B x T, H), input of the head.
-            weight: (V, H), only for autograd; its values are read through `source`.
+            weight: (V, H). Passed so that autograd expects its gradient; its values are read through `source`.
             bias: (V,) or None.
             labels: (B x T,).
             learned: (N,), indices of positions with a label.
-            source: a `HeadSource`.
+            source: the `HeadSource` that provides the tiles of the weight.
             columns: tokens of the vocabulary per tile.
             finish: see `Head`.
         """
@@ -92,7 +96,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             top = higher
             del logits, tile  # freed before the next tile and its logits are allocated
         top, total, chosen = source.joined(top, total, chosen)
-        lse = total.log_().add_(top)  # log-sum-exp over the vocabulary
+        lse = total.log_().add_(top)  # (N,), log-sum-exp over the vocabulary
         ctx.save_for_backward(rows, lse, labels, learned, bias)
         ctx.source, ctx.columns, ctx.finish, ctx.positions = source, columns, finish, len(hidden)
         return lse - chosen
@@ -111,7 +115,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.sub_(lse[:, None]).exp_()  # the gradient is softmax minus one-hot
             inside, place = _place(labels, first, len(tile))
             d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
-            d_logits = back(d_logits.mul_(d_losses[:, None]))  # scale before rounding to 16 bits
+            d_logits = back(d_logits.mul_(d_losses[:, None]))  # d_losses has the loss scale: scale before rounding
             if needs_bias:
                 d_bias[first:last] = d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -129,20 +133,22 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _logits(
     rows: Tensor, tile: Tensor, first: int, bias: Tensor | None, finish: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the fp32 logits (N, C), which may be overwritten, and a function that maps their gradient to the gradient
-    of the product. Args: rows: (N, H); tile: (C, H); first: index of the tile's first token."""
+    """Returns the fp32 logits (N, C) of a tile, which the caller may overwrite, and a function that maps the gradient
+    of the logits to the gradient of the head's output. Args: rows: (N, H); tile: (C, H); first: index of the tile's
+    first token."""
     tile_bias = None if bias is None else bias[first : first + len(tile)].to(rows.dtype)
     return finished(F.linear(rows, tile, tile_bias), finish, copy=True)
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns a mask (N,) of labels that are in a tile, and each label's column in the tile (arbitrary outside)."""
+    """Returns a mask (N,) of the labels that are in a tile, and the column (N,) of each label in the tile. The column
+    of a label outside of the tile has no meaning."""
     inside = (labels >= first) & (labels < first + size)
     return inside, (labels - first).clamp_(0, size - 1)
 
 
 def _add_product(total: Tensor, d_logits: Tensor, tile: Tensor) -> None:
-    """Adds d_logits @ tile to total, in fp32. Args: total: (N, H); d_logits: (N, C); tile: (C, H)."""
+    """Adds d_logits @ tile to total. The sum is in fp32. Args: total: (N, H); d_logits: (N, C); tile: (C, H)."""
     if total.dtype == tile.dtype:
         total.addmm_(d_logits, tile)
     else:

@@ -1,10 +1,10 @@
-"""The interface of a strategy: which shard of the model and of the data a process has, and the collectives that it
-needs.
+"""The interface of a strategy: how the model and the data are divided over processes, and the collectives for this.
 
 Code that trains, evaluates or saves uses the strategy through `CausalLM.ranks`. The methods are in the order in which a
-run calls them; the implementations here are for a single process. Sharding and collectives are torch's:
+run calls them; the implementations in this module are for a single process. The strategies use torch's sharding and
+collectives:
 
-    OneDevice             here: strategy=auto
+    OneDevice             this module: strategy=auto
       Several             `several.py`: base class of strategies with several processes, one process per device
         DataParallel      `ddp.py`: each process has the full model, and reads different data
         Divided           `several.py`: base class of strategies in which a process has only a part of the parameters
@@ -32,21 +32,23 @@ from lowmem.techniques.strategy.in_place import InPlace
 class OneDevice:
     """The strategy of a single process, and the base class of all strategies.
 
-    Args: device: the type of the device that computes, cpu or cuda; devices: the number of processes.
+    Args:
+        device: the type of the device that computes, cpu or cuda.
+        devices: the number of processes.
     """
 
     several = False  # True: there may be more than one process
     rank, size = 0, 1  # this process's rank, and the number of processes
     data_rank, data_size = 0, 1  # rank and number of processes that read different data
-    side: Side = "device"  # where parameters and gradients are between passes, and are stepped
+    side: Side = "device"  # where parameters and gradients are stored between passes, and where the optimizer runs
     divides = False  # True: a process has only a part of the parameters
-    shards_matrices = False  # True: a process has a shard of each matrix, instead of some full matrices
+    shards_matrices = False  # True: a process has a shard of each matrix; False: each of its matrices is complete
     adds_in_blocks = False  # True: collectives inside a block reduce activations
     overlaps_micro_batches = False  # True: several micro-batches of a window are in progress at the same time
-    widens = False  # True: rank 0 may send weights in fewer bits, which each rank converts to the run's dtype
-    in_numbers = True  # True: every rank has the weights before `shard`; False: only rank 0 has them
-    builds = True  # True: this rank loads or initializes the weights; False: rank 0 sends them
-    neediest = (0,)  # ranks to trace: one of these has the highest memory peak
+    widens = False  # True: rank 0 may send weights in fewer bits, and each rank converts them to the run's dtype
+    in_numbers = True  # True: before `shard`, every rank has the values of the weights; False: only rank 0 has them
+    builds = True  # True: this rank loads or initializes the weights; False: it receives the weights from rank 0
+    neediest = (0,)  # the ranks to trace: the rank with the highest memory peak is one of them
     factor = 1.0  # multiplies the loss, to undo torch's averaging of gradients over this number of ranks
 
     def __init__(self, device: str = "cpu", devices: int = 1) -> None:
@@ -70,12 +72,13 @@ class OneDevice:
         return run_folder
 
     def rank_0_first(self, work: str = "work alone") -> AbstractContextManager:
-        """Context manager for work that rank 0 does first, without a time limit, and other ranks do afterwards. Args:
-        work: name of the work, for messages."""
+        """Context manager for work that rank 0 does first, without a time limit, and all other ranks do afterwards.
+        Args: work: name of the work, for messages."""
         return nullcontext()
 
     def leave_after_rank_0(self, work: str = "work alone") -> AbstractContextManager:
-        """Context manager for work that all ranks do at the same time; other ranks leave it only after rank 0."""
+        """Context manager for work that all ranks do at the same time. The other ranks wait at its end until rank 0 has
+        finished, without a time limit. Args: work: name of the work, for messages."""
         return nullcontext()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -85,29 +88,32 @@ class OneDevice:
         return nullcontext()
 
     def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
-        """Called if rank 0 has loaded weights in fewer bits. Args: read: dtype of the loaded weights; dtype: the run's
-        dtype, to which each rank converts its shard."""
+        """Called if rank 0 has loaded weights in fewer bits than the run's dtype. Args: read: dtype of the loaded
+        weights; dtype: the run's dtype, to which each rank converts its shard."""
 
     def sent_as(self, tensor: Tensor) -> torch.dtype:
         """Returns the dtype that a tensor of the loaded model will have in the run."""
         return tensor.dtype
 
     def shard(self, module: LightningModule) -> None:
-        """Replaces the module's parameters by this rank's shards. Before this call, every rank has the full module on
-        the host, without values on ranks where `builds` is False."""
+        """Replaces the module's parameters by this rank's shards. Before this call, every rank has the full module: on
+        the host if `builds` is True, otherwise on the meta device."""
 
     def lightning(self) -> Strategy:
-        """Returns the strategy for Lightning's Trainer, which always sees one device."""
+        """Returns the strategy for Lightning's Trainer: a strategy for one device, even if there are several ranks."""
         return InPlace()
 
     def before_training(self, module: LightningModule) -> None:
-        """Called once, after everything was restored and moved to its device."""
+        """Called once before the first step, after the weights and states of a checkpoint were restored and moved to
+        their devices."""
 
     def release(self) -> ref | None:
-        """Drops references to the process group, and frees C++ objects that refer to it, before the group is left.
+        """Drops references to the process group, and frees C++ objects that refer to the group, before the process
+        leaves it.
 
         Returns:
-            A weak reference to DDP's Reducer, dead unless other objects refer to the Reducer; None: there was none.
+            A weak reference to DDP's Reducer, which is dead unless other objects still refer to the Reducer. None: this
+            process has no Reducer.
         """
         return None
 
@@ -123,21 +129,22 @@ class OneDevice:
         return nullcontext()
 
     def gather_gradients(self) -> None:
-        """Called after the last backward pass of a window. Makes all gradients available at the parameters that `local`
-        returns."""
+        """Called after the last backward pass of a window. Sets `grad` of the parameters that `local` returns."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the L2 norm of the gradients over all ranks; each element counts once. Args: parameters: local
-        parameters that have a gradient."""
+        """Returns the global L2 norm of the gradients over all ranks, in which each element counts once. Args:
+        parameters: local parameters that have a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """Called after each step, even if it was skipped, once the gradients of local parameters are freed."""
+        """Frees or resets all gradients other than the gradients of local parameters. Called after each step, also
+        after a skipped step, once the gradients of local parameters are freed."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns this rank's shard of a parameter: a plain tensor in the same memory, which the optimizer steps."""
+        """Returns this rank's shard of a parameter: a plain parameter that shares the shard's memory. The optimizer
+        updates local parameters."""
         return p
 
     def local_parameters(self, model: nn.Module) -> nn.Module:
@@ -163,7 +170,8 @@ class OneDevice:
         return shard
 
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        """Returns this rank's shard of a tensor that every rank has in full, without communication."""
+        """Returns this rank's shard of a full tensor that every rank has. Does not communicate. Args: p: the parameter
+        whose placement is used; full: a tensor in the original layout of `p`."""
         return full
 
     # --- collectives of numbers and small objects, over the host --------------------------------------------------

@@ -1,7 +1,7 @@
-"""`ddp`: every device has the full model and reads different rows; gradients are all-reduced once per window.
+"""`strategy=ddp`: every device has the full model and reads different rows; gradients are all-reduced once per window.
 
 Saves time, but no memory. Costs an all-reduce of all gradients per optimizer step, which overlaps with the last
-backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
+backward pass of the window. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 import gc
@@ -21,14 +21,14 @@ from lowmem.techniques.strategy.several import Several
 
 
 class DataParallel(Several):
-    """Data parallelism with torch's DDP. Gradients are views of DDP's buckets from before the first window on, so there
-    is never a second copy of the gradients."""
+    """Data parallelism with torch's DDP. Gradients become views of DDP's buckets before the first window, so there is
+    never a second copy of the gradients."""
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.forward = None
         self._step = ExitStack()
-        self._idle: set[str] = set()  # names of parameters without a gradient in this backward pass so far
+        self._idle: set[str] = set()  # names of trained parameters that have not received a gradient yet
         self._watching: list[RemovableHandle] = []
 
     def before_training(self, module: LightningModule) -> None:
@@ -39,7 +39,8 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        # otherwise DDP rebuilds its buckets before the second window, with two copies of all gradients
+        # Rebuild the buckets now. Otherwise DDP would rebuild them before the second window, with two copies of all
+        # gradients in memory.
         rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}
@@ -48,7 +49,7 @@ class DataParallel(Several):
 
     def release(self) -> ref | None:
         super().release()
-        if self.forward is None:  # the run ended before DDP was created
+        if self.forward is None:  # the run ended before the DDP wrapper was created
             return None
         reducer = ref(self.forward.reducer)
         self.forward = None
@@ -60,7 +61,7 @@ class DataParallel(Several):
         """Creates zero gradients and reduces them once, so that they become views of DDP's buckets. Otherwise the first
         micro-batches of a window, which are not reduced, would create gradients outside of the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # reversed: about the order of a backward pass, in which DDP fills its buckets
+        # in reverse, which is about the order of a backward pass, because DDP assigns buckets in the order of gradients
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
@@ -85,15 +86,15 @@ class DataParallel(Several):
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
-        # all ranks must draw equal random roundings, or their weights would diverge
+        # all ranks must round with equal random numbers, because otherwise their weights would diverge
         if self._module.trainer.precision_plugin.draws:
             cards = [torch.cuda.current_device()] if self.device == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(cards))
             torch.manual_seed(self._seed + self._module.position.window + 1)
 
     def _check_used(self) -> None:
-        """Checks that every parameter got a gradient, because DDP does not reduce a bucket with a missing gradient.
-        Raises: Refused."""
+        """Checks after the first window that every trained parameter has received a gradient on all ranks, because DDP
+        does not reduce a bucket with a missing gradient. Raises: Refused."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

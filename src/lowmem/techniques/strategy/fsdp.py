@@ -1,10 +1,10 @@
-"""`fsdp`: weights, gradients and optimizer state are sharded over all devices; a block's weights are gathered while the
-block computes.
+"""`strategy=fsdp`: shards weights, gradients and optimizer state over all devices, and gathers the weights of a block
+while the block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
 the block that computes and the next block. Costs two all-gathers of all weights and one reduce-scatter of all gradients
-per micro-batch. `fsdp_offload` keeps the shards in host memory and runs the optimizer there. Source: Zhao et al. 2023,
-arXiv 2304.11277; torch's fully_shard.
+per micro-batch. `fsdp_offload` keeps the shards in host memory, and the CPU runs the optimizer. Source: Zhao et al.
+2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from lowmem.techniques.strategy.several import Divided
 
 
 class FullyShard(Divided):
-    """Shards with torch's fully_shard. Args: offload: keep the shards in host memory."""
+    """Shards with torch's fully_shard. Args: offload: True: keep the shards in host memory."""
 
     widens = shards_matrices = True
 
@@ -43,7 +43,14 @@ class FullyShard(Divided):
 
 def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMesh, offload: bool, pinned: bool) -> None:
     """Applies fully_shard to each block, and to the model for all other parameters. Gradients are reduced in fp32 or
-    wider, because sums in 16 bits would lose small gradients."""
+    wider, because sums in 16 bits would lose small gradients.
+
+    Args:
+        module: its model is sharded in place.
+        mesh: the ranks.
+        offload: True: keep the shards in host memory.
+        pinned: True: pin this host memory.
+    """
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
     mixed_precision = MixedPrecisionPolicy(reduce_dtype=widest)
@@ -54,9 +61,13 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 
 class Resharding(Loss):
-    """A loss that reshards the model's root after a forward pass without gradients. fully_shard leaves the root's
-    weights gathered for a backward pass. Without a backward pass they would stay gathered, and parameters would be full
-    tensors. A loss that reads the head's weight itself needs the gathered weights, so the loss reshards at its end."""
+    """Wraps the loss of a module, so that after a forward pass without gradients the model's root is sharded again.
+
+    After a forward pass, fully_shard leaves the root's weights gathered for the backward pass. Without a backward pass
+    they would stay gathered, and other code would see full parameters. A hook reshards the root at the end of a forward
+    pass without gradients. A loss may read the head's weight itself after the forward pass, so within a loss the root
+    is resharded only when the loss returns.
+    """
 
     def __init__(self, module: LightningModule) -> None:
         self.loss, self._reads = module.loss, False

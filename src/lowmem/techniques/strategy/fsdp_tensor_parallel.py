@@ -1,8 +1,9 @@
 """Tensor parallelism within groups of devices, combined with `fully_shard` over the groups: a two-dimensional mesh.
 
-The ranks of a group share a fast link and compute a micro-batch together; different groups read different rows. A
-rank's shard within its group is sharded again over the groups. So each of N devices has 1/N of the parameters that
-tensor parallelism shards, and 1/(number of groups) of all other parameters.
+The ranks of a group should share a fast link. They compute a micro-batch together, and different groups read different
+rows. Tensor parallelism shards a matrix within a group, and `fully_shard` shards each of these shards again over the
+groups. So each of N devices has 1/N of the parameters that tensor parallelism shards, and 1/(number of groups) of all
+other parameters.
 """
 
 from lightning.pytorch import LightningModule
@@ -12,7 +13,7 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 
 class FullyShardTensorParallel(TensorParallel):
-    """FSDP over groups of tensor parallelism. Args: tensor_parallel_size: number of (consecutive) ranks in a group; N
+    """FSDP over groups of tensor parallelism. Args: tensor_parallel_size: number of consecutive ranks in a group; N
     devices form N / tensor_parallel_size groups."""
 
     def __init__(

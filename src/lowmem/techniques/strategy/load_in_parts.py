@@ -1,14 +1,14 @@
-"""Loads a model on rank 0 only, and sends it tensor by tensor to ranks that each keep a shard.
+"""Loads a model on rank 0 only, and broadcasts it tensor by tensor; each rank keeps only its shard.
 
     1. all ranks build the modules: rank 0 with weights, other ranks on the meta device (shapes without memory)
     2. rank 0 detaches its weights (`detach_weights`); now the model is on the meta device on all ranks
     3. the strategy shards the meta model (`lay_out`), and each rank allocates its shards (`allocate_on`)
     4. rank 0 broadcasts one full tensor at a time and frees it; each rank copies its shard (`receive_weights`)
 
-So each rank needs memory for its shards and one full tensor. Published weights in fewer bits than the run's stay pages
-of memory-mapped files on rank 0, which the system may drop; they are sent in these bits and converted when a rank
-copies its shard. Rank 0 needs memory for the full model only if the weights are randomly initialized, or have the run's
-dtype. Costs the time to broadcast the model once.
+So each rank needs memory for its shards and one full tensor. If the files have fewer bits than the run's dtype, rank 0
+does not convert the weights: they stay pages of memory-mapped files, which the system may drop. They are broadcast in
+the dtype of the files, and each rank converts its shard when it copies it. Otherwise, and if the weights are randomly
+initialized, rank 0 needs memory for the full model. Costs the time to broadcast the model once.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor too, but rank 0 keeps the full model in
 memory, in addition to its shards, until the last tensor is sent. It also omits non-persistent buffers, and supports
@@ -29,8 +29,8 @@ Numbers = dict[str, Tensor]
 
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
-    """Runs a function on rank 0's loaded model, and returns its result on all ranks. Raises: Refused: on all ranks, if
-    the function raised it."""
+    """Runs a function on the ranks that have the loaded model, and returns rank 0's result on all ranks. Raises:
+    Refused: on all ranks, if the function raised Refused on rank 0."""
     result = None
     if ranks.builds:
         try:
@@ -43,12 +43,12 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
-    """Replaces all parameters and buffers by meta tensors in the run's dtype. Returns: name -> original tensor; a tied
-    parameter is listed once."""
+    """Replaces all parameters and buffers of a model by meta tensors in the run's dtype. Returns: name -> original
+    tensor; a tied parameter is listed once."""
     numbers = {}
     for name, p in model.named_parameters():
         detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
-        torch.utils.swap_tensors(p, detached)  # keeps the parameter object, and ties, valid
+        torch.utils.swap_tensors(p, detached)  # keeps the parameter object, so tied parameters stay tied
         numbers[name] = detached.detach()
     for name, holder, key, buffer in buffers(model):
         setattr(holder, key, torch.empty_like(buffer, device="meta", dtype=ranks.sent_as(buffer)))
@@ -57,10 +57,10 @@ def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
 
 
 def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
-    """Allocates memory for this rank's shards; parameter objects stay the same.
+    """Allocates memory for this rank's shards. Parameter objects stay the same.
 
     Args:
-        model: on the meta device.
+        model: the model, on the meta device.
         device: device of the shards.
         elsewhere: modules whose own tensors only other ranks have.
     """
@@ -77,22 +77,22 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Broadcasts the weights from rank 0 into all ranks' shards. Args: numbers: the result of `detach_weights` on rank
-    0, emptied by this call; ignored on other ranks."""
+    """Broadcasts the weights from rank 0 into all ranks' shards. Args: numbers: on rank 0 the result of
+    `detach_weights`, which this call empties; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
         tensor = tensors[name]
-        if not tensor.is_meta:  # a block of another stage
+        if not tensor.is_meta:  # meta tensors belong to other pipeline stages
             shard = ranks.shard_of(tensor, full) if isinstance(tensor, nn.Parameter) else full
             (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).copy_(shard)
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that all ranks have equal parameters, because loading weights may change the model, for example by untying
-    a weight. Raises: Refused."""
+    """Checks that all ranks have the parameters of rank 0, with equal shapes and dtypes. Loading weights on rank 0 may
+    have changed its model, for example by untying a weight. Raises: Refused."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
-    theirs = ranks.broadcast(ours)  # compared on each rank; trivially equal on rank 0
+    theirs = ranks.broadcast(ours)  # rank 0's parameters, which each rank compares with its own
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
             f"strategy: {differing[0]} of {type(model).__name__} differs between the stored weights and the model's "
@@ -101,7 +101,8 @@ def _check(model: nn.Module, ranks: OneDevice) -> None:
 
 
 def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full tensor) one by one on every rank, in host memory and in rank 0's dtype."""
+    """Broadcasts rank 0's tensors one by one. Yields: (name, full tensor) on every rank, in host memory and in the
+    dtype that the tensor has on rank 0."""
     sent = [(name, full.shape, full.dtype) for name, full in numbers.items()]
     for name, shape, dtype in ranks.broadcast(sent):
         full = torch.empty(shape, dtype=dtype) if ranks.rank else numbers.pop(name).contiguous()
@@ -111,8 +112,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent buffers. A shared
-    buffer is listed for each module."""
+    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent buffers. A buffer
+    that several modules share is listed once for each module."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
@@ -124,9 +125,10 @@ def shard_and_send(
     """Shards the model, and sends rank 0's weights into all ranks' shards.
 
     Args:
-        model: with weights on rank 0, on the meta device on other ranks.
+        model: the model: with weights on rank 0, on the meta device on other ranks.
         ranks: the strategy.
-        lay_out: shards a meta model; returns the modules whose own tensors only other ranks have, or None.
+        lay_out: function that shards the meta model. Returns the modules whose own tensors only other ranks have; None:
+            there are no such modules.
         device: device of the shards.
     """
     _check(model, ranks)
@@ -134,6 +136,6 @@ def shard_and_send(
     elsewhere = lay_out()
     allocate_on(model, device, elsewhere or ())
     receive_weights(model, numbers, ranks)
-    # further state that only rank 0 has loaded or drawn
+    # also send state that only rank 0 has: the loaded generation config, and the random state after initialization
     model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
     torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

@@ -1,8 +1,8 @@
 """Converts torch.distributed's errors about a lost or silent rank into a message that names the collective.
 
-gloo and NCCL only report a closed socket or a timeout in milliseconds. The traceback shows the collective and the code
-that called it. NCCL's watchdog thread aborts the process without a traceback, so only its log output can be parsed.
-This module does not import torch at its top, because the launcher parses the output too.
+gloo and NCCL only report a closed socket, or a timeout in milliseconds. The collective, and the code that called it,
+are found in the traceback. NCCL's watchdog thread aborts the process without a traceback, so its log output is parsed
+instead. The launcher parses this output too, so this module does not import torch at its top.
 """
 
 import re
@@ -24,10 +24,10 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """Returns the error to raise instead of an error of torch.distributed; None: the error is not about a lost rank.
+    """Returns the error to raise in place of an error of torch.distributed; None: the error is not about a lost rank.
 
     Args:
-        error: the error, or an error that was raised from it during cleanup.
+        error: the error, or a later error that has it as its cause or context, such as an error during cleanup.
         timeout: strategy.timeout, in seconds.
     """
     chain, seen = [error], {id(error)}
@@ -62,7 +62,8 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
 
 
 def watchdog_message(words: str) -> str | None:
-    """Returns the message for output of NCCL's watchdog; None: the text is not from the watchdog."""
+    """Returns an error message for a timeout that NCCL's watchdog reports; None: the text does not contain one. Args:
+    words: log output."""
     if match := WATCHDOG.search(words):
         return (
             f"{match[1].lower()}: another rank did not answer in time: it hangs, or runs different code. If it is only "
@@ -72,8 +73,9 @@ def watchdog_message(words: str) -> str | None:
 
 
 def collective(frames: traceback.StackSummary) -> str:
-    """Describes the innermost public function of torch.distributed on the stack, and its caller in lowmem. DDP reduces
-    gradients inside the autograd engine, where the only Python frame is DDP's."""
+    """Returns a description of the innermost public function of torch.distributed on the stack, and of its caller in
+    lowmem. DDP's all-reduce runs inside the autograd engine, without a Python frame of its own, and is recognized by
+    the frame that started backward."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         call = names[-1]

@@ -1,17 +1,18 @@
-"""The styles in which tensor parallelism shards a layer: each rank of a group computes with its shard.
+"""The styles in which tensor parallelism shards a layer, so that each rank of a group computes with its shard.
 
     style        input                   output                           all-reduce
     Colwise      replicated              sharded by features              of the input's gradient, in backward
     Rowwise      sharded by features     replicated                       of the output, in forward
-    Embedding    token ids               replicated                       of the output: one rank has the token's row
-    head         replicated              gathered logits; sharded for a loss in tiles (`HeadShard`)
+    Embedding    token ids               replicated                       of the output: only one rank has a token's row
 
-torch's `parallelize_module` applies the styles; parameters are DTensors, and DTensor does the collectives. Matrix
+The head is Colwise too: its logits are gathered, or stay sharded for a loss that reads the head in tiles (`HeadShard`).
+
+torch's `parallelize_module` applies the styles. Parameters are DTensors, and DTensor does the collectives. Matrix
 products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
-of any other run. torch's ColwiseParallel and RowwiseParallel multiply DTensors instead. Measured with them: twice the
-host time per block; five all-reduces in the backward pass of a block instead of two, because query, key and value each
-reduce the gradient of their common input; and full-size embedding gradients on every rank. torch's styles support
-neither GPT-2's Conv1D nor its fused matrices.
+that it sees in a run without sharding. torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a
+measurement they took twice the host time per block; they needed five all-reduces in the backward pass of a block
+instead of two, because query, key and value each reduce the gradient of their common input; and every rank had
+embedding gradients of full size. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator
@@ -37,33 +38,35 @@ class Group:
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def entering(self, x: Tensor) -> Tensor:
-        """Returns x with an all-reduce of its gradient in backward. Layers with a common input, such as query, key and
-        value, get the same result object, so that their gradients are summed locally and reduced once. Args: x: equal
-        on all ranks."""
+        """Returns x, and all-reduces its gradient in backward. Layers with a common input, such as query, key and
+        value, get the same tensor object, so that their gradients are summed locally and all-reduced once. Args: x: a
+        tensor that is equal on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """Called after the layers that share an input: drops the reference to this input."""
+        """Drops the reference to the last input of `entering`. Called after all layers that share this input."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
+        """Returns the local tensor after DTensor has changed the placement, with the collectives that this needs."""
         return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
 
     def placed(self, shard: Tensor, full: Tensor, dim: int) -> DTensor:
-        """Returns a shard as a DTensor. Args: full: a tensor of the full shape; dim: the sharded dimension."""
+        """Returns a shard as a DTensor. Args: shard: this rank's shard; full: a tensor of the full shape; dim: the
+        sharded dimension."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
     def shard(self, layer: nn.Module, name: str, dim: int, fused: int = 1) -> None:
         """Replaces a parameter by a DTensor with this rank's shard.
 
         Args:
-            layer: has the parameter.
+            layer: the layer with the parameter.
             name: the parameter's name.
             dim: the dimension to shard.
-            fused: number of matrices that are concatenated along this dimension; each is sharded separately.
+            fused: number of matrices that are concatenated along this dimension; each matrix is sharded separately.
         """
         p = getattr(layer, name)
         shard = swapped(p.detach(), dim, fused, self.size).chunk(self.size, dim)[self.rank].clone()
@@ -76,8 +79,8 @@ class Group:
 
 
 def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Reorders a dimension of `outer` x `inner` pieces to `inner` x `outer` pieces. Sorts fused matrices, each with a
-    piece per rank, by rank, and with swapped arguments back."""
+    """Reorders a dimension of `outer` x `inner` pieces to `inner` x `outer` pieces. With (matrices, ranks) this sorts
+    the pieces of fused matrices by rank; with (ranks, matrices) it restores the original order."""
     return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
@@ -87,7 +90,7 @@ class Colwise(ParallelStyle):
     Args:
         group: the ranks.
         fused: see `Group.shard`.
-        gathered: gather the output to (..., out).
+        gathered: True: the output is gathered to (..., out).
     """
 
     def __init__(self, group: Group, fused: int = 1, gathered: bool = False) -> None:
@@ -115,7 +118,7 @@ class Rowwise(ParallelStyle):
 
     Args:
         group: the ranks.
-        split: the input is (..., in), and each rank takes its part.
+        split: True: the input is (..., in), equal on all ranks, and each rank uses its part of it.
     """
 
     def __init__(self, group: Group, split: bool = False) -> None:
@@ -128,7 +131,7 @@ class Rowwise(ParallelStyle):
             self.group.leaving()
             x = self.group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if self.split else x
             product = self.group.redistributed(F.linear(x, _local(layer)), Partial(), Replicate())
-            # the result has the dtype that autocast gives
+            # keeps the dtype of the product, as a linear layer under autocast does
             return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
         layer.forward = forward
@@ -136,8 +139,8 @@ class Rowwise(ParallelStyle):
 
 
 class Embedding(ParallelStyle):
-    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, with zeros for all
-    other tokens, and the results are summed."""
+    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, and uses zeros for all
+    other tokens. The results of the ranks are summed."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -160,7 +163,7 @@ class Embedding(ParallelStyle):
 
 
 class HeadShard(ResidentHead):
-    """This rank's shard of a head's matrix, as a source of tiles (`HeadSource`)."""
+    """Gives a loss this rank's shard of the head's matrix in tiles. See `HeadSource` for the methods."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
         self.linear, self.group = linear, group

@@ -1,19 +1,24 @@
-"""`pipeline`: each device has some of the blocks; the micro-batches of a window pass through the devices one by one.
+"""`strategy=pipeline`: each device has some of the blocks, and micro-batches pass from device to device.
 
     stage 0    F0 F1 F2 F3             B0 B1 B2 B3    F: forward, B: backward of micro-batches 0 to 3 (GPipe)
     stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Weights, gradients and optimizer state are divided by blocks. Only hidden states and their gradients are sent, the least
-communication of all strategies that divide a model. Costs idle time while the pipeline fills and drains: with S stages
-and n micro-batches (S - 1) / (n + S - 1) of a step. GPipe stores the activations of all n micro-batches; 1F1B starts
-backward as early as possible and stores the activations of at most S. Source: Huang et al. 2019, arXiv 1811.06965;
-Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its blocks only. Only hidden states and their gradients
+are sent, which is the least communication of all strategies that divide a model. Costs idle time while the pipeline
+fills and drains: with S stages and n micro-batches (S - 1) / (n + S - 1) of a step. GPipe stores the activations of all
+n micro-batches. 1F1B starts backward as early as possible, and stores the activations of at most S micro-batches.
+Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
 
-One process per stage. `stages.py` makes the Hugging Face model compute one stage, `WindowOfStage` runs a window's
-micro-batches through it, and torch's schedule decides the order and does the sends. All stages read the same rows. A
-weight that is tied between the first and the last stage is on both stages; its gradients are summed before the step, so
-both copies stay equal. In an evaluation, one micro-batch at a time passes through all stages.
+There is one process per stage:
+
+    Stage            `stages.py`: makes the Hugging Face model compute one stage
+    WindowOfStage    runs a window's micro-batches through the stage
+    schedule         torch's GPipe or 1F1B: decides the order of forward and backward passes, and does the sends
+
+All stages read the same rows. A weight that is tied between the first and the last stage is on both stages. Its
+gradients are summed before the step, so both copies stay equal. In an evaluation, one micro-batch at a time passes
+through all stages.
 """
 
 import logging
@@ -47,7 +52,7 @@ log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a causal LM that its body does not accept
-SHOWN = 16  # tokens per row of the micro-batch that compares the stages with the full model
+SHOWN = 16  # tokens per row of the micro-batch with which the stages are compared with the full model
 
 
 class Pipeline(Divided):
@@ -67,8 +72,8 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Reduces the model to this rank's stage. Raises: Refused: the stages compute different results than the model,
-        or a stage has no trained weights."""
+        """Reduces the model to this rank's stage, in place. Raises: Refused: the model cannot be divided into stages,
+        the stages compute different results than the model, or a stage has no trained weights."""
         model, self.module = module.model, module
         division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
@@ -77,6 +82,7 @@ class Pipeline(Divided):
         log.info(self._describe_stages(division))
 
     def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
+        """Reduces the meta model to this rank's stage. Returns: the modules whose own tensors only other ranks have."""
         self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
         module.loss = Function(self.evaluated)
         elsewhere = division.elsewhere(self.rank)
@@ -119,15 +125,16 @@ class Pipeline(Divided):
     @property
     def neediest(self) -> tuple[int, ...]:
         """Returns the stages that may need the most memory: the first (embedding), the last (logits), the stage with
-        the most bytes of weights, and the stage with the most activations. With 1F1B stage s of S stores the
-        activations of S - s micro-batches."""
+        the most bytes of weights, and the stage with the most activations. With 1F1B, stage s of S (counted from 0)
+        stores the activations of S - s micro-batches."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
         return tuple(sorted({0, *most, self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Returns (weight, process group) for each trained weight that this stage shares with other stages."""
+        """Returns (weight, process group of its stages) for each trained weight that this stage shares with other
+        stages."""
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
         # all ranks must take part in creating each group
         groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}
@@ -141,12 +148,13 @@ class Pipeline(Divided):
     # --- each window ----------------------------------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
-        """Runs forward and backward of all micro-batches. Returns: (sum of the losses, None: no auxiliary losses)."""
+        """Runs forward and backward of all micro-batches. Returns: (sum of the losses, None, because a pipeline refuses
+        auxiliary losses)."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.weights.last = True  # the last backward pass ends now
+        self.module.weights.last = True  # for `after_backward` of the window's last backward pass
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
@@ -154,9 +162,9 @@ class Pipeline(Divided):
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
         """Creates torch's schedule. Each window needs a new schedule, because the buffers of a schedule are for a fixed
-        number and length of micro-batches. torch then exchanges shapes between the stages: a small message from the
-        first to the last and back. With fewer micro-batches than stages, 1F1B is not defined, and GPipe stores no more
-        activations."""
+        number and length of micro-batches. For a new schedule torch exchanges shapes between the stages: a small
+        message from the first stage to the last and back. With fewer micro-batches than stages GPipe is used: 1F1B is
+        not defined, and would not store fewer activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -165,7 +173,8 @@ class Pipeline(Divided):
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def clear_gradients(self) -> None:
-        """After a step with random rounding, broadcasts tied weights, because each copy was rounded differently."""
+        """Also broadcasts tied weights after a step with stochastic rounding, because each copy was rounded with
+        different random numbers."""
         super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
@@ -174,14 +183,14 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """Computes a micro-batch's loss without gradients. Returns: the last stage's loss, on every stage."""
+        """Computes a micro-batch's loss without gradients, through all stages. Returns: the loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
-        """Wraps the model's forward pass so that code which calls the model without gradients on all stages (such as
-        samples or a user's metric) gets the logits on every stage."""
+        """Wraps the model's forward pass for code that calls the model without gradients on all stages, such as samples
+        or a user's metric. The wrapped forward pass goes through all stages, and returns the logits on every stage."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:
@@ -195,8 +204,8 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """Returns a buffer of the last stage's shape and dtype on every stage. Args: tensor: on the last stage the
-        tensor itself, which is returned; None on other stages."""
+        """Returns, on every stage, a buffer with the shape and dtype of a tensor of the last stage; on the last stage
+        the tensor itself. Args: tensor: the tensor on the last stage; None on other stages."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
@@ -207,7 +216,7 @@ class Pipeline(Divided):
 
         Args:
             inputs: arguments of the model's body.
-            last: called on the last stage, in place of the body.
+            last: function that is called on the last stage, in place of the body.
 
         Returns:
             The result of `last` on the last stage; None on other stages.
@@ -224,6 +233,7 @@ class Pipeline(Divided):
         return None
 
     def _of_last(self, tensor: Tensor) -> Tensor:
+        """Broadcasts the last stage's tensor into `tensor` on every stage, and returns it."""
         dist.broadcast(tensor, self.size - 1)
         return tensor
 
@@ -236,7 +246,8 @@ class Pipeline(Divided):
         return len(self.stage.holders[p])
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
-        """Sends the weight from the first stage that has it to rank 0."""
+        """Sends the full tensor from the first stage that has the weight to rank 0. Returns: the tensor on both ranks;
+        None on other ranks."""
         owner = self.stage.holders[p][0]
         if self.rank == owner:
             shard = shard.cpu()
@@ -254,14 +265,14 @@ class Pipeline(Divided):
 
 
 class WindowOfStage(nn.Module):
-    """The module that torch's schedule calls on a stage: its `forward` computes the next micro-batch of a window, from
-    the hidden states that were received."""
+    """The module that torch's schedule calls on a stage: each call of `forward` computes the next micro-batch of a
+    window, from hidden states of the previous stage."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:
         super().__init__()
         self.ranks, self.window = ranks, window
         self._coming = iter(window.micro_batches)
-        # all hidden states are padded to this number of rows
+        # number of tokens of the largest micro-batch, to which all hidden states (rows, H) are padded
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
         self._backward = False  # True: a backward pass has started, and `post_backward` was not called yet
@@ -272,7 +283,7 @@ class WindowOfStage(nn.Module):
 
         Args:
             arrived: hidden states (rows, H) of the previous stage; empty on the first stage.
-            number: (1,), index of the micro-batch; not used, since fake tensors have no values.
+            number: (1,), index of the micro-batch. Not used, because it has no value in a trace with fake tensors.
 
         Returns:
             The loss on the last stage, otherwise the hidden states (rows, H) to send.
@@ -290,12 +301,14 @@ class WindowOfStage(nn.Module):
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. Returns: on the last stage the scaled loss."""
+        """Calls Lightning's hooks before a backward pass. Returns: on the last stage the loss divided by the window's
+        weight and multiplied by the loss scale; None on other stages."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
+        """Calls Lightning's hooks after a backward pass, if a backward pass has run since the last call."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

@@ -1,6 +1,7 @@
-"""Joins the process group before anything is built, and always leaves it at the end.
+"""Joins the process group before the model is built, creates the strategy, and always leaves the group at the end.
 
-The launcher has set torchrun's environment variables (world size, master address). Without them there is one process.
+The launcher has set torchrun's environment variables (world size, master address). Without these variables there is a
+single process.
 """
 
 import logging
@@ -29,18 +30,19 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between machines
 
-# (DDP's Reducer, group) of groups that could not be freed, because an error's traceback still referred to DDP. A group
-# has three threads. The next call of `leave` frees groups whose Reducer is gone.
+# (DDP's Reducer, group) of groups that could not be freed, because an error's traceback still referred to DDP. Each
+# group has three threads. The next call of `leave` frees the groups whose Reducer has been freed.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Context manager that joins the process group and yields the strategy. Args: run: checked settings with a device.
+    """Context manager that joins the process group and yields the strategy. Args: run: checked settings, with a known
+    device.
 
     Raises:
         Refused: another rank has different code or settings.
-        RankLost: another rank has ended, or does not respond.
+        RankLost: another rank has exited, or does not respond.
     """
     if not run.several:
         yield instantiate(run.strategy)(device=run.device, devices=1)
@@ -53,7 +55,7 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # covers all work of rank 0
+            with ranks.rank_0_first("write the model"):  # other ranks wait here until rank 0 has done all its work
                 pass
             ranks.barrier()  # keeps the store open until all ranks know that rank 0 is done
         leave(ranks)
@@ -70,13 +72,13 @@ def leave(ranks: OneDevice | None = None) -> None:
     """Leaves the process group so that Python drops the last reference to it.
 
     DDP's Reducer refers to the group from C++, and is freed while the GIL is held. If the Reducer had the last
-    reference, freeing the group would join gloo's threads with the GIL held, while one of these threads may wait for
-    the GIL to free a Python object: a deadlock. Python drops its own reference to a group without the GIL.
+    reference, freeing the group would join gloo's threads with the GIL held. One of these threads may wait for the GIL,
+    to free a Python object: a deadlock. In contrast, Python drops its own reference to a group without the GIL.
 
     A group that is not freed keeps its threads until the process ends. If one of these threads waits for the GIL at
     interpreter shutdown (on a very busy machine), Python ends the thread inside C++ code, which aborts the process.
 
-    Args: ranks: the strategy; None: it was not created.
+    Args: ranks: the strategy; None: the strategy was not created.
     """
     group = dist.group.WORLD  # keeps the group alive until the Reducer is freed
     reducer = ranks.release() if ranks else None
@@ -87,16 +89,16 @@ def leave(ranks: OneDevice | None = None) -> None:
 
 
 def _waits_for_others(run: Run) -> bool:
-    """Returns True if leaving the group would wait for other ranks. NCCL waits for collectives in progress, and so for
-    ranks that wait for this process, which could then not report its error. NCCL's group is aborted when the process
-    ends."""
+    """Returns True if leaving the group might block. With NCCL, leaving waits for collectives in progress, and so for
+    ranks that in turn wait for this process. A process with an error could then not report the error. A group that is
+    not left is aborted when the process ends."""
     return run.device == "cuda" and dist.get_world_size() > 1
 
 
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo for collectives of host tensors, which do not make a card wait
+    # gloo for collectives of host tensors: unlike NCCL's, they do not make the card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
@@ -107,7 +109,7 @@ def _join(run: Run) -> dist.Store:
 
 
 def _compare(ranks: OneDevice, run: Run) -> None:
-    """Checks that all ranks have equal code and settings. Otherwise they might wait for each other forever, or train
+    """Checks that all ranks have equal code and settings. Ranks that differ might wait for each other forever, or train
     different models. Raises: Refused."""
     values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
@@ -134,6 +136,7 @@ def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
 
 
 def _code() -> str:
+    """Returns a SHA-256 digest of the package's source files."""
     digest = sha256()
     for file in sorted(Path(lowmem.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -1,11 +1,12 @@
-"""Lets other ranks wait for work of rank 0 without a time limit.
+"""Makes other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
 
-A collective has a timeout, and waiting in torch's store blocks signals. So ranks poll the store:
+Neither a collective nor a wait in torch's store can be used: a collective has a timeout, and a wait in the store blocks
+signals. So ranks poll the store. A turn is one piece of work of rank 0, and has a key in the store:
 
-    rank 0         main thread: works, then sets the key of this turn to DONE or FAILED
-                   heartbeat thread: increments the key "rank 0" every second; stops if the process is stopped or killed
+    rank 0         main thread: works, then sets the key of the turn to DONE or FAILED
+                   heartbeat thread: increments the value of BEAT every second, as long as the process runs
     other ranks    polling thread (`_Look`): reads both keys
-                   main thread: waits for the polling thread, handles signals; RankLost if the heartbeat stops
+                   main thread: waits for the polling thread, handles signals; raises RankLost if the heartbeat stops
 """
 
 import threading
@@ -20,15 +21,15 @@ from lowmem.system.errors import RankLost
 BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
 EVERY = 1.0  # seconds between heartbeats
-LOOK = 0.1  # maximum seconds between two polls; shorter at first
+LOOK = 0.1  # maximum seconds between two polls; the first pauses are shorter
 
 
 class Turns:
-    """Work that rank 0 does before other ranks continue.
+    """One rank's side of the work that rank 0 does before other ranks continue.
 
     Args:
         store: the store of the rendezvous.
-        first: this is rank 0.
+        first: True: this process is rank 0.
         timeout: seconds without a heartbeat after which rank 0 counts as lost.
     """
 
@@ -43,7 +44,7 @@ class Turns:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Context manager in which rank 0 writes heartbeats."""
+        """Context manager in which a thread of rank 0 writes heartbeats. Does nothing on other ranks."""
         if not self.first:
             yield
             return
@@ -69,7 +70,8 @@ class Turns:
 
     @contextmanager
     def working(self, turn: str) -> Iterator[None]:
-        """Context manager for rank 0's work, which marks the turn as done or failed. Args: turn: its key."""
+        """Context manager for rank 0's work in a turn. At its end, marks the turn as done or failed. Args: turn: the
+        turn's key."""
         outcome = FAILED
         try:
             yield
@@ -82,7 +84,7 @@ class Turns:
             self.store.set(key, value)
 
     def wait(self, turn: str, work: str) -> None:
-        """Waits until rank 0 has done a turn. Args: turn: its key; work: description of the work, for messages.
+        """Waits until rank 0 has done a turn. Args: turn: the turn's key; work: description of the work, for messages.
 
         Raises:
             RankLost: rank 0 has failed or ended, or sends no heartbeats.
@@ -110,6 +112,7 @@ class _Look:
 
     def __init__(self, store: dist.Store, turn: str) -> None:
         self.store, self.turn = store, turn
+        # ended: set when the turn or the polling has ended; how: the turn's outcome; beat: the last heartbeat
         self.ended, self.how, self.beat = threading.Event(), FAILED, None
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()

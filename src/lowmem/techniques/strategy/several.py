@@ -27,25 +27,25 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # difference of the seeds of consecutive ranks: more than the windows of a run
+APART = 1_000_003  # difference between the seeds of consecutive ranks: more than the number of windows of a run
 
 
 class Several(OneDevice):
-    """Base class of strategies with several processes, used after `process_group.py` has joined the group.
+    """Base class of strategies with several processes. Created after `process_group.py` has joined the process group.
 
     Args:
         device, devices: see `OneDevice`.
-        timeout: timeout of the group, in seconds.
+        timeout: timeout of collectives, in seconds.
     """
 
     several = True
-    turns: Turns  # lets other ranks wait for work of rank 0
+    turns: Turns  # makes other ranks wait for work of rank 0
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_size = self.rank, self.size
-        self.factor, self.data_group = float(self.size), dist.group.WORLD  # ranks that read different data
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # data_group: ranks that read different data
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
 
     @staticmethod
@@ -81,12 +81,12 @@ class Several(OneDevice):
 
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
-        # Ranks with different rows draw different dropout masks; ranks that compute a row together draw equal masks. A
-        # CPU generator uses the lower 32 bits of a seed.
+        # Ranks that read different rows draw different dropout masks; ranks that compute a row together draw equal
+        # masks. A CPU generator uses only the lower 32 bits of a seed.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
     def release(self) -> ref | None:
-        self.data_group = None  # the strategy may outlive the group, in Lightning's reference cycles
+        self.data_group = None  # reference cycles in Lightning may keep this object alive longer than the group
         return super().release()
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
@@ -95,12 +95,12 @@ class Several(OneDevice):
         return self._locals[p]
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """Creates the local parameter of `p`; called once per parameter."""
+        """Creates the local parameter of `p`. Called once per parameter."""
         raise NotImplementedError
 
     def moved(self) -> None:
-        """Called after Lightning has moved the parameters: updates local parameters that are separate objects, before
-        any memory is allocated for them."""
+        """Makes local parameters that are separate objects share the memory of the model's parameters again. Called
+        after Lightning has moved the parameters to the device."""
         for p, local in self._locals.items():
             if local is not p:
                 local.data = p.detach()
@@ -148,8 +148,8 @@ class Divided(Several):
     """Base class of strategies in which a process has only a part of the parameters: shards of DTensors, or some full
     parameters.
 
-    Other code sees shards as plain tensors (`local`). An optimizer's step is elementwise, so stepping a shard gives
-    the same bits as stepping the full tensor.
+    Other code sees shards as plain tensors (`local`). If an optimizer's update is elementwise, updating the shards
+    gives the same bits as updating the full tensor.
     """
 
     divides = True
@@ -157,7 +157,7 @@ class Divided(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        # local parameter -> number of processes with the same elements
+        # local parameter -> number of processes that have the same elements
         self._holders: dict[nn.Parameter, int] = {}
         self._widened: dict[torch.dtype, torch.dtype] = {}
 
@@ -173,8 +173,8 @@ class Divided(Several):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Builds modules on the meta device, without initialization, on ranks that receive their weights from rank
-        0."""
+        """Context manager that lets rank 0 build the model first. Then the other ranks build the modules on the meta
+        device, without initialization, because they receive their weights from rank 0."""
         if self.in_numbers:
             yield
             return
@@ -182,8 +182,8 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """Returns a device mesh of all processes. Args: timeout: timeout of its groups in seconds, instead of torch's
-        default; sizes: name of a dimension -> its size."""
+        """Returns a device mesh of all processes. Args: timeout: timeout of the mesh's process groups, in seconds;
+        sizes: name of a dimension -> size of the dimension."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
@@ -198,13 +198,13 @@ class Divided(Several):
         super().before_training(module)
         for p, local in self._locals.items():
             if isinstance(p, DTensor):
-                local.data = p.detach().to_local()  # the shard may have moved; avoid a second copy
+                local.data = p.detach().to_local()  # the shard may have moved, and `local` would keep the old memory
 
     def holders(self, p: nn.Parameter) -> int:
         """Returns the number of processes that have the same elements of a parameter."""
         if not isinstance(p, DTensor):
             return self.size
-        # not `is_shard()`, which is False for the placement of a tensor that is sharded twice along one dimension
+        # `is_shard()` is not used: it is False for the placement of a tensor that is sharded twice along one dimension
         sizes = (p.device_mesh.size(dim) for dim, placement in enumerate(p.placements) if placement.is_replicate())
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
@@ -233,7 +233,7 @@ class Divided(Several):
         """Returns a DTensor that shares the shard's memory and has the placements of `p`."""
         if not isinstance(p, DTensor):
             return shard
-        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy host memory to the card
+        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy a host tensor to the card
         with torch.no_grad():
             placed.to_local().data = shard
         return placed
@@ -241,18 +241,19 @@ class Divided(Several):
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return full
-        # from the mesh's last dimension to its first, because fully_shard shards what tensor parallelism has sharded
+        # From the mesh's last dimension (tensor parallelism) to its first (fully_shard), because fully_shard shards the
+        # shards of tensor parallelism.
         where = zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements, strict=True)
         for size, place, placement in reversed([*where]):
             if not placement.is_replicate():
-                pieces = full.chunk(size, placement.dim)  # the last pieces are smaller, or missing
+                pieces = full.chunk(size, placement.dim)  # the last pieces may be smaller, or missing
                 full = pieces[place] if place < len(pieces) else full.narrow(placement.dim, 0, 0)
         return full.clone(memory_format=torch.contiguous_format)
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor; a plain tensor is returned unchanged. Gathers one mesh dimension at a time,
-    because torch warns if all dimensions are gathered in one call."""
+    """Returns the full tensor of a DTensor, and a plain tensor unchanged. Gathers one mesh dimension at a time, because
+    torch warns if all dimensions are gathered in one call. A collective call."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [*tensor.placements]
@@ -263,7 +264,8 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 class AmongSeveral(InPlace):
-    """The Lightning strategy of one of several processes: a single device, with barrier and broadcast."""
+    """The Lightning strategy of one of several processes: Lightning sees a single device, but barrier and broadcast are
+    collectives of all ranks."""
 
     strategy_name = "among_several"
 
@@ -292,8 +294,8 @@ class AmongSeveral(InPlace):
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """Moves only buffers if the model is sharded: shards are already placed, and torch refuses to move offloaded
-        shards."""
+        """Moves the model to the device, but only its buffers if the model is sharded: shards are already on their
+        device, and torch refuses to move offloaded shards."""
         if not self.ranks.divides:
             super().model_to_device()
             self.ranks.moved()

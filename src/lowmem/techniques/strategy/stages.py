@@ -1,6 +1,7 @@
 """Divides a model into pipeline stages: consecutive blocks, balanced by bytes of weights.
 
-A stage is the complete Hugging Face model, in which the modules of other stages are replaced:
+`pipeline.py` runs the stages. A stage is the complete Hugging Face model, in which the forward passes of other stages'
+modules are replaced:
 
     module                       on its own stage    on other stages
     embedding (before blocks)    computes            returns zeros; hidden states of the previous stage replace them
@@ -9,12 +10,12 @@ A stage is the complete Hugging Face model, in which the modules of other stages
     final norm (after blocks)    computes            returns its input
 
 Replaced modules keep their names and hooks; `Stage.empty` moves their weights to the meta device (a shape without
-memory). So the model's own code creates masks, rotary embeddings and positions on every stage, from the micro-batch's
-tokens and positions, and on the last stage the loss is computed as usual.
+memory). So on every stage the model's own code creates masks, rotary embeddings and positions from the micro-batch's
+tokens and positions. On the last stage the loss is computed as in a model without stages.
 
-Modules before and after the blocks are found by a forward pass over two tokens instead of by name. transformers'
-`pp_plan` lists them for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not say which
-values a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
+Modules before and after the blocks are found by a forward pass over two tokens, not by name. transformers' `pp_plan`
+lists these modules for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not contain
+which values a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,19 +45,19 @@ class Output(NamedTuple):
 
 
 class Anatomy(NamedTuple):
-    """The modules of a model that contain weights, in the order of a forward pass."""
+    """The modules of a model that contain weights, divided into modules before, in and after the blocks."""
 
-    before: list[nn.Module]  # modules before the blocks, and modules that are not called for token ids
+    before: list[nn.Module]  # modules before the blocks, and modules that a forward pass over token ids does not call
     blocks: list[nn.Module]
     after: list[nn.Module]  # modules after the blocks
-    outputs: dict[nn.Module, Output]  # output format of each module that was called
+    outputs: dict[nn.Module, Output]  # called module -> format of its output
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds the modules before, in and after a model's blocks. Args: model: complete, on the host.
+    """Finds the modules before, in and after a model's blocks. Args: model: the complete model, on the host.
 
     Raises:
-        Refused: the model is not a list of blocks with modules before and after.
+        Refused: the model's modules cannot be divided into modules before, in and after its blocks.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -107,10 +108,10 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         stages: number of stages.
 
     Returns:
-        Index of the first block of each stage, then the number of blocks.
+        A list of the index of each stage's first block, followed by the number of blocks.
 
     Raises:
-        Refused: fewer blocks than stages.
+        Refused: there are fewer blocks than stages.
     """
     if stages > len(sizes):
         raise Refused(
@@ -124,7 +125,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
     @cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Returns (bytes of the largest stage, cuts) for dividing the blocks from `first` on into `left` stages."""
+        """Returns (bytes of the largest stage, first blocks) for the best division of the blocks from `first` on into
+        `left` stages."""
         if left == 1:
             return stage_bytes(first, count), [first, count]
         ends = range(first + 1, count - left + 2)
@@ -140,8 +142,8 @@ class Division(NamedTuple):
     """The division of a model's modules and parameters into stages."""
 
     anatomy: Anatomy
-    cuts: list[int]  # index of the first block of each stage, then the number of blocks
-    holders: dict[nn.Parameter, list[int]]  # parameter -> its stages; several if the parameter is tied
+    cuts: list[int]  # index of the first block of each stage, followed by the number of blocks
+    holders: dict[nn.Parameter, list[int]]  # parameter -> the stages that have it; several if the parameter is tied
 
     @property
     def stages(self) -> int:
@@ -154,8 +156,8 @@ class Division(NamedTuple):
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules of other stages whose own tensors this stage does not have. Modules with a tied weight
-        that is on this stage too are not included."""
+        """Returns the modules whose own tensors only other stages have. Modules outside the blocks with a tied weight
+        that this stage has too are not included."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -165,13 +167,13 @@ class Division(NamedTuple):
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
     def to_names(self, model: nn.Module) -> tuple:
-        """Returns the division with module names instead of modules, for another process (`from_names`)."""
+        """Returns the division with names instead of modules, from which another process rebuilds it (`from_names`)."""
         names, layers = {module: name for name, module in model.named_modules()}, self.anatomy
         each = ([names[module] for module in modules] for modules in (layers.before, layers.blocks, layers.after))
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's weights, including tied weights."""
+        """Returns the bytes of a stage's parameters, including tied parameters."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 
@@ -183,7 +185,7 @@ def divided(model: PreTrainedModel, stages: int) -> Division:
 
 
 def from_names(model: PreTrainedModel, names: tuple) -> Division:
-    """Returns the division of another process, for this process's model. Args: names: the result of `to_names`."""
+    """Rebuilds a division for this process's model. Args: names: the result of `to_names` in another process."""
     *lists, outputs, cuts = names
     each = ([model.get_submodule(name) for name in section] for section in lists)
     return _division(model, Anatomy(*each, {model.get_submodule(name): out for name, out in outputs.items()}), cuts)
@@ -204,8 +206,14 @@ def _bytes(modules: list[nn.Module]) -> int:
 
 
 class Stage:
-    """Makes a model compute one stage, by replacing the forward passes of modules of other stages. Hidden states are
-    received flat, as (N, H), padded to the longest micro-batch of a window."""
+    """Makes a model compute one stage, by replacing the forward passes of other stages' modules. The hidden states that
+    it receives are flat, (N, H), and padded to the longest micro-batch of a window.
+
+    Args:
+        model: the complete model, changed in place.
+        division: the division of the model into stages.
+        stage: index of the stage.
+    """
 
     def __init__(self, model: PreTrainedModel, division: Division, stage: int) -> None:
         self.model, self.division, self.number = model, division, stage
@@ -230,7 +238,8 @@ class Stage:
         self._changes.close()
 
     def empty(self) -> None:
-        """Moves other stages' parameters, and the buffers of their blocks, to the meta device, to free their memory."""
+        """Frees the memory of other stages: moves their parameters, and the buffers of their blocks, to the meta
+        device."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -245,11 +254,11 @@ class Stage:
         self.holders = {replacements[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
-        """Returns the stage's output (B x T, H); not for the last stage. Call this within `entered`. Args: inputs:
-        arguments of the model's body.
+        """Returns the hidden states (B x T, H) that a stage other than the last sends to the next stage. Must be called
+        within `entered`. Args: inputs: arguments of the model's body.
 
         Raises:
-            Refused: hidden states have a different dtype than expected.
+            Refused: the hidden states do not have the dtype that the check of the model found.
         """
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
@@ -263,7 +272,7 @@ class Stage:
         """Context manager of a forward pass with hidden states from the previous stage.
 
         Args:
-            arrived: (N, H) with N >= B x T; None: this is the first stage.
+            arrived: hidden states (N, H) with N >= B x T; None: this is the first stage.
             ids: (B, T), token ids.
         """
         self.works = True
@@ -281,8 +290,8 @@ class Stage:
 
 @torch.no_grad()
 def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) -> bool:
-    """Returns True if running all stages one after another gives the logits of the complete model, bit for bit. Dropout
-    must be off."""
+    """Returns True if running all stages one after another gives logits that are bit-identical to the logits of the
+    complete model. Dropout must be off."""
     expected, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
     for number in range(division.stages):
         stage = Stage(model, division, number)
@@ -296,9 +305,14 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """The forward pass of another stage's block, or of a module after the blocks: returns its input. A key-value cache
-    gets zeros of width 1, because a model may read the cache's length from any block. Args: output: the module's output
-    format; number: index of the block; None: not a block."""
+    """Replaces the forward pass of another stage's block, or of a module after the blocks: returns its input. A
+    key-value cache gets zeros of width 1, because a model may read the cache's length from any block.
+
+    Args:
+        output: format of the module's output.
+        number: index of the block; None: the module is not a block.
+        args, kwargs: arguments of the module.
+    """
     hidden = args[0] if args else kwargs["hidden_states"]
     for kv_cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
         nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
@@ -307,7 +321,8 @@ def _passed_on(output: Output, number: int | None, *args: object, **kwargs: obje
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
-    """The forward pass of a module before the blocks, on stages other than the first: returns zeros (B, T, width)."""
+    """Replaces the forward pass of a module before the blocks, on stages other than the first: returns zeros (B, T,
+    width)."""
     received = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
     leading = received.shape[: len(output.shape) - 1]
     return torch.zeros(*leading, output.shape[-1], dtype=output.dtype, device=received.device)

@@ -5,16 +5,19 @@
     embedding    sharded by the vocabulary                                                   -> all-reduce
     head         sharded by the vocabulary                                                   -> all-gather of logits
 
-Between the two matrices of a pair, each rank computes its own part. Backward has one all-reduce for each pair too, of
-the gradient of the pair's input. A loss in tiles reads each rank's logits without the all-gather.
+Each of the first two lines is a pair of matrices. Between the matrices of a pair, each rank computes only its own heads
+or columns. In backward there is one all-reduce per pair, of the gradient of the pair's input. A loss that reads the
+head in tiles uses each rank's logits, without the all-gather.
 
 Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
-a pair. Replicated on all ranks: norms, biases after an all-reduce, hidden states, and embedding and head if the
-vocabulary is not divisible by N (GPT-2's 50257 tokens). All ranks have equal random states, each draws dropout for its
-own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
+a pair. Replicated on all ranks are norms, biases that are added after an all-reduce, and hidden states. Embedding and
+head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). All ranks have equal random
+states, and each draws the dropout masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded
+parameters and collectives are torch's DTensor.
 
-The plan in transformers' model says how each layer is sharded. GPT-2 has no plan in transformers, so its plan is in
-this module. torch's `parallelize_module` applies the plan, with the styles of `parallel_styles.py`.
+The tensor-parallel plan of a transformers model (`tp_plan`) lists how each layer is sharded. GPT-2 does not have a plan
+in transformers, so its plan is in this module. torch's `parallelize_module` applies the plan, with the styles of
+`parallel_styles.py`.
 """
 
 import logging
@@ -36,8 +39,8 @@ from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
 
-QKV, FUSED = "colwise_qkv", 3  # query, key and value in one matrix
-# Model type -> plan, for models that have no plan in transformers.
+QKV, FUSED = "colwise_qkv", 3  # style of a layer with query, key and value in one matrix, and the number of matrices
+# Model type -> plan, for models without a plan in transformers
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": QKV,
@@ -46,11 +49,13 @@ PLANS = {
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
 }
-SUMMED = "replicated_with_grad_allreduce"  # norms per head: each rank has gradients of its own heads
+SUMMED = "replicated_with_grad_allreduce"  # norms that are applied per head: each rank has only its heads' gradients
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
-SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}  # in x A B, the matrix that is sharded like the layer
-# tolerance relative to a gradient's norm: gradients of different heads differ by far more, rounding by far less
+# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer; the other matrix is replicated
+SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
+# Tolerances of `_compare`. SAME is relative to the norm of a gradient: the difference is far smaller if it is caused by
+# rounding, and far larger if ranks have gradients of different heads.
 SAME = 1e-3
 NOISE = 1e-6  # relative to the largest norm: smaller norms are only rounding errors
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # index of a block, written as * in a plan
@@ -60,15 +65,15 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
     """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
 
     Args:
-        network: the complete model, equal on all ranks, with its adapter, if any.
+        network: the complete model with its adapter, if any; equal on all ranks.
         group: the ranks.
 
     Returns:
         The result of `styles_of`.
 
     Raises:
-        Refused: the model has no plan, or layers that cannot be sharded, or its heads or widths are not divisible by
-            the number of ranks.
+        Refused: the model has no plan; layers cannot be sharded; heads or widths are not divisible by the number of
+            ranks.
     """
     styles = styles_of(network)
     _check_numbers(network, styles, group.size)
@@ -80,8 +85,8 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns module name -> style of all modules that are sharded or whose gradients are all-reduced, except embedding
-    and head.
+    """Returns module name -> style for the modules, other than embedding and head, that are sharded or whose gradients
+    are all-reduced.
 
     Raises:
         Refused: the model has no plan, or layers that cannot be sharded.
@@ -113,7 +118,7 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
     """Checks that heads and widths are divisible by the number of ranks. Raises: Refused."""
-    grouped = dist.is_initialized() and size < dist.get_world_size()  # then another number of devices would not help
+    grouped = dist.is_initialized() and size < dist.get_world_size()  # if True, other numbers of devices do not help
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, unit) in counts.items():
         if count % size:
@@ -128,6 +133,7 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
+    """Returns the number of units of a layer that cannot be divided further, and their name: heads, rows or columns."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -147,7 +153,8 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns the styles of all layers, and of the adapter matrix (A or B in x A B) on the sharded side of each."""
+    """Returns module name -> style for `parallelize_module`: all sharded layers, and of each adapter the matrix on the
+    sharded side of its layer."""
     made = {
         "colwise": Colwise(group),
         QKV: Colwise(group, FUSED),
@@ -165,8 +172,8 @@ def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str,
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> None:
-    """Shards embedding and head along the vocabulary, if its size is divisible by the number of ranks and both are
-    plain torch modules; otherwise they stay replicated."""
+    """Shards embedding and head along the vocabulary, in place. They stay replicated if the size of the vocabulary is
+    not divisible by the number of ranks, or if they are not plain torch modules without bias."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
@@ -193,7 +200,7 @@ class TensorParallel(Divided):
     derive from this class."""
 
     widens = shards_matrices = adds_in_blocks = True
-    tensor_parallel_size: int | None = None  # ranks of a group; None: all
+    tensor_parallel_size: int | None = None  # number of ranks in a group; None: all ranks
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
@@ -202,7 +209,7 @@ class TensorParallel(Divided):
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
         self._styles: dict[nn.Parameter, str | None] = {}  # parameter -> style of its layer
-        self._compared = False  # True: gradients of replicated parameters were compared
+        self._compared = False  # True: the gradients of replicated parameters were compared between ranks
 
     @staticmethod
     def data_ranks(devices: int, tensor_parallel_size: int | None = None, **_: object) -> int:
@@ -224,20 +231,23 @@ class TensorParallel(Divided):
         self._names = {p: name for name, p in module.model.named_parameters()}
 
     def laid_out(self, module: LightningModule) -> dict[str, str]:
-        """Returns the result of `divide`."""
+        """Shards the model in place. Returns: the result of `divide`."""
         return divide(module.model, self.group)
 
     def _dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which a group shards a parameter; None: the parameter is replicated."""
+        """Returns the dimension along which tensor parallelism shards a parameter; None: each rank of a group has it in
+        full."""
         ours = isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == self.group.mesh.mesh_dim_names
         return p.placements[-1].dim if ours else None
 
     def _fused_dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which query, key and value are concatenated; None: the parameter is not fused."""
+        """Returns the sharded dimension of a parameter in which query, key and value are concatenated; None for other
+        parameters."""
         return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
-        """All-reduces gradients of replicated parameters that are partial sums, in one call per window."""
+        """Also all-reduces the gradients of replicated parameters with the style `SUMMED`, which are partial sums, in
+        one call per window."""
         super().gather_gradients()
         replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
@@ -249,15 +259,15 @@ class TensorParallel(Divided):
             self._compare(replicated)
 
     def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Compares the gradients of replicated parameters between ranks, before the first step. If a plan lacks an
-        all-reduce, replicated weights would silently diverge.
+        """Compares the gradients of replicated parameters between the ranks of a group, before the first step. If a
+        plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
 
         Raises:
             Refused: the gradients differ.
         """
         norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
-        self._compared = bool(most.isfinite().all())  # otherwise the loss scale is still too large
+        self._compared = bool(most.isfinite().all())  # False: the loss scale is too large; compare in the next window
         wrong = most + least > SAME * most + NOISE * most.max()
         for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:
@@ -267,7 +277,8 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a DTensor, or for fused matrices, whose shards are in a different order, the full tensor."""
+        """Returns a DTensor. For fused matrices, whose shards have a different order than the full tensor, returns the
+        full tensor."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

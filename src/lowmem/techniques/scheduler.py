@@ -1,8 +1,8 @@
 """Learning-rate schedules: each multiplies `lr` by a function of the number of completed optimizer steps.
 
-Steps that the loss scaler skips do not count. A yaml sets all arguments except the optimizer. `warmup` is a share of
-`total_steps`, and replaces `warmup_steps` if it is set. A resumed run takes the step from the checkpoint, and `lr` and
-all other arguments from its own settings.
+Skipped steps, such as steps with overflowed gradients, do not count. A yaml sets all arguments except the optimizer.
+`warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is set. A resumed run takes the number of
+completed steps from the checkpoint, and `lr` and all other arguments from its own settings.
 """
 
 import math
@@ -20,7 +20,7 @@ class Schedule(LambdaLR):
     Args:
         optimizer: the optimizer whose learning rates are set.
         factor: function of the number of completed steps.
-        warm_up: number of warm-up steps.
+        warm_up: number of warm-up steps, read by `report/hints.py`.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], warm_up: int) -> None:
@@ -81,6 +81,7 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
-    """Returns the schedule of a run before its optimizer exists; None: the class is not one of this module."""
+    """Returns the schedule of a run before its optimizer exists; None: `schedule` does not return a `Schedule`. Args:
+    schedule: creates the schedule of an optimizer; lr: the learning rate."""
     made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
     return made if isinstance(made, Schedule) else None

@@ -2,14 +2,14 @@
 
 Only the `forward` of each block is compiled. Hooks and checkpoints stay outside of the compiled code, so streaming,
 sharding and recomputation work as without compilation. Equal blocks share a graph, so compilation time does not grow
-with depth. The model is not compiled as one graph, because a graph that computes checkpointed blocks twice would store
-the activations of several blocks at once (pytorch issue 193193).
+with depth. The model is not compiled as a single graph, because a graph with checkpointed blocks would store the
+activations of several blocks at once (pytorch issue 193193).
 
-With an activation memory budget, torch.compile also decides which activations each block saves for backward: the
-fastest choice within the budget. This is activation checkpointing by the compiler, so it needs
+With an activation memory budget, torch.compile also decides which activations each block saves for backward: it makes
+the fastest choice within the budget. This is activation checkpointing by the compiler, so the budget needs
 gradient_checkpointing=none.
 
-Evaluations and samples are not compiled, because their shapes vary and each shape would be compiled again.
+Evaluations and samples run without compilation, because their shapes vary, and each shape would be compiled again.
 
 Source: pytorch.org/docs/stable/generated/torch.compile.html, "regional compilation".
 """
@@ -25,8 +25,8 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
-# Maximum graphs per kind of block: micro-batches have one shape, and a few other shapes at the end of an epoch. From
-# the second shape on torch compiles with dynamic sizes.
+# Maximum number of graphs per kind of block. Micro-batches have one shape, and a few other shapes at the end of an
+# epoch. From the second shape on, torch compiles with dynamic sizes.
 MOST_GRAPHS = 64
 
 
@@ -35,15 +35,14 @@ def none(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: float | None = None) -> None:
-    """Compiles the forward and backward pass of each block, when training first calls it.
+    """Replaces the forward pass of each block by a compiled version. torch compiles it at the first call in training.
 
     Args:
         model: the model.
-        backend: inductor generates code; aot_eager only traces graphs, without a compiler;
-            aot_eager_decomp_partition also decides which activations to save.
-        activation_memory_budget: share of the activations' bytes that is saved for backward, from 0 (only a block's
-            input) to 1; torch chooses to recompute the activations that cost the least time. None: torch's default,
-            which is 1.
+        backend: inductor generates code; aot_eager only traces graphs, and needs no compiler;
+            aot_eager_decomp_partition does this too, and decides which activations to save.
+        activation_memory_budget: fraction of the activations' bytes that is saved for backward, from 0 (only a block's
+            input) to 1. torch recomputes the activations that take the least time. None: torch's default, which is 1.
 
     Raises:
         Refused: the budget is not between 0 and 1, or this version of torch does not support it.

@@ -1,4 +1,4 @@
-"""The default: all weights stay on the device."""
+"""`weights=resident`, the default: all weights stay on the device."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from lowmem.offload.on_device import WeightsOnDevice
 
 
 class Resident(WeightsOnDevice):
-    """Keeps all weights on the device. Args: network: a model; head_in_tiles: the loss reads the head in tiles."""
+    """Keeps all weights on the device. Args: network, head_in_tiles: accepted like `Streamed`'s, and not used."""
 
     def __init__(self, network: nn.Module | None = None, head_in_tiles: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Selects the weights that are streamed: stored in host memory, and on the device only while their block computes.
+"""`weights=streamed`: checks the settings, and selects the weights that are streamed.
 
-`offload/streamed.py` moves the weights. Two kinds of weights in blocks stay on the device: weights that are shared with
-other modules, and trained weights in a mostly frozen block, such as an adapter's.
+A streamed weight is stored in host memory, and is on the device only while its block computes; `offload/streamed.py`
+does the copies. Two kinds of weights in blocks stay on the device: weights that are shared with other modules, and the
+trained weights of a mostly frozen block, such as the matrices of an adapter.
 """
 
 from collections import Counter
@@ -21,16 +22,16 @@ HOLDS = ("state", "all")  # values of weights.drive_holds
 
 
 class Streamed(StreamedWeights):
-    """Streams the weights of a model's blocks, its embedding, and with loss=tiled its head.
+    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
     Args:
         network: the model.
-        head_in_tiles: the loss reads the head in tiles.
+        head_in_tiles: True: the loss reads the head in tiles (loss=tiled and the preference losses).
         resident_blocks, slots, order, drive, drive_holds: see conf/weights/streamed.yaml.
 
     Raises:
-        Refused: fewer than two blocks can be streamed; `resident_blocks` is out of range; fewer than two slots;
-            `drive_holds` is unknown; nothing to store on the drive.
+        Refused: fewer than two blocks can be streamed; `resident_blocks` is out of range; there are fewer than two
+            slots; `drive_holds` is unknown; there is nothing to store on the drive.
     """
 
     def __init__(  # noqa: PLR0913
@@ -82,14 +83,14 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` evenly spaced items of a list, including the last: about equally many resident blocks compute
-    before each streamed block."""
+    """Returns `count` evenly spaced items of a list, including the last item. So about the same number of resident
+    blocks computes before each streamed block, while its weights are copied."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
     """Returns block -> its weights to stream: the weights that no other module shares. In a mostly frozen block only
-    the frozen weights are streamed, so the host memory of the block is never updated."""
+    the frozen weights are streamed, so the copy of the block in host memory is never updated."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Implements memory.limit: a run may use only this much device memory, and ends as out of memory if it needs more.
+"""Implements memory.limit: the run ends with an out-of-memory error if it needs more device memory than this limit.
 
 On CUDA this module caps the caching allocator. On a CPU `StorageTracker` counts the live tensors of the device side
 after every operator, and ends the run if they exceed the limit. Temporary memory inside an operator is not counted.

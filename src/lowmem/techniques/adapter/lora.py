@@ -68,8 +68,8 @@ READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 class LoRA(Adapter):
     """Adds LoRA to a model in place, and freezes the model's own weights.
 
-    With `path`, arguments that are None are read from the adapter folder, and other values must agree with the folder.
-    `load` reads the folder's tensors later.
+    With `path`, r, alpha, target and experts are read from the adapter folder if they are None; otherwise they must
+    agree with the folder. `load` reads the folder's tensors later.
 
     Args:
         r: rank; None: 16, or the folder's rank.
@@ -284,8 +284,8 @@ def experts_in_4_bits(path: str) -> bool:
 
 def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype that the base weights of an adapter had before they were quantized. A run that starts from the
-    adapter must quantize weights of this dtype to get the same base. None: path is None, or the folder does not contain
-    the dtype."""
+    adapter must quantize weights of this dtype to get the base that the adapter was trained on. None: path is None, or
+    the folder does not contain the dtype."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None

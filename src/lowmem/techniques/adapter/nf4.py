@@ -10,8 +10,8 @@ trained term to its product. Source: Dettmers et al. 2023, arXiv 2305.14314.
 This module uses bitsandbytes' operators, but not its layer, for three reasons. On a CPU with AVX512-BF16, bitsandbytes'
 layer repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. The layer
 stores its scales where neither the memory ledger nor a trace finds them. On a CPU the layer misplaces the blocks of a
-matrix if the length of its rows is not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros,
-which a CPU also dequantizes up to ten times as fast.
+matrix if the length of its rows is not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros.
+A CPU also dequantizes this layout up to ten times as fast.
 
 Fused experts are quantized expert by expert, so that each expert gets the codes that a separate matrix would get.
 """

@@ -14,11 +14,12 @@ In a checkpointed block most of the cost is avoided. torch stops a recomputation
 block are restored ("early stop"). Since x is the last tensor that the block saves, the recomputation ends before the
 module, and only `_InSlices` repeats the module's forward pass.
 
-Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one more of the three
-products of a Llama MLP, which is 5 % of a step. With checkpointing it is all three products if another tensor is saved
-after the MLP, by a norm (Gemma 2) or by the next block of a segment. A measurement on a CPU (3 blocks of width 512 with
-MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37 MiB instead of 55 MiB, and a
-step takes 1.17 times as long. Of this, slicing the norms saves 4 MiB and adds 0.1 to the factor.
+Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one of the three
+products of a Llama MLP is computed once more, which is 5 % of a step. If the block saves another tensor after the MLP,
+for a norm (Gemma 2) or for the next block of a segment, all three products are computed once more. A measurement on a
+CPU (3 blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37
+MiB instead of 55 MiB, and a step takes 1.17 times as long. Slicing the norms accounts for 4 MiB of this, and for 0.1 of
+the time.
 
 Cost in memory: the gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
 during the module's backward pass. The rounding error of the gradients, relative to a single product over all tokens (a
@@ -104,8 +105,9 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Returns True if a child of a block may be computed in slices. Excluded are single torch layers, lists of modules
-    (experts), and modules with weights of three dimensions: convolutions, which mix tokens, and fused experts."""
+    """Returns True if a child of a block may be computed in slices. Excluded are modules without weights, single torch
+    layers, modules that contain a list of modules (experts), and modules with weights of three dimensions:
+    convolutions, which mix tokens, and fused experts."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())

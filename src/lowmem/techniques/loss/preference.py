@@ -226,7 +226,7 @@ class KTO(PreferenceLoss):
     def set_kl(self, mismatched: Tensor) -> None:
         """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows, (2,)."""
         total, count = mismatched
-        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no answer fitted into its row
+        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no answer fits into its row
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio

@@ -22,7 +22,7 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-EXACTLY = "-ffp-contract=off"  # fused multiply-adds only where the C++ code names them, as in torch's operators
+EXACTLY = "-ffp-contract=off"  # prevents fused multiply-adds that the C++ code does not call explicitly
 RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 

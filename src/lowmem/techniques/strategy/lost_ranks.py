@@ -62,8 +62,8 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
 
 
 def watchdog_message(words: str) -> str | None:
-    """Returns an error message for a timeout that NCCL's watchdog reports; None: the text does not contain one. Args:
-    words: log output."""
+    """Returns an error message for a timeout that NCCL's watchdog has reported; None: the log output does not report a
+    timeout. Args: words: log output."""
     if match := WATCHDOG.search(words):
         return (
             f"{match[1].lower()}: another rank did not answer in time: it hangs, or runs different code. If it is only "

@@ -98,7 +98,7 @@ def _waits_for_others(run: Run) -> bool:
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo for collectives of host tensors: unlike NCCL's, they do not make the card wait
+    # gloo runs collectives of host tensors; NCCL's collectives would make the card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (

@@ -83,8 +83,8 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` evenly spaced items of a list, including the last item. So about the same number of resident
-    blocks computes before each streamed block, while its weights are copied."""
+    """Returns `count` evenly spaced items of a list, including the last item. So during the copy of each streamed
+    block, about the same number of resident blocks computes."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 

@@ -1,7 +1,7 @@
-"""Writes files and folders atomically: a draft is written beside the target, and renamed to the target's name.
+"""Writes files and folders atomically: a draft is written next to the target, and then renamed to the target's name.
 
-`atomic_write` is for files that only one process writes and that must survive a power cut: the draft is synced.
-`atomic_cache_write` is for files that several processes may write at once, all with equal bytes.
+`atomic_write` is for files that only one process writes and that must survive a power failure: it calls fsync before
+the rename. `atomic_cache_write` is for files that several processes may write at the same time, all with equal bytes.
 """
 
 import errno
@@ -24,11 +24,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
     a folder is being replaced, `put_back` restores the old folder.
 
     Raises:
-        OSError: a library could not write; the error names `path`.
+        OSError: the file could not be written, for example because the disk is full; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
-    put_back(path)  # left by a process that was killed
+    put_back(path)  # a killed process may have left the old folder
     delete(draft)
     try:
         with naming_file(path):
@@ -36,7 +36,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
             for file in draft.rglob("*") if draft.is_dir() else [draft]:
                 _sync(file)
             if path.is_dir() or (path.exists() and draft.is_dir()):
-                os.replace(path, old_of(path))  # a rename replaces neither a folder nor, with a folder, a file
+                os.replace(path, old_of(path))  # a rename cannot replace a folder, or a file by a folder
             os.replace(draft, path)
     except BaseException:
         delete(draft)
@@ -49,9 +49,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_cache_write(path: Path) -> Iterator[Path]:
     """Yields a draft path of this process, for a file or a folder of a cache. When the `with` ends, the draft is
-    renamed to `path`. A folder `path` that another process has filled meanwhile stays.
+    renamed to `path`. If another process has created the folder `path` meanwhile, that folder is kept and the draft is
+    deleted.
 
-    Nothing is synced, so readers verify the content. After an error the draft is deleted.
+    Nothing is synced to the disk, so code that reads the cache must verify the content. After an error the draft is
+    deleted.
     """
     with TemporaryDirectory(prefix=".writing-", dir=path.parent, ignore_cleanup_errors=True) as folder:
         draft = Path(folder) / path.name
@@ -64,11 +66,11 @@ def atomic_cache_write(path: Path) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Restores the old folder of `path` if nothing has replaced it, and deletes the old folder otherwise."""
+    """Renames the old folder back to `path` if `path` does not exist; otherwise deletes the old folder."""
     if path.exists():
         delete(old_of(path))
     else:
-        with suppress(FileNotFoundError):  # usually the file does not exist
+        with suppress(FileNotFoundError):  # usually there is no old folder
             os.replace(old_of(path), path)
 
 
@@ -77,13 +79,13 @@ def draft_of(path: Path) -> Path:
 
 
 def old_of(path: Path) -> Path:
-    """Returns where the old folder of `path` is kept while it is being replaced."""
+    """Returns the path of the old folder while `path` is being replaced."""
     return path.with_name(f".{path.name}.old")
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Turns errors caused by a failed write into an OSError that names the file."""
+    """Converts errors of failed writes to an OSError that names the file; passes on other errors."""
     try:
         yield
     except Exception as error:
@@ -94,8 +96,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> int | None:
-    """Returns the errno of a failed write, or None if the error has another cause. torch's writer hides the errno in
-    the context of its error, and safetensors in its message."""
+    """Returns the errno of a failed write, or None if the error has another cause. The errno of torch's writer is in
+    the context (`__context__`) of its error, and the errno of safetensors is in its message."""
     in_text = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else in_text and int(in_text[1])
     if number in FULL | DENIED:

@@ -1,7 +1,7 @@
-"""Opens the csv files of a run, which have a `step` in each row. A resumed run keeps the rows of earlier steps.
+"""Opens the csv files of a run, such as `metrics.csv`, and drops the rows after the step from which a run resumes.
 
-Files are replaced atomically: if a process is killed while it resumes, the file has either all old rows or all new
-rows.
+Each row has a column `step`. Files are replaced atomically: if a process is killed while it resumes, the file has all
+rows that it had before, or only the kept rows.
 """
 
 import csv
@@ -15,14 +15,14 @@ from lowmem.system.atomic_files import atomic_write
 
 
 def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, csv.DictWriter, dict[str, str]]:
-    """Opens a csv file and appends rows to it.
+    """Opens a csv file to append rows, with the kept rows of an earlier run at its beginning.
 
     Args:
         columns: the columns of new rows. Columns that only old rows have are kept.
-        until: old rows up to this step are kept; 0 drops all rows.
+        until: keep old rows up to and including this step; 0 drops all rows.
 
     Returns:
-        The open file, its writer, and the last value of each column in the old rows.
+        The open file, its writer, and the last nonempty value of each column in the kept rows.
     """
     rows = _complete_rows(file, until) if until and file.is_file() else iter(())
     first, last = next(rows, {}), {}
@@ -38,7 +38,8 @@ def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, 
 
 
 def _complete_rows(file: Path, until: float) -> Iterator[dict[str, str]]:
-    """Yields the rows up to step `until`, without a last row that a killed process left incomplete."""
+    """Yields the rows up to and including step `until`. Skips incomplete rows, which a killed process may leave at the
+    end."""
     with file.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(line for line in lines if line.endswith("\n")):
             if None not in row and None not in row.values() and int(row["step"]) <= until:
@@ -46,7 +47,7 @@ def _complete_rows(file: Path, until: float) -> Iterator[dict[str, str]]:
 
 
 def cut_after(file: Path, until: int) -> None:
-    """Drops rows after step `until`, and an incomplete last row, from a file with one JSON object per line."""
+    """Drops the lines after step `until`, and an incomplete last line, from a file with one JSON object per line."""
     if file.exists():
         with file.open(encoding="utf-8") as lines:
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= until]

@@ -1,8 +1,8 @@
-"""Makes torch use deterministic algorithms, so that runs on a GPU are reproducible bit by bit.
+"""Makes torch use deterministic algorithms (`deterministic=true`), so that runs on a GPU are bitwise reproducible.
 
-By default some CUDA kernels add in the order in which thread blocks finish: the backward pass of attention,
-scatter-add. CPU results are reproducible anyway, for the same number of threads. Deterministic kernels are slower, and
-cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+By default some CUDA kernels add values in the order in which thread blocks finish, for example the backward pass of
+attention and scatter-add. CPU results are always reproducible if the number of threads is equal. Deterministic kernels
+are slower, and cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
 """
 
 import os
@@ -31,8 +31,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads it before its first matmul
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only helps to find errors in kernels, and takes time
-    torch.backends.cudnn.benchmark = False  # otherwise cuDNN chooses the algorithm that was fastest in a trial
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only finds errors in kernels, and takes time
+    torch.backends.cudnn.benchmark = False  # otherwise cuDNN chooses the algorithm that is fastest in a trial run
     try:
         yield
     except RuntimeError as error:

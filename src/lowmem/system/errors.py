@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each is shown as a sentence instead of a traceback."""
+"""Defines the errors that users see as a message without a traceback, and tells the causes of other errors apart."""
 
 import errno
 import os
@@ -10,18 +10,20 @@ from typing import Literal
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # a disk is full, broken or mounted read-only
 DENIED = {errno.EACCES, errno.EPERM}
 
-# messages of CUDA, Triton, NCCL, cuBLAS, cuDNN and similar libraries; few of these errors are torch.OutOfMemoryError
+# Out-of-memory messages of CUDA, Triton, NCCL, cuBLAS, cuDNN and similar libraries. Only a few of these errors are a
+# torch.OutOfMemoryError.
 _OF_DEVICE = re.compile(r"\bout of memory\b|_STATUS_ALLOC_FAILED")
-# messages of torch on a CPU, and of the operating system
+# out-of-memory messages of torch on a CPU, and of the operating system
 _OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")
 
 
 class Refused(Exception):
-    """The run cannot work. The message says what was asked for, why it cannot work, and what to type instead."""
+    """The run cannot work as requested. The message names the setting, says why it cannot work, and what to type
+    instead."""
 
 
 class NotFinite(Refused):
-    """A loss, gradient or weight is inf or nan. The message names the value and its location; `training/training.py`
+    """A loss, gradient or weight is inf or nan. The message names the loss, gradient or weight; `training/training.py`
     adds advice."""
 
 
@@ -40,7 +42,8 @@ class RankLost(Refused):
 
 
 def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
-    """Returns which memory ran out, or None if the error has another cause."""
+    """Returns the memory that ran out ("device": the card's; "host": the host's), or None if the error has another
+    cause."""
     if isinstance(error, RuntimeError | MemoryError) and _OF_DEVICE.search(str(error)):
         return "device"
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -49,10 +52,12 @@ def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
 
 
 def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
-    """Raises Refused if the error says that a Hugging Face repository is gated: its owner requires an agreement first.
+    """Raises Refused if the cause of an error is a gated Hugging Face repository, whose license must be accepted first.
+    Returns if the error has another cause.
 
     Args:
-        key: the key that names the repository.
+        key: the configuration key that names the repository.
+        name: the value of the key.
         page: the repository's path after https://huggingface.co/.
     """
     from huggingface_hub.errors import GatedRepoError
@@ -68,8 +73,9 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
 
 
 def of_place(error: OSError, places: Iterable[str]) -> bool:
-    """Returns True if choosing another path fixes the error: a disk is full, access to a file in one of `places` is
-    denied, or one of `places` does not exist or is not a folder. Other errors come from the code or the network."""
+    """Returns whether choosing another path would fix the error: a disk is full, broken or read-only, access to a file
+    in one of `places` is denied, or one of `places` or its parent folders causes the error, for example because it does
+    not exist. Other errors come from the code or the network."""
     if not error.filename or error.errno in FULL:
         return error.errno in FULL
     file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]
@@ -78,4 +84,4 @@ def of_place(error: OSError, places: Iterable[str]) -> bool:
 
 
 def _absolute(place: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(place)))  # unlike Path.expanduser, it raises nothing
+    return Path(os.path.abspath(os.path.expanduser(place)))  # unlike Path.expanduser, os.path.expanduser never raises

@@ -1,5 +1,4 @@
-"""Makes all processes fail at the same point when one process fails, so that other processes do not wait for it
-forever."""
+"""Makes all ranks raise an error at the same point if one rank fails, so that the other ranks do not wait forever."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,13 +19,14 @@ class Ranks(Protocol):
 
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
-    """Wraps work that every process does, or that rank 0 does for all of them. At the end of the `with`, each rank
-    tells the other ranks whether its work succeeded; the work may take as long as it needs.
+    """Context manager for work that every rank does, or that rank 0 does for all ranks. At the end of the `with`, the
+    ranks exchange whether their work succeeded. The work has no time limit.
 
     Raises:
-        RankLost: rank 0 was stopped meanwhile, or has exited.
-        Exception: this process's own error; if its work succeeded, the error of the first rank that failed: an OSError
-            with its errno and file, an error with a message for the user, or a RuntimeError that names the rank.
+        RankLost: rank 0 was stopped or has exited before the end of the `with`.
+        Exception: this rank's own error. If this rank succeeded, the error of the lowest rank that failed: an OSError
+            with errno and file, an error of KINDS with its message, or a RuntimeError that names the rank and the
+            original error.
     """
     failure = None
     with ranks.leave_after_rank_0("do its part"):
@@ -43,7 +43,8 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
 
 
 def _packed(failure: Exception | None) -> tuple[str, tuple] | None:
-    """Returns the error's class name and the arguments from which every rank can rebuild it; None if nothing failed."""
+    """Returns an error's class name and the arguments from which other ranks can rebuild the error; None for no
+    error."""
     if failure is None:
         return None
     if isinstance(failure, OSError):

@@ -1,4 +1,5 @@
-"""Locks folders against other processes. The kernel releases the lock of a process that dies."""
+"""Locks folders against other processes with `flock`. The kernel releases the lock of a process that ends for any
+reason."""
 
 import fcntl
 import os
@@ -6,10 +7,10 @@ from pathlib import Path
 
 
 def lock(handle: int) -> bool | None:
-    """Locks an open folder until it is closed.
+    """Locks a folder until the file descriptor `handle` is closed.
 
     Returns:
-        False if another process holds the lock; None if the file system has no locks.
+        True if the folder is locked now; False if another process holds the lock; None if the file system has no locks.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -24,7 +25,7 @@ def is_locked(folder: Path) -> bool | None:
     """Returns whether a process holds the folder's lock; None if the file system has no locks, or if the folder cannot
     be opened, for example because of its permissions.
 
-    Some shared file systems (GPFS, some mounts of Lustre) do not show the locks of other machines.
+    On some shared file systems (GPFS, some mounts of Lustre), locks that other machines hold are not visible.
     """
     try:
         handle = os.open(folder, os.O_RDONLY)

@@ -1,11 +1,13 @@
-"""Redirects the caches that libraries keep below the home folder, which may be read-only or missing in a container."""
+"""Redirects the caches of libraries to a temporary folder if the home folder is read-only or missing, as in some
+containers."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
-# wandb's uploads, matplotlib's settings, the index that `datasets` keeps of local files, and compiled code
+# environment variables with the folders of wandb, of matplotlib's settings, of the cache of `datasets`, and of compiled
+# code
 FOLDERS = (
     "WANDB_DATA_DIR",
     "WANDB_CACHE_DIR",
@@ -17,14 +19,15 @@ FOLDERS = (
 
 
 def replace_if_read_only() -> None:
-    """Points the libraries to a temporary folder if the home folder cannot be written.
+    """Sets environment variables so that libraries write to a temporary folder, if the home folder is not writable.
 
-    Must be called before the libraries are imported. Child processes inherit the folder.
+    Must be called before the libraries are imported. Child processes use the same folder, which is deleted when this
+    process exits.
     """
-    home = os.path.expanduser("~")  # remains "~" for a user without a home folder, where pathlib raises
+    home = os.path.expanduser("~")  # for a user without a home folder, the result is "~" (pathlib would raise an error)
     if os.access(home, os.W_OK) or all(name in os.environ for name in FOLDERS):
         return
-    # models that were downloaded before are still found
+    # so that models which were downloaded earlier are still found
     os.environ.setdefault("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', f'{home}/.cache')}/huggingface")
     folder = tempfile.mkdtemp(prefix="lowmem-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

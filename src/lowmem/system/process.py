@@ -1,4 +1,5 @@
-"""Asks the operating system about this process: resident memory now and at its peak, and free memory of the machine."""
+"""Asks the operating system about the memory, files and start time of this process, and about the memory of the
+machine."""
 
 import ctypes
 import functools
@@ -28,8 +29,8 @@ def _this() -> psutil.Process:
 
 @contextmanager
 def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
-    """Raises the limit of open files to `count` inside the `with`, or to the system's maximum. Most systems start at
-    1,024."""
+    """Raises the limit of open files inside the `with` to `count`, or to the hard limit if it is lower. Most systems
+    start with a limit of 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -45,13 +46,14 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the peak resident size since the last `reset_peak_rss`, or of the process where it cannot be reset."""
+    """Returns the peak resident memory since the last `reset_peak_rss` in bytes. Where the peak cannot be reset,
+    returns the peak since the process started."""
     return rss_and_peak()[1]
 
 
 def rss_and_peak() -> tuple[int, int]:
-    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux both are lines of one file, which is read once: the memory
-    meter reads them several times per step."""
+    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux a single read of `/proc/self/status` gives both values. This
+    is fast, because the memory meter needs them several times per step."""
     try:
         with _STATUS.open("rb", buffering=0) as file:
             _, _, text = file.read().partition(b"VmHWM:")
@@ -63,7 +65,8 @@ def rss_and_peak() -> tuple[int, int]:
 
 
 def reset_peak_rss() -> None:
-    """Starts a new peak (Linux; a no-op elsewhere). Only the memory meter may call this."""
+    """Resets the peak to the current resident memory (Linux; a no-op elsewhere). No code may call this while the memory
+    meter measures a run."""
     try:
         with _CLEAR_REFS.open("wb", buffering=0) as file:
             file.write(b"5")
@@ -72,8 +75,8 @@ def reset_peak_rss() -> None:
 
 
 def trim() -> None:
-    """Returns freed heap memory to the system (glibc; a no-op elsewhere), so that the memory meter sees the next
-    allocations."""
+    """Returns freed heap memory to the system (glibc; a no-op elsewhere). Otherwise the next allocations would reuse
+    this memory, and the memory meter would not see them as growth of resident memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
@@ -83,20 +86,20 @@ _M_ARENA_MAX = -8  # parameter of glibc's mallopt
 
 
 def share_heap() -> None:
-    """Makes threads that start from now on share one heap (glibc; a no-op elsewhere). By default each thread has its
-    own heap, and memory that one thread frees is not reused by another. glibc cannot undo this: threads of later runs
-    share the heap, too, which costs them time but no memory."""
+    """Makes all threads that start after this call share one heap (glibc; a no-op elsewhere). By default each thread
+    has its own heap, and a thread cannot reuse memory that was freed in the heap of another thread. The setting cannot
+    be undone: threads of later runs in this process share the heap, too, which costs time but no memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
-_MADV_PAGEOUT = 21  # Linux 5.4; modified pages are kept, so a wrong address only costs time
+_MADV_PAGEOUT = 21  # Linux 5.4 or later; the content of pages is kept, so a wrong address only costs time
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Evicts the pages of a mapped file after its tensors have been copied (Linux; a no-op elsewhere). The pages would
-    count as resident memory until the map is closed."""
+    """Evicts the memory pages of tensors that are mapped from a file (Linux; a no-op elsewhere). Call this after the
+    tensors have been copied: otherwise their pages count as resident memory until the map is closed."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -109,18 +112,19 @@ def page_out(tensors: Iterable[Tensor]) -> None:
 
 
 def seconds_since_start() -> float:
-    """Returns the seconds since the operating system started this process, imports included."""
+    """Returns the seconds since the operating system started this process. They include the time of imports."""
     return time.time() - _this().create_time()
 
 
 def processor() -> str:
-    """Returns the processor's model name, if the system knows it."""
+    """Returns the model name of the processor. If /proc/cpuinfo has no name, returns `platform.processor()`, which may
+    be ""."""
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def available_bytes() -> int:
-    """Returns the free memory of the machine, or of the container if its limit leaves less."""
+    """Returns the free memory of the machine in bytes, or the free memory of the container if that is less."""
     free = psutil.virtual_memory().available
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, limit - used)

@@ -12,9 +12,9 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")  # from torch, about torchao's classes
-    warnings.filterwarnings("ignore", message="`broadcast_buffers`")  # older versions of torch lack its replacement
+    warnings.filterwarnings("ignore", message="`broadcast_buffers`")  # older torch versions lack its replacement
     # from fully_shard, when ranks gather the outputs of a model: lowmem never changes logits in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     disable_progress_bar()
-    set_verbosity_error()  # load reports: lowmem itself refuses incomplete files
+    set_verbosity_error()  # hides reports of missing weights: lowmem itself refuses incomplete files
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,7 +1,8 @@
-"""Captures and restores the random states from which dropout draws: the CPU's, and with CUDA the device's.
+"""Captures and restores the states of torch's random number generators, which dropout uses: the CPU's generator and,
+with CUDA, the device's generator.
 
-Computation that runs twice (a checkpointed block, a slice, a resumed run) must draw equal numbers both times. The state
-of torch's generator takes 5 KB for the CPU and 16 bytes for a GPU.
+Computation that runs twice (a checkpointed block, a slice of a sequence, steps after a resume) must draw equal random
+numbers both times. The state of a CPU generator takes 5 KB, the state of a GPU generator 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,26 +15,26 @@ States = list[Tensor]  # states of the CPU's generator and, with CUDA, of the de
 
 
 def captured(device: torch.device) -> States:
-    """Returns the current states."""
+    """Returns the current states of the generators that computations on a device use."""
     return [generator.get_state() for generator in generators(device)]
 
 
 def restored(states: Sequence[Tensor], device: torch.device) -> None:
-    """Sets the generators to states that `captured` or `seeded` returned. If `states` has no state for the device, as
-    in a checkpoint of a CPU run, only the CPU's generator is set."""
+    """Sets the generators to states from `captured` or `seeded`. If `states` has no state for a GPU, as in a checkpoint
+    of a CPU run, only the CPU's generator is set."""
     for generator, state in zip(generators(device), states, strict=False):
         generator.set_state(state)
 
 
 def seeded(seed: int, device: torch.device) -> States:
-    """Returns the states that a 32-bit seed sets, without changing the generators."""
+    """Returns the states that generators have after `manual_seed(seed)`, without changing torch's generators."""
     return [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators(device)]
 
 
 @contextmanager
 def forked(device: torch.device, states: States | None = None) -> Iterator[None]:
-    """Restores the current states when the `with` ends. Args: states: set at its beginning; None keeps the current
-    states."""
+    """Context manager that restores the current states at the end of the `with`. Args: states: states to set at the
+    beginning of the `with`; None keeps the current states."""
     before = captured(device)
     try:
         if states is not None:
@@ -44,7 +45,7 @@ def forked(device: torch.device, states: States | None = None) -> Iterator[None]
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Returns the generators from which computations on a device draw: the CPU's and, with CUDA, the device's."""
+    """Returns the default generators that computations on a device use: the CPU's and, with CUDA, the device's."""
     if device.type != "cuda":
         return [torch.default_generator]
     number = torch.cuda.current_device() if device.index is None else device.index

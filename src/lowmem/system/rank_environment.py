@@ -1,8 +1,12 @@
-"""Reads from the environment which rank this process is, by torchrun's protocol.
+"""Reads the rank of this process from the environment variables that torchrun defines, and lets ranks report and agree.
 
-Ranks are started by lowmem's own command (`lowmem.command.launch`), which collects their reports, or by torchrun. With
-torchrun they agree through its store on one output folder, and on the rank that prints an error that all of them have.
-This module imports torch only if there is a store to ask.
+Ranks are started in one of two ways:
+
+- by lowmem's own command (`lowmem.command.launch`), which claims the output folder and collects the ranks' reports;
+- by torchrun. The ranks use torchrun's store (a TCPStore) to agree on the output folder, and to print an error that
+  several ranks have only once.
+
+This module imports torch only to use the store, so that a process knows its rank before torch is imported.
 """
 
 import json
@@ -19,17 +23,17 @@ from pathlib import Path
 from lowmem.system.errors import Refused
 
 OF_RUN = "LOWMEM_RANK_OF"  # environment variable: the folder that lowmem's own command has claimed for its ranks
-REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor from which lowmem's command reads reports
+REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor to which a rank writes its report
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
-MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address at which ranks rendezvous
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address of the store
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
-MOST = 4000  # characters of a report: a pipe buffers it until the rank has exited
-ORPHANED = 30.0  # seconds to write a checkpoint after the command that started the ranks has exited
-LOOK = 0.1  # seconds between two polls of the store, so that signals can be handled
+MOST = 4000  # characters that a report keeps of a message's end: a pipe buffers the whole report
+ORPHANED = 30.0  # seconds that a rank has to write a checkpoint after the command that started it has exited
+LOOK = 0.1  # seconds between two polls of the store; Python handles signals between them
 
 
 def is_rank() -> bool:
-    """Returns whether this process was started as a rank, even as the only rank."""
+    """Returns whether this process was started as a rank. True also if it is the only rank."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
 
 
@@ -61,7 +65,8 @@ def folder(run: Path, rank: int) -> Path:
 
 
 def check(devices: int) -> None:
-    """Raises Refused if the number of started processes is unknown or differs from devices=."""
+    """Raises Refused if an environment variable of torchrun is not a number, if the number of ranks differs from
+    devices=, or if SLURM has started several processes that would each start all ranks."""
     if wrong := _no_numbers():
         raise Refused(
             f"{wrong[0]}={os.environ[wrong[0]]}: this is not a number. Start ranks with torchrun; for a run without "
@@ -84,7 +89,7 @@ def check(devices: int) -> None:
 
 
 def check_sweep() -> None:
-    """Raises Refused for a sweep that was started in each of several processes."""
+    """Raises Refused if a sweep was started as several ranks, each of which would run the whole sweep."""
     if size() > 1:
         raise Refused(
             f"-m: {size()} processes were started, and each would run the whole sweep. Type python train.py -m ... "
@@ -96,27 +101,28 @@ def check_sweep() -> None:
 
 
 def leashed() -> None:
-    """Ends this process when the command that started it exits for any reason: stdin closes with the command."""
+    """Ends this rank when the command that started it exits for any reason. A thread watches stdin, which is closed
+    when the command exits. A no-op if torchrun started the rank."""
     if of_run() is not None:
         threading.Thread(target=_watch, daemon=True).start()
 
 
 def _watch() -> None:
     with suppress(OSError):
-        os.read(0, 1)  # returns only when stdin closes
+        os.read(0, 1)  # returns only when stdin is closed
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHANED)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report(how: str, message: str = "") -> None:
-    """Reports to the command that started this rank how the rank ends. Only the first report counts.
+    """Reports to lowmem's command, if it started this rank, how the rank ends. Only a rank's first report counts.
 
     Args:
-        how: "done", even if threads of libraries fail while the process exits; "interrupted": by a signal, with a
-            checkpoint; "ended": immediately by a signal; "lost": another rank has exited; "not uploaded": complete
-            except for the upload; "failed".
-        message: the signal, or the error.
+        how: "done": complete, even if threads of libraries fail while the process exits; "interrupted": by a signal,
+            with a checkpoint; "ended": immediately, by a signal; "lost": another rank has exited; "not uploaded":
+            complete except for upload or conversion of the model; "failed": by another error.
+        message: the name of the signal, or the error message.
     """
     if REPORTS in os.environ:
         with suppress(OSError):  # the command itself is gone
@@ -124,20 +130,22 @@ def report(how: str, message: str = "") -> None:
 
 
 def _shortened(message: str) -> str:
-    """Returns a traceback with its middle cut out."""
+    """Returns the message. If it is longer than MOST characters, as a traceback may be, "..." replaces its middle, and
+    the first line and about the last MOST characters remain."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
 
 
-# --- errors that all ranks have are printed once -------------------------------------------------------------------
+# --- errors that several ranks have are printed once ---------------------------------------------------------------
 
 
 def says(message: str) -> bool:
     """Returns whether this rank prints an error on stderr.
 
-    With lowmem's own command, all ranks but the first print the error into their own logs; the command itself prints
-    the error that a rank reports. With torchrun, the first rank that has the error prints it.
+    With lowmem's own command, all ranks except rank 0 print the error to their own logs, and the command prints the
+    error that a rank reports. With torchrun, the first rank that has the error also prints it to the terminal; a rank
+    whose output is redirected always prints the error to its own log.
     """
     if of_run() is not None:
         return number() > 0
@@ -150,18 +158,19 @@ def says(message: str) -> bool:
 def _reported_before(message: str) -> bool:
     if size() == 1 or not _of_agent():
         return False
-    with suppress(Exception):  # the host of the store has exited
+    with suppress(Exception):  # the process that hosts the store has exited
         return _store().add(sha256(message.encode()).hexdigest(), 1) > 1
     return False
 
 
 # --- ranks started by torchrun -------------------------------------------------------------------------------------
 
-_terminal: list[int] = []  # the original stderr of a rank that prints into its own log
+_terminal: list[int] = []  # file descriptor of the original stderr, if the output of this rank is redirected to its log
 
 
 def redirected(run: Path) -> None:
-    """Redirects the output of a rank started by torchrun to its own log, as lowmem's own command does."""
+    """Redirects stdout and stderr of a rank that torchrun started to the rank's own log, as lowmem's own command
+    does."""
     log = folder(run, number()) / LOG
     log.parent.mkdir(exist_ok=True)
     _terminal.append(os.dup(sys.stderr.fileno()))
@@ -173,11 +182,11 @@ def redirected(run: Path) -> None:
 
 
 def agreed(claimed: Path | None) -> Path:
-    """Returns the run's folder: rank 0 sends the folder that it has claimed to all other ranks.
+    """Returns the run's folder, on which all ranks agree: rank 0 claims it, and the other ranks read it from the store.
 
     Args:
-        claimed: the folder that this process has claimed. None waits for rank 0; if rank 0 is refused, torchrun ends
-            this process.
+        claimed: on rank 0, the folder that it has claimed. None on other ranks, which wait for rank 0; if rank 0 fails
+            before it has a folder, torchrun ends the waiting ranks.
     """
     store = _store()
     if claimed is not None:
@@ -188,13 +197,13 @@ def agreed(claimed: Path | None) -> Path:
     return Path(store.get("folder").decode())
 
 
-@cache  # a store closes with its last reference
+@cache  # the store is closed when its last reference is deleted
 def _store():
-    """Returns torchrun's store. If another launcher has set the environment, returns the store of rank 0, which torch's
-    process group uses, too."""
+    """Returns torchrun's store. If another launcher has set the environment variables, returns a store that rank 0
+    hosts; torch's process group will use it, too."""
     from datetime import timedelta
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it logs C++ frames twice if a host does not answer
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise two C++ traces if a host does not answer
     from torch.distributed import PrefixStore, TCPStore
 
     if unset := [key for key in MEETING if key not in os.environ]:

@@ -1,9 +1,12 @@
-"""Stores bytes on a drive in unnamed files, which several threads read and write with direct I/O, past the page cache.
+"""Stores bytes on a drive in unnamed files. `offload/drive.py` keeps masters and optimizer state in such files.
 
-An unnamed file exists as long as it is open. So a process leaves no file behind, however the process ends, and two
-processes never share a file. Space is allocated before anything is written, so a full drive fails immediately and not
-in the middle of a run. Memory, offset and length of direct I/O are multiples of a page. On file systems without direct
-I/O (some network and overlay file systems) the page cache is used.
+A pool of threads reads and writes the files with direct I/O, which bypasses the page cache. Direct I/O requires that
+the memory address, the file offset and the length are multiples of a page. On file systems without direct I/O (some
+network and overlay file systems), reads and writes go through the page cache.
+
+An unnamed file exists only while it is open. So a process never leaves a file behind, however the process ends, and two
+processes never share a file. Space is allocated before anything is written, so that a full drive raises an error
+immediately and not in the middle of a run.
 """
 
 import errno
@@ -19,13 +22,14 @@ from threading import Lock
 import psutil
 
 PAGE = mmap.PAGESIZE
-PIECE = 1 << 23  # bytes that a thread reads or writes at once
-THREADS = 4  # with fewer threads a fast drive idles between requests
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS and Windows lack it
+PIECE = 1 << 23  # most bytes that a thread reads or writes with one system call
+THREADS = 4  # with fewer threads, a fast drive is idle between requests
+_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 on macOS and Windows, which lack the flag
 
 
 class Disk:
-    """The system calls that reach a drive. Tests replace them by calls that fail or transfer less."""
+    """The system calls that access a drive. Tests replace this class by subclasses whose calls fail or transfer fewer
+    bytes."""
 
     def create(self, folder: Path, direct: bool) -> int:
         """Creates an unnamed file and returns its descriptor."""
@@ -54,7 +58,7 @@ class Disk:
 
 
 def is_memory(folder: Path) -> bool:
-    """Returns whether a folder is in host memory, such as one on tmpfs."""
+    """Returns whether a folder is in host memory, for example on tmpfs."""
     place = folder.resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((mounts[path] for path in (place, *place.parents) if path in mounts), "")
@@ -67,16 +71,16 @@ def pages(size: int) -> int:
 
 
 def buffer(size: int) -> mmap.mmap:
-    """Returns page-aligned memory. Pages take no memory until they are written."""
+    """Returns page-aligned memory of at least `size` bytes. The system allocates each page when it is first written."""
     return mmap.mmap(-1, pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Drive:
-    """A folder of a drive, and the threads that read and write there.
+    """A folder on a drive, and the pool of threads that read and write the files in it.
 
     Args:
         folder: created if it is missing.
-        disk: the system calls that reach the drive.
+        disk: the system calls that access the drive; None for the real ones.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -86,7 +90,8 @@ class Drive:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
-        # guards the pool and the counts, because one thread reads weights while another thread steps
+        # guards the pool and the counts: one thread reads weights while the host thread reads and writes optimizer
+        # state
         self._lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()
@@ -112,7 +117,14 @@ class Drive:
         return True
 
     def start(self, move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> "Moving":
-        """Starts to read or write memory in pieces, from position `start` of a file."""
+        """Starts to read or write a file in pieces of PIECE bytes, and returns immediately.
+
+        Args:
+            move: `Disk.read` or `Disk.write`.
+            file: the file descriptor.
+            memory: the bytes to write, or the memory to read into.
+            start: the offset in the file.
+        """
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, "drive")
@@ -131,14 +143,14 @@ class Drive:
             self.written_bytes += written
 
     def close(self) -> None:
-        """Stops the threads. The next access starts them again."""
+        """Waits for all accesses and stops the threads. The next access starts new threads."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
 
 
 class Moving:
-    """An access in progress."""
+    """A read or write in progress."""
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
@@ -147,23 +159,24 @@ class Moving:
         return all(piece.done() for piece in self._pieces)
 
     def result(self) -> None:
-        """Waits until the access is complete. Raises: OSError: a piece failed; by then no other piece is in
-        progress."""
+        """Waits until all pieces have been transferred. Raises: OSError: a piece failed; the error is raised after the
+        last piece has ended."""
         for piece in wait(self._pieces).done:
             piece.result()
 
 
 class ScratchFile:
-    """An unnamed file. All offsets and lengths are multiples of a page."""
+    """An unnamed file on a drive. All offsets and lengths must be multiples of a page."""
 
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
         self._file = drive.disk.create(drive.folder, drive.direct)
-        # closes the file when this object is freed; maps stay valid
+        # closes the file when this object is garbage collected; memory maps of the file remain valid
         self.close = weakref.finalize(self, os.close, self._file)
 
     def grow(self, size: int) -> None:
-        """Allocates space up to `size` bytes. Raises: OSError: the drive is full."""
+        """Extends the file to `size` bytes and allocates their space. A no-op if the file is large enough. Raises:
+        OSError: the drive is full."""
         if size > self.size:
             self.drive.disk.reserve(self._file, self.size, size - self.size)
             self.size = size
@@ -177,14 +190,15 @@ class ScratchFile:
         return self.drive.start(self.drive.disk.write, self._file, data, start)
 
     def mapped(self, size: int) -> mmap.mmap:
-        """Returns a read-only map of the file's first bytes, which may outlive this object."""
+        """Returns a read-only memory map of the file's first `size` bytes. The map remains valid after this object is
+        deleted."""
         view = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        view.madvise(mmap.MADV_SEQUENTIAL)  # increases the system's read-ahead
+        view.madvise(mmap.MADV_SEQUENTIAL)  # makes the system read further ahead
         return view
 
     def check(self) -> None:
-        """Reads the whole file once, through the page cache if direct I/O is not available. If the drive could not read
-        a mapped page, the process would end with a signal and without a message. Raises: OSError."""
+        """Reads the whole file once, so that an unreadable drive raises an OSError here. Without this check, a page of
+        a map that cannot be read would end the process with a signal (SIGBUS) and without a message."""
         memory = buffer(PIECE)
         for start in range(0, self.size, PIECE):
             part = memoryview(memory)[: min(PIECE, self.size - start)]
@@ -195,8 +209,8 @@ class ScratchFile:
 
 
 def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:
-    """Reads or writes all bytes of `memory`, since a system call may transfer fewer than it was asked for. After a
-    partial transfer the rest starts at a page boundary again."""
+    """Reads or writes all bytes of `memory`. A system call may transfer only some of the requested bytes; the next call
+    then continues at the last page boundary. Raises: OSError: a call transferred less than a page."""
     done = 0
     while done < len(memory):
         count = move(file, memory[done:], start + done)

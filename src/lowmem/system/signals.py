@@ -1,6 +1,7 @@
-"""Handles signals that end a program: Ctrl-C, a closed terminal, and the SIGTERM of a cluster or a spot machine.
+"""Handles signals that end a program: SIGINT (Ctrl-C), SIGHUP (a closed terminal), and SIGTERM (from a cluster's
+scheduler or a spot machine).
 
-Signals are handled from the first line of a command on, so this module does not import torch.
+A command installs its handlers before it imports torch, so this module must not import torch.
 """
 
 import signal
@@ -11,14 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-received: list[signal.Signals] = []  # signals that this command has received
-# `timeout`, a process group and a sweep that stops a job deliver one signal twice within this time
+received: list[signal.Signals] = []  # signals that this process has received during the current command
+# A signal within this time after another signal is ignored: the `timeout` command, or a sweep that stops a job, may
+# deliver the same signal twice, once to the process and once to its process group.
 ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """A signal that ends the program immediately. It is not an `Exception`, so that `except Exception` does not catch
-    it. The exit code is the usual one of shells: 128 plus the number of the signal."""
+    """Ends the program immediately after a signal. This class is not an `Exception`, so that `except Exception` does
+    not catch it. The exit code is 128 plus the number of the signal, as in shells."""
 
     def __init__(self, sent: signal.Signals, why: str = "") -> None:
         self.signal, self.said = sent, f"{sent.name}{why}: ended at once."
@@ -31,13 +33,15 @@ def at_once(sent: signal.Signals) -> None:
 
 @contextmanager
 def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
-    """Passes these signals to `handler` inside the `with`. Signals that are ignored (nohup, `&`) stay ignored.
+    """Calls `handler` for each signal of ENDING inside the `with`. Signals that the process ignores (nohup, `&`) stay
+    ignored. In a thread other than the main thread, this is a no-op.
 
     Yields:
         A function that installs the handlers again if other code has replaced them.
     """
     previous = {sent: signal.getsignal(sent) for sent in ENDING}
-    # Python handles signals in its main thread alone; None: a handler written in C, which could not be restored
+    # Python allows signal handlers only in its main thread. None is a handler written in C, which could not be
+    # restored.
     ours = [sent for sent, before in previous.items() if before not in (signal.SIG_IGN, None)]
     ours = ours if threading.current_thread() is threading.main_thread() else []
     last = -ECHO_SECONDS
@@ -62,8 +66,9 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 
 
 def ending(error: BaseException | None) -> Ended | None:
-    """Returns the signal that caused an error, or None. C++ code and cleanup code may turn a signal into another error,
-    and Ctrl-C in a terminal also ends the compilers that this process has started."""
+    """Returns the `Ended` that caused an error, or None if a signal did not cause it. C++ code and cleanup code may
+    replace `Ended` by another error, so the chain of causes is searched. Ctrl-C in a terminal also ends compilers that
+    this process has started, which raises a CalledProcessError."""
     seen: set[int] = set()  # two errors may be each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):

@@ -1,4 +1,4 @@
-"""Ends training at `max_steps`, or after the current window if a signal came."""
+"""Ends training at `max_steps`, or after the current window if a signal was received."""
 
 import logging
 import signal
@@ -13,18 +13,19 @@ log = logging.getLogger(__name__)
 
 
 class Stop(Callback):
-    """Ends training between windows, and an evaluation between micro-batches. A second signal ends the program
-    immediately.
+    """A callback that ends training after a window, and an evaluation before the next micro-batch, if a signal was
+    received. A second signal ends the program immediately.
 
-    This callback comes first: if it stops an evaluation, no other callback sees the evaluation begin.
+    Must be the first callback: if it stops an evaluation before a micro-batch, the hooks of the other callbacks do not
+    run for that micro-batch.
 
     Args:
-        keeps: the run writes checkpoints. Without checkpoints a signal ends the run immediately.
+        keeps: whether the run writes checkpoints. Without checkpoints the first signal ends the program immediately.
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self.signal: signal.Signals | None = None  # received by any process, once all processes know of it
-        self._sent: signal.Signals | None = None  # received by this process
+        self.signal: signal.Signals | None = None  # received by any rank, once all ranks know it
+        self._sent: signal.Signals | None = None  # received by this rank
         self._keeps, self._trainer, self._single_rank = keeps, None, True
         self._install: Callable[[], None] = lambda: None
 
@@ -33,10 +34,10 @@ class Stop(Callback):
         return self.signal is not None
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._install()  # Lightning has installed a handler before this one, which calls a collective
+        self._install()  # replaces a handler that Lightning has installed meanwhile, and that calls a collective
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._install()  # the evaluation may be the only work
+        self._install()  # a command may evaluate without training
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._install()
@@ -49,7 +50,7 @@ class Stop(Callback):
             trainer.should_stop = True
 
     def _agree(self, module: LightningModule) -> None:
-        """Makes all ranks end after the same window, whichever rank received the signal."""
+        """Tells all ranks which signal any rank has received, so that all ranks end after the same window."""
         if number := module.ranks.all_max(self._sent or 0):
             self.signal = signal.Signals(number)
 
@@ -60,10 +61,11 @@ class Stop(Callback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals inside the `with`: during `Trainer.fit`, which restores the previous handlers, and while the
-        summary is written.
+        """Context manager that handles signals during `Trainer.fit` and while the summary is written. The previous
+        handlers are restored at its end.
 
-        A handler that stays installed would swallow the next signal and keep this callback and its model alive.
+        A handler that remained installed would ignore later signals, and would keep this callback and its model in
+        memory.
         """
         with signals.handled(self._stop) as self._install:
             try:
@@ -72,8 +74,9 @@ class Stop(Callback):
                 self._trainer = None
 
     def waits_no_longer(self, known: bool) -> None:
-        """Lets signals end the program immediately from now on, since the remaining work can be repeated. Args: known:
-        the summary already says `interrupted`."""
+        """Lets later signals end the program immediately, because the remaining work can be repeated. Args: known:
+        whether the summary already says `interrupted`. Raises: Ended: a signal was received that the summary does not
+        mention."""
         self._trainer = None
         if self.interrupted and not known:
             raise signals.Ended(self.signal)
@@ -86,7 +89,7 @@ class Stop(Callback):
         self._sent = sent
         if self._single_rank:
             self.signal = sent
-            self._trainer.should_stop = True  # set here, so that a late signal ends training, too
+            self._trainer.should_stop = True  # a signal after `on_train_batch_end` must end training, too
         log.info(
             f"{sent.name}: stopping after this step with a checkpoint. Send it again to stop at once without a "
             "checkpoint."

@@ -1,6 +1,7 @@
-"""Wraps printed text between words at the width of the terminal.
+"""Wraps printed text and log messages at the width of the terminal, between words.
 
-Files and pipes get each sentence in one line, so that it can be searched for, unless COLUMNS is set.
+Text for files and pipes is not wrapped, so that a search finds whole sentences. If the environment variable COLUMNS is
+set, all text is wrapped at that width.
 """
 
 import logging
@@ -11,7 +12,8 @@ from typing import TextIO
 
 
 def width(stream: TextIO) -> int | None:
-    """Returns the characters per line; None if the stream is not a terminal."""
+    """Returns the characters per line: COLUMNS if it is set, otherwise the width of the terminal. None if the stream is
+    not a terminal."""
     if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns):
         return int(columns)
     try:
@@ -21,7 +23,8 @@ def width(stream: TextIO) -> int | None:
 
 
 def folded(text: str, stream: TextIO | None = None) -> str:
-    """Breaks long lines between words. Continuation lines have the indentation of the line that they continue."""
+    """Returns the text with long lines broken between words. Continuation lines are indented like the original line.
+    Args: stream: where the text will be printed; None is stdout."""
     room = width(stream or sys.stdout)
     return text if room is None else "\n".join(piece for line in text.split("\n") for piece in _wrapped(line, room))
 
@@ -30,12 +33,12 @@ def _wrapped(line: str, room: int) -> list[str]:
     if len(line) <= room:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
-    whole_words = {"break_long_words": False, "break_on_hyphens": False}  # users copy paths
+    whole_words = {"break_long_words": False, "break_on_hyphens": False}  # so that paths can be copied
     return textwrap.wrap(line, room, subsequent_indent=indent, **whole_words)
 
 
 class Folding(logging.Formatter):
-    """Wraps log messages that go to the terminal."""
+    """Wraps log messages at the width of the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return folded(super().format(record))

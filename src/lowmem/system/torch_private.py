@@ -1,9 +1,9 @@
-"""Wraps every private part of torch, Lightning and transformers that this package uses; no other file uses private
-parts.
+"""Wraps every private part of torch and transformers that this package uses. All other files import the wrappers from
+here.
 
-The docstring of each wrapper states its purpose and, after "Instead", the public API that could replace it.
-`test_torch_private.py` names the parts that a new version has removed or changed. A test refuses private names of other
-packages anywhere else.
+The docstring of each wrapper states its purpose and, after "Instead", what could replace the private part.
+`test_torch_private.py` fails if a new version has removed or changed a private part, and refuses private names of other
+packages outside this file and `lightning_private.py`.
 """
 
 import warnings
@@ -16,21 +16,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-# An operator with its types, as dispatch modes receive it. Instead: `torch.ops.aten.mm.default`'s own type.
+# The class of operators such as `torch.ops.aten.mm.default`, which dispatch modes receive. Instead: the type of such an
+# operator.
 from torch._ops import OpOverload
 
-# Tensors with shape, dtype and storage but without memory, for the planner. Instead: the meta device, and a replacement
-# for code that reads the device of a tensor.
+# For the planner: tensors that have a shape, a dtype and a storage, but no memory. Instead: the meta device, and a
+# replacement for code that reads the device of a tensor.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-# A process group without processes, for the planner's runs on several devices. Instead: those processes.
+# For the planner: a process group that needs no other processes, to trace runs on several devices. Instead: real
+# processes.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Sees each operator: used by the meter, the planner and selective checkpointing. torch's notes on extending it
-# recommend this class. Instead: nothing.
+# Intercepts each operator, for the memory meter, the planner and selective checkpointing. torch's notes "Extending
+# PyTorch" recommend this class. Instead: nothing.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-# Finds tensors in nested arguments and results. Instead: twenty lines of our own, or the package optree.
+# Find tensors in nested arguments and results. Instead: twenty lines of code, or the package optree.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = (
@@ -86,8 +88,8 @@ __all__ = (
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-# torch's attention operators, by kernel. The public function `F.scaled_dot_product_attention` calls one of them, and a
-# dispatch mode sees only these.
+# torch's attention operators, one per kernel. The public function `F.scaled_dot_product_attention` calls one of these
+# operators, and a dispatch mode sees the operator, not the function.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ATTENTION_FLASH = aten._scaled_dot_product_flash_attention.default
@@ -100,20 +102,20 @@ ATTENTION_BACKWARD = (
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
-# Attention as matmuls and a softmax, if no kernel supports the inputs. A dispatch mode sees the matmuls and the softmax
-# in training, and this operator in inference.
+# Attention computed by matmuls and a softmax, if no fused kernel supports the inputs. A dispatch mode sees the matmuls
+# and the softmax in training, and only this operator in inference.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # called by `.item()` and `bool()`
-NONZERO = aten.nonzero.default  # called by mixtures that run expert after expert, to find each expert's tokens
+NONZERO = aten.nonzero.default  # called by mixtures that run one expert after another, to find each expert's tokens
 COMPARES = (aten.equal.default, aten.allclose.default)  # called by `torch.equal` and `torch.allclose`
 MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # called by `torch.tensor`
-ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # called by fully_shard to reduce and scatter gradients
-WAITS = torch.ops._c10d_functional.wait_tensor.default  # called before a received tensor is used
-SPLIT = aten.split_with_sizes.default  # called by mixtures that split their tokens into a tensor per expert
-ASKS_FOR_DEVICE = torch.ops.prim.device.default  # called by C++ code to ask for the device of a tensor without memory
-GROUPED_PRODUCTS = aten._grouped_mm.default  # called by the mixtures of experts of transformers
+ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # called by fully_shard to reduce-scatter gradients
+WAITS = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective before its result is used
+SPLIT = aten.split_with_sizes.default  # called by mixtures of experts to split their tokens into a tensor per expert
+ASKS_FOR_DEVICE = torch.ops.prim.device.default  # called by C++ code to read the device of a fake tensor
+GROUPED_PRODUCTS = aten._grouped_mm.default  # called by transformers' mixtures of experts
 CAUSAL = "transformers.masking_utils", "causal_mask_function"
-SEPARATES = {  # the functions from which transformers builds a causal mask that separates documents
+SEPARATES = {  # the functions from which transformers composes a causal mask that separates documents
     CAUSAL,
     *((CAUSAL[0], name) for name in ("and_masks", "packed_sequence_mask_function", "sliding_window_overlay")),
     (CAUSAL[0], "remap_positions_for_packed_sequence"),
@@ -121,20 +123,21 @@ SEPARATES = {  # the functions from which transformers builds a causal mask that
 
 
 class LeanFakeTensorMode(FakeTensorMode):
-    """A mode of CPU tensors without memory, for callers that know the outputs of an operator. Instead: the public mode,
-    with which a trace takes three times as long."""
+    """A fake tensor mode for CPU tensors, for callers that compute the outputs of an operator themselves. Instead:
+    FakeTensorMode, with which a trace takes three times as long."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check would take as long as the operator itself
+        return False  # nothing is compiled here, and torch's check would take as long as the operator itself
 
     @cached_property
     def same_of_all(self) -> dict:
         return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
 
     def holding(self, tensor: Tensor) -> FakeTensor:
-        """Returns a fake tensor with the storage of a meta tensor. The constructor of the class takes as long as the
-        rest of an operator, since it sets attributes that are equal for all tensors of a mode."""
+        """Returns a fake tensor with the storage of a meta tensor. This method is faster than the constructor of
+        FakeTensor, which would take half of the time of each operator: attributes that are equal for all tensors of a
+        mode are copied instead of computed."""
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)
@@ -142,19 +145,20 @@ class LeanFakeTensorMode(FakeTensorMode):
 
 
 def storage_key(tensor: Tensor | UntypedStorage) -> int:
-    """Returns a key that all tensors of one storage share, valid while the storage exists. Instead: nothing; `data_ptr`
-    is 0 for every tensor without memory."""
+    """Returns a key of a tensor's storage. Tensors that share a storage have the same key. The key is valid while the
+    storage exists. Instead: nothing; `data_ptr` is 0 for every fake tensor."""
     return (tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata
 
 
 def schema(func: OpOverload) -> torch.FunctionSchema:
-    """Returns the schema of an operator: its arguments, its results and which arguments it changes in place. Instead:
-    `str(func)`, parsed by hand."""
+    """Returns the schema of an operator, which lists its arguments and results and the arguments that it changes in
+    place. Instead: parsing `str(func)`."""
     return func._schema
 
 
 def group_of(boxed: object) -> torch.distributed.ProcessGroup:
-    """Returns the process group that an operator received, boxed or as a name. Instead: nothing public unboxes it."""
+    """Returns the process group that a collective operator received as an argument, boxed or as a name. Instead:
+    nothing; no public function unboxes a group."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     if isinstance(boxed, str):
@@ -164,21 +168,21 @@ def group_of(boxed: object) -> torch.distributed.ProcessGroup:
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
-    """Sets the timeout of a group's later collectives. Instead: nothing; groups made by a mesh have torch's default
-    timeout."""
+    """Sets the timeout of later collectives of a process group. Instead: nothing; the groups of a device mesh have
+    torch's default timeout."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     with warnings.catch_warnings():
-        # a backend that sends nothing has no timeout
+        # the fake backend has no timeout
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
         _set_pg_timeout(timeout, group)
 
 
 @contextmanager
 def allow_graphs(number: int) -> Iterator[None]:
-    """Lets torch.compile make up to `number` graphs of one function inside the `with`. Instead: an argument of
-    torch.compile, which the oldest supported version lacks."""
-    from torch._dynamo import config  # takes over a second
+    """Context manager that lets torch.compile compile at least `number` graphs of a function. Instead: an argument of
+    torch.compile, which the oldest supported torch version lacks."""
+    from torch._dynamo import config  # imported here because the import takes over a second
 
     before = config.recompile_limit
     config.recompile_limit = max(before, number)
@@ -189,47 +193,50 @@ def allow_graphs(number: int) -> Iterator[None]:
 
 
 def compilation_errors() -> type[Exception]:
-    """Returns the base class of torch.compile's errors. Instead: nothing public distinguishes them from errors of a
-    model."""
+    """Returns the base class of torch.compile's errors. Instead: nothing; no public class distinguishes these errors
+    from errors of the model."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def within_budget(share: float) -> AbstractContextManager:
-    """Limits the activations that graphs compiled inside the `with` store to a share of their bytes. Instead: an
-    argument of torch.compile."""
+    """Context manager that limits the activations that compiled graphs save for backward to a share of their bytes. It
+    applies to graphs that are compiled inside the `with`. Instead: an argument of torch.compile."""
     from torch._functorch import config
 
     return config.patch(activation_memory_budget=share)
 
 
 def has_memory_budget() -> bool:
-    """Returns whether torch.compile has the setting of `within_budget`. Instead: a table of torch versions."""
+    """Returns whether torch.compile has the setting that `within_budget` changes. Instead: a table of torch
+    versions."""
     from torch._functorch import config
 
     return hasattr(config, "activation_memory_budget")
 
 
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
-    """Checkpoints code that other code calls, such as the blocks of a model: the first `next` opens the segment, the
-    second one closes it, and `again` recomputes it. Instead: the public checkpoint, which calls a function itself. It
-    supports segments of one block only, so every_k and sqrt would have to be removed."""
+    """Checkpoints a segment of code that this function does not call itself, such as several blocks of a model: the
+    first `next` on the returned generator starts the segment, the second `next` ends it, and backward calls `again` to
+    recompute it. Instead: `torch.utils.checkpoint.checkpoint`, which calls a function. It supports only segments of one
+    block, so `every_k` and `sqrt` would have to be removed."""
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 
-    # Random states are saved per block: some models draw random numbers between two blocks.
+    # The caller saves random states for each block, because some models draw random numbers between two blocks.
     return checkpointed(again, preserve_rng_state=False)
 
 
 def in_backward() -> bool:
-    """Returns whether this thread runs a backward pass, recomputation included. Instead: a flag that all code that
-    recomputes would have to set."""
+    """Returns whether this thread runs a backward pass or the recomputation in a backward pass. Instead: a flag, set by
+    all code that recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
 def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
-    """Returns a function that makes a context for another thread, in which the torch modes of this thread are active.
-    The mode objects are shared, and not entered a second time. Instead: nothing public tells which modes are active."""
+    """Returns a function that another thread calls to get a context manager in which the torch modes of this thread are
+    active. Both threads share the mode objects, and `__enter__` of the modes is not called again. Instead: nothing; no
+    public function returns the active modes."""
     from torch import overrides as functions
     from torch.utils import _python_dispatch as operators
 
@@ -252,8 +259,9 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
-    """Yields a library whose kernels replace torch's inside the `with`. Args: key: the dispatch key of the kernels.
-    Instead: dropping the last reference to the library, hoping that no other reference exists."""
+    """Yields a library; kernels that are registered in it replace torch's kernels until the end of the `with`. Args:
+    key: the dispatch key of the kernels. Instead: deleting the last reference to the library, which fails if another
+    reference exists."""
     ours = torch.library.Library("aten", "IMPL", key)
     try:
         yield ours
@@ -267,23 +275,24 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def cpu_multiplies_in(name: str) -> bool:
-    """Returns whether this CPU has instructions for fp16 or bf16 matmuls; True if torch cannot tell (built without
-    oneDNN). Instead: the flags in /proc/cpuinfo, by processor."""
+    """Returns whether this CPU has instructions for matmuls in a 16-bit dtype; True if torch was built without oneDNN,
+    and so cannot tell. Args: name: "bf16" or "fp16". Instead: the flags in /proc/cpuinfo."""
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return ask is None or ask()
 
 
 def attention_taken(model: nn.Module) -> str:
-    """Returns the name of the attention implementation that transformers uses for a model. Instead: nothing public
-    shows it."""
+    """Returns the name of the attention implementation that transformers uses for a model, such as "sdpa". Instead:
+    nothing; no public attribute has the name."""
     return model.config._attn_implementation
 
 
 @contextmanager
 def all_unexpected() -> Iterator[set[str]]:
-    """Yields a set that collects the names of all unexpected tensors that transformers finds inside the `with`,
-    including names that a model class declares to be ignored. Instead: an entry of transformers' loading info."""
-    from transformers import PreTrainedModel  # takes seconds, and other functions of this file need only torch
+    """Yields a set. When transformers loads a model inside the `with`, the names of all unexpected tensors are added to
+    the set, also names that the model class tells transformers to ignore. Instead: an entry of transformers' loading
+    info."""
+    from transformers import PreTrainedModel  # takes seconds, and most functions of this file need only torch
 
     found: set[str] = set()
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
@@ -297,21 +306,25 @@ def all_unexpected() -> Iterator[set[str]]:
 
 
 def boundaries_count_as_real() -> AbstractContextManager:
-    """Makes transformers' check of position ids for a second document return True inside the `with`. Tensors without
-    memory have no values to check, and transformers would not mask documents. Instead: an argument of transformers."""
+    """Context manager in which transformers treats every row as packed with several documents. Otherwise transformers
+    checks the values of the position ids, which fake tensors lack, and would not mask documents. Instead: an argument
+    of transformers."""
     return patch("transformers.masking_utils.find_packed_sequence_indices", _documents)
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Returns the index of each token's document in its row, (B, T), as transformers counts them."""
+    """Returns the index of each token's document in its row, (B, T), as `find_packed_sequence_indices` of transformers
+    counts documents."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
 
 def hand_on_first_tokens() -> None:
-    """Tells transformers from now on whether a row has a second document, if the position ids have `counted_first`.
-    Otherwise transformers reads the ids itself, and the host waits for the GPU. Masks get `counted_first`, too.
-    Instead: an argument of transformers."""
+    """Patches transformers for the rest of the process, so that the host does not wait for the GPU to find the
+    documents of packed rows. The loader sets `counted_first` (a list: the offset of each document's first token, and
+    the number of tokens) on position ids; the patch uses this list, and also sets it on the document indices from which
+    masks are made. For position ids without `counted_first`, transformers reads the values from the GPU. Instead: an
+    argument of transformers."""
     from transformers import masking_utils
 
     asked = masking_utils.find_packed_sequence_indices
@@ -330,14 +343,14 @@ def hand_on_first_tokens() -> None:
 
 
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
-    """Returns the `counted_first` from which a mask of transformers was made, if for rows of `tokens` tokens the mask
-    is causal, separates documents and does nothing else; otherwise None. Instead: evaluating the mask, which reads from
-    the device."""
+    """Returns `counted_first` (`hand_on_first_tokens`) of the document indices from which transformers made a mask
+    function. None if the mask, for rows of `tokens` tokens, does anything except causal masking within each document,
+    or if the loader did not set `counted_first`. Instead: evaluating the mask, which reads from the device."""
     first, made_by, parts = None, set(), [mask_function]
-    for part in parts:  # the list grows during the loop
+    for part in parts:  # the loop appends to this list
         if isinstance(part, Tensor):
             first = getattr(part, "counted_first", first)
-        elif isinstance(part, int):  # the size of a sliding window
+        elif isinstance(part, int):  # the length of a sliding window, in tokens
             if part < tokens:
                 return None
         elif isinstance(part, tuple):
@@ -349,14 +362,16 @@ def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None
 
 
 def tensors_count_as_real() -> AbstractContextManager:
-    """Keeps transformers from treating tensors without memory as a traced graph, for which it materializes every mask.
-    Instead: an argument of transformers. (A mock would keep references to all tensors that it is called with.)"""
+    """Context manager in which transformers does not recognize fake tensors. Otherwise transformers would assume that a
+    graph is traced, and would materialize every mask. The patch is a lambda because a mock would keep references to all
+    tensors that it is called with. Instead: an argument of transformers."""
     return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Rebuilds DDP's buckets in the order in which gradients became ready. DDP itself rebuilds them only once,
-    before the second window. Instead: DDP's own rebuild."""
+    """Rebuilds DDP's buckets in the order in which gradients became ready. Called before training, so that DDP does not
+    rebuild the buckets before the second window, when old and new buckets would exist at the same time. Instead: DDP's
+    own rebuild."""
     ddp.reducer._rebuild_buckets()
 
 

@@ -1,4 +1,4 @@
-"""Defines units and categories of memory, without importing torch."""
+"""Defines units and categories of memory, and formats sizes, durations and counts. Does not import torch."""
 
 import math
 import re
@@ -10,13 +10,12 @@ WORDS = {category: category for category in CATEGORIES} | {"optimizer": "optimiz
 
 
 def share_of_limit(size: int | None, limit: int | None) -> str | None:
-    """Returns a size as a percentage of the device's limit, in words; None if there is no limit or nothing was
-    measured."""
+    """Returns a text such as "85% of the device's limit"; None if there is no limit or no measured size."""
     return f"{size / limit:.0%} of the device's limit" if size and limit else None
 
 
 def byte_size(size: float) -> str:
-    """Returns a readable size: "12.3 MiB" below 1 GiB, and "1.234 GiB" from there on."""
+    """Returns a readable size, such as "12.3 MiB" (below 1 GiB) or "1.234 GiB"."""
     size_of_unit, name, digits = unit(size)
     return f"{size / size_of_unit:,.{digits}f} {name}" if size else "0 MiB"
 
@@ -44,7 +43,7 @@ def steps_or_seconds(every: object) -> tuple[float, float]:
     """Parses an interval of steps or time. Returns (500, inf) for 500 and (inf, 1800.0) for "30min".
 
     Raises:
-        ValueError: another form.
+        ValueError: `every` is not a positive integer or a number of minutes.
     """
     minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", str(every))
     if minutes and float(minutes[1]):

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed(message: str = "") -> Iterator[None]:
-    """Context manager that pauses the collector. Args: message: printed if users wait at a terminal.
+    """Context manager that pauses the garbage collector. Args: message: printed to stderr if stderr is a terminal.
 
-    torch, Lightning and transformers create half a million objects that stay alive. Collections that search these
-    objects for garbage take a quarter of the import time.
+    torch, Lightning and transformers create half a million objects that stay alive. Garbage collections that scan these
+    objects would take a quarter of the import time.
     """
     if message and sys.stderr.isatty():
         print(message, file=sys.stderr, flush=True)

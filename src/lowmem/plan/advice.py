@@ -1,5 +1,5 @@
-"""Suggests overrides after a run has run out of memory: from each group the technique whose yaml declares that it
-should be tried first."""
+"""Suggests overrides after a run has run out of memory. In the yaml files of conf/, one technique of a group may
+declare that it should be tried first (`advised`); these techniques are suggested."""
 
 from collections.abc import Mapping
 
@@ -17,27 +17,27 @@ def out_of_memory(
     seq_len: int,
     planned: str | None = None,
 ) -> str:
-    """Returns the message of a run that ran out of memory.
+    """Returns the error message for a run that ran out of memory.
 
     Args:
         side: "device" or "host": the memory that ran out.
-        held: bytes by category.
+        held: bytes by category, on the device at the peak, or on the host when memory ran out.
         choices: group -> technique of the run.
         batch_size, seq_len: settings of the run.
-        planned: advice from the planner; None: the run was not planned.
+        planned: advice from the planner; None if there is none.
     """
     lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]
     lines += [f"  {LABELS[category]:<16}{size / GIB:8.3f} GiB" for category, size in held.items()]
     lines += [planned] if planned else []
     tries = advice(choices, batch_size, seq_len)
-    if side == "host":  # the groups save device memory, some of them at the expense of host memory
+    if side == "host":  # most techniques save device memory, and some need more host memory
         state = ("optim=",) if held.get("optimizer") else ()
         tries = [line for line in tries if line.startswith((*state, "batch_size=", "seq_len="))]
     return "\n".join([*lines, "Try these overrides, one at a time:", *(f"  {line}" for line in tries)])
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Returns overrides that save memory and that this run does not use yet."""
+    """Returns overrides that save memory and that the run does not use yet. Args: see `out_of_memory`."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -45,7 +45,7 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        if first is None:  # needs changes in other groups too, which only a plan finds
+        if first is None:  # a technique that needs changes in other groups, too, is suggested only by the planner
             continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []

@@ -1,5 +1,5 @@
-"""Plans a run that is about to start: chooses a recipe (plan=auto), or predicts the memory and refuses a run that does
-not fit (plan=check)."""
+"""Plans a run of train.py before it starts: chooses a recipe (plan=auto or plan=12GiB), or predicts the memory and
+refuses a run that does not fit (plan=check). Also advises after an out-of-memory error."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -29,11 +29,12 @@ from lowmem.system.units import GIB, MIB, duration
 
 log = logging.getLogger(__name__)
 
-LESS = 0.9  # after out of memory, a recipe may need at most this share of the failed prediction
+LESS = 0.9  # after an out-of-memory error, a recipe may need at most this share of the predicted device memory
 
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
-    """For plan=12GiB or plan=auto, returns the run with the fastest recipe that fits and keeps everything typed.
+    """Returns the run with the fastest recipe that fits, for plan=auto or plan=<a card's name or size>; for plan=check
+    or plan=off, returns the run unchanged. A recipe keeps all typed overrides, except groups that may_change= lists.
 
     Raises:
         Refused: no recipe fits.
@@ -66,10 +67,11 @@ def with_recipe(run: Run, typed: Sequence[str]) -> Run:
 
 
 def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
-    """Predicts the memory of a run. Returns None with plan=off, or if the model cannot be traced.
+    """Predicts the memory of a run, and logs advice. Returns None with plan=off, or if the model cannot be traced.
 
     Raises:
-        Refused: the run needs more memory than the device or the host has. The message has a recipe that fits.
+        Refused: the run needs more memory than the device, the host or the drive has. The message names a recipe that
+            fits, if there is one. A prediction that is only an estimate never refuses a run.
     """
     if run.plan == "off":
         return None
@@ -91,15 +93,15 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """Returns advice for a run that was out of memory although it was predicted to fit: a recipe that is predicted to
-    need at least 10 % less."""
+    """Returns advice for a run that ran out of memory although it was predicted to fit: the command of a recipe that is
+    predicted to need at least 10 % less device memory. None: the run was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
     try:
         less = round(LESS * prediction.device.total)
         plan = _searched(run, typed, replace(_free(run) or Card(less, "a tenth less"), size=less))
-    except Exception as error:  # must not hide the error that ended the run
+    except Exception as error:  # an error of this search must not hide the out-of-memory error
         log.info(f"No recipe was found: {error}")
         return None
     predicted = f"{prediction.device.total / GIB:.2f} GiB"
@@ -114,20 +116,21 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the estimated seconds of a step on this machine. None: the machine has not been measured, or the estimate
-    does not apply to this run."""
+    """Returns the estimated seconds of an optimizer step on this machine. None: the rates of this machine are not
+    stored, the run has several devices, or its prediction is only an estimate."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
         return None
     try:
         return of_trace(machine.machine(on_card, products=run.multiplies_in), run, prediction.trace).seconds
-    except Exception as error:  # an estimate must not end a run
+    except Exception as error:  # an error of the estimate must not end the run
         log.info(f"The time per step is not known: {error}")
         return None
 
 
 def log_duration(steps: int, seconds: float) -> None:
-    """Logs the estimated duration of a run if it is long. Args: steps: number of steps; seconds: seconds per step."""
+    """Logs the estimated duration of a run if it is longer than LONG seconds. Args: steps: number of optimizer steps;
+    seconds: seconds per step."""
     if steps * seconds > LONG:
         log.info(
             f"{steps} steps of about {seconds:.2g} s each take about {duration(steps * seconds)}, without evaluation."
@@ -135,7 +138,7 @@ def log_duration(steps: int, seconds: float) -> None:
 
 
 def could_fit(run: Run) -> bool:
-    """Returns True if a run is predicted to fit, or cannot be predicted exactly."""
+    """Returns True if a run is predicted to fit, or if its memory cannot be predicted or is only an estimate."""
     target = _target(run)
     try:
         prediction = _predicted(run.resolved(), target)
@@ -149,15 +152,17 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 
 def _target(run: Run) -> Target:
-    """Returns the device, host and drive of this process, with the memory and space that are free now."""
+    """Returns the device, host and drive of this process, with the memory and drive space that are free now."""
     node = rank_environment.on_this_machine() if run.several else NODE
     return Target(run.device == "cuda", _free(run), _host(), node, drives.space(None, run.drive_folder))
 
 
 def _free(run: Run) -> Card | None:
-    """Returns the device memory that is free for tensors. None: a CPU without memory.limit, limited only by the host.
+    """Returns a card with the device memory that is free for tensors. None: the device is a CPU and memory.limit is not
+    set, so only the host's memory limits the run.
 
-    memory.limit caps torch's allocator, which excludes the CUDA context, so the context is not subtracted from it.
+    memory.limit limits torch's allocator, which does not count the CUDA context, so the context is not subtracted from
+    memory.limit.
     """
     limit = run.limit
     if run.device != "cuda":
@@ -167,8 +172,8 @@ def _free(run: Run) -> Card | None:
 
 
 def _host() -> int:
-    """Returns the bytes that all processes of this run may use on this host. Assumes that each process now uses as much
-    as this process."""
+    """Returns the bytes of host memory that all ranks on this machine may use together: the free memory, and the memory
+    that the ranks use already. Each rank is assumed to use as much as this process."""
     return process.available_bytes() + rank_environment.on_this_machine() * process.rss_bytes()
 
 
@@ -207,6 +212,6 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
-    """Returns the run of a recipe, with the resolved device of `run` in place of device=auto."""
+    """Returns the run with a recipe's overrides, and with the resolved device of `run` in place of device=auto."""
     where = {"device": run.device, "output_dir": run.output_dir}
     return run_of(replaced(typed, recipe)).knowing(**where).resolved()

@@ -1,11 +1,14 @@
-"""batch_size=auto: the largest divisor of the effective batch whose micro-batch fits, predicted and then tried.
+"""Implements batch_size=auto: finds the largest divisor of the effective batch size whose micro-batch fits.
 
-The planner predicts the largest size that fits. If a trial shows that the prediction is wrong, or with plan=off,
-bisection finds the size. Each trial is a separate process that trains two steps and evaluates once under the memory
-cap, so an out-of-memory error cannot affect the run. On CUDA the caching allocator is capped. On a CPU the meter counts
-live tensors and ends the trial when they exceed `memory.limit`, long before the operating system would kill the
-process. The effective batch size, and so the update, does not change. Lightning's batch size finder matches error
-strings, and saves a full checkpoint first (Lightning #9625, #11295).
+The planner predicts the largest size that fits, and a trial checks it. If the trial does not fit, or with plan=off, the
+size is found by bisection with further trials. The effective batch size, and so the computed update, does not change.
+
+Each trial is a separate process that trains two steps and evaluates once with limited memory, so an out-of-memory error
+cannot affect the run. On CUDA, the caching allocator is limited. On a CPU, the memory meter counts live tensors and
+ends the trial when they exceed `memory.limit`, long before the operating system would kill the process.
+
+Lightning's batch size finder is not used: it recognizes out-of-memory errors by their text, and saves a full checkpoint
+first (Lightning #9625, #11295).
 """
 
 import json
@@ -26,17 +29,17 @@ from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
-STEPS = 2  # optimizer state exists from the second step on
+STEPS = 2  # the first step creates the optimizer state, so only the second step has all of it from its beginning
 DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
-    """Returns the run with a number for batch_size."""
+    """Returns the run with a number for batch_size. Raises: Refused: not even one sequence fits."""
     if run.batch_size != "auto":
         return run
     total, devices = run.accumulation.size, run.accumulation.devices
     sizes = [n for n in divisors(total // devices) if run.plan == "off" or _is_predicted_to_fit(run, n)]
-    if run.plan != "off" and sizes and fits(run, sizes[-1]):  # the prediction is right: no larger size fits
+    if run.plan != "off" and sizes and fits(run, sizes[-1]):  # larger sizes are predicted not to fit, and are not tried
         size = sizes[-1]
     else:
         size = largest(sizes, lambda batch_size: fits(run, batch_size))
@@ -55,7 +58,8 @@ def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Returns the largest of ascending sizes that fits, by bisection: if a size fits, all smaller sizes fit too."""
+    """Returns the largest size that fits, by bisection; None if no size fits. Args: sizes: ascending sizes; fits:
+    returns whether a size fits. If a size fits, all smaller sizes must fit, too."""
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
@@ -67,7 +71,7 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def fits(run: Run, batch_size: int) -> bool:
-    """Returns True if a trial process with this batch size does not run out of memory."""
+    """Returns whether a trial with this batch size, in a separate process, does not run out of memory."""
     trial = {
         "batch_size": batch_size,
         "max_steps": STEPS,
@@ -86,7 +90,8 @@ def fits(run: Run, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """Runs one trial: reads the run's settings from stdin and answers by the exit code. Its files are deleted."""
+    """Runs one trial in this process: reads the run's settings from stdin, and exits with 0 if the run fits, or with
+    DOES_NOT_FIT. The files of the trial are deleted."""
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:

@@ -1,4 +1,5 @@
-"""Memory reports for the device, the host and the drive: the rows of each column add up to the total."""
+"""Defines the memory reports of the planner for the device, the host and the drive. The rows of each report add up to
+its total."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from math import floor
@@ -23,7 +24,7 @@ LABELS = WORDS | {
 
 
 class Column:
-    """Base class of reports. All fields except `phase` are bytes, and `total` is their sum."""
+    """Base class of reports. Each field except `phase` is a row in bytes, and `total` is the sum of all rows."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -42,36 +43,38 @@ class Column:
 
 @dataclass(frozen=True)
 class DeviceBytes(Column):
-    """Bytes of a device in the phase that needs the most; `total` is the smallest card on which the run works."""
+    """Device memory in the phase that needs the most. `total` is the memory of the smallest card on which the run
+    works."""
 
     phase: str
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    temporaries: int = 0  # temporary tensors of the optimizer's step
-    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload shards in both directions
+    temporaries: int = 0  # temporary tensors of the optimizer's update
+    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload, shards in both directions
     workspaces: int = 0
-    fragments: int = 0  # bytes that the allocator must reserve in addition to tensors and workspaces
+    fragments: int = 0  # memory that the allocator must reserve in addition to tensors and workspaces
     context: int = 0  # CUDA context and NCCL communicators, outside of torch's allocator
 
 
 @dataclass(frozen=True)
 class HostBytes(Column):
-    """Bytes of all processes on a host in the phase that needs the most; on a CPU they include the device's bytes."""
+    """Host memory of all processes on a host in the phase that needs the most. On a CPU it includes the device's
+    report."""
 
     phase: str
     libraries: int = 0
-    threads: int = 0  # code and threads that the first step loads and starts
+    threads: int = 0  # code and threads that are loaded and started in the first step
     cuda: int = 0
     generator: int = 0
     weights: int = 0
     masters: int = 0
     optimizer: int = 0  # includes paged state that does not fit on the card
     gradients: int = 0
-    activations: int = 0  # includes the rounding of pinned memory
-    temporaries: int = 0  # temporary tensors of the host's steps, and tensors that are being loaded or written
-    staging: int = 0  # pinned staging slots of the link, and buffers for swapping with a drive
+    activations: int = 0  # includes the memory that rounding the sizes of pinned tensors adds
+    temporaries: int = 0  # temporary tensors of updates on the host, and tensors that are being loaded or written
+    staging: int = 0  # pinned staging buffers, and buffers for swapping with a drive
 
     def times(self, processes: int) -> "HostBytes":
         return replace(self, **{name: processes * size for name, size in self.rows.items()})
@@ -86,7 +89,8 @@ class DriveBytes(Column):
 
 
 def lines(column: Column, title: str, sum_is: str) -> list[str]:
-    """Formats a column in GiB. Rows are rounded up or down so that they add up to the sum that is shown."""
+    """Formats a report in GiB. Rows are rounded up or down so that the printed rows add up to the printed sum. Args:
+    title: headline; sum_is: label of the sum."""
     exact, total = {name: 1000 * size / GIB for name, size in column.rows.items()}, round(1000 * column.total / GIB)
     shown = {name: floor(size) for name, size in exact.items()}
     by_rest = sorted(exact, key=lambda name: shown[name] - exact[name])

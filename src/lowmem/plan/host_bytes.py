@@ -1,4 +1,4 @@
-"""Computes from a trace the host memory of each phase, for one process and for all processes on a host."""
+"""Computes the host memory of each phase of a run from its trace, for one process and for all processes on a host."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,25 +17,25 @@ from lowmem.plan.tracing.traces import MemoryTrace
 from lowmem.saving.export import FILE_BYTES
 from lowmem.system.units import GIB, MIB
 
-BY_HOST = ("load", "save", "resume")  # phases in which paged state does not exist, or is on the host anyway
-CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: a margin, not a measurement
-# Host memory of code and threads that the first step starts: 12 to 20 MiB on two cores, in runs of 10M to 60M
-# parameters
+BY_HOST = ("load", "save", "resume")  # phases without paged optimizer state, or with all of it on the host
+CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: an assumed margin, not a measurement
+# Host memory of code and threads that are started in the first step: 12 to 20 MiB in measured runs of models with 10 to
+# 60 million parameters, on two cores.
 WOKEN = 12 * MIB
-GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB with its first kernels, 5 to 10 for each more
+GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB for its first kernels, 5 to 10 per further kernel
 
 
 def host_phases(
     trace: MemoryTrace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
 ) -> dict[str, HostBytes]:
-    """Returns the host bytes of one process by phase, without the pages of memory-mapped weight files.
+    """Returns the host memory of one process by phase, without the pages of memory-mapped weight files.
 
     Args:
         trace: the traced run.
         run: the settings.
-        device: device bytes by phase; on a CPU they are host memory too.
-        on_card: the run is for a card.
-        libraries: resident bytes after imports, before the model is built.
+        device: device memory by phase. On a CPU, it is added to the host memory.
+        on_card: whether the run is planned for a card.
+        libraries: resident bytes of the process after imports, before the model is built.
     """
     base = HostBytes(
         "load",
@@ -53,12 +53,12 @@ def host_phases(
 
 
 def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pages: int = 0) -> HostBytes:
-    """Returns the bytes of all processes on a host in the phase that needs the most.
+    """Returns the memory of all processes on a host, in the phase that needs the most.
 
     Args:
         phases: bytes of one process by phase.
         processes: number of processes on the host.
-        first: bytes of weights that only rank 0 has in memory while it loads.
+        first: bytes of weights that only rank 0 has in memory while it loads the model.
         pages: bytes per process of paged optimizer state that does not fit on the card.
     """
     every = {
@@ -72,9 +72,9 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
 def mapped(run: Run, parameters: int) -> int:
     """Returns the bytes of a local model's memory-mapped weight files whose pages stay resident while the model loads.
 
-    That is the case if the weights are converted to another dtype, quantized, or split into masters that stream. In all
-    other cases the pages become the tensors' own memory, and the result is 0. The sizes of files on the hub are not
-    known beforehand and also give 0.
+    The pages stay resident if the weights are converted to another dtype, quantized, or split into streamed weights and
+    masters. In all other cases the pages are the memory of the tensors themselves, and the result is 0. The result is
+    also 0 for models on the hub, because the sizes of their files are not known beforehand.
     """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
@@ -85,7 +85,8 @@ def mapped(run: Run, parameters: int) -> int:
 
 
 def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Converts the tracker's bytes by category to rows of a report: the category "other" becomes "temporaries"."""
+    """Converts the memory tracker's bytes by category to rows of a report: the category "other" is the row
+    "temporaries"."""
     return {"temporaries" if category == "other" else category: size for category, size in sizes.items()}
 
 
@@ -93,18 +94,19 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns the bytes of weights and masters while a model is loaded, and of the largest tensor of its files."""
+    """Returns the host memory while a model is loaded, by row of the report: weights, masters, a temporary copy of the
+    largest tensor, and the buffers of a drive."""
     loaded, maps, joins = _reading(run)
     arrives_packed = _packs(run) and run.model.pretrained
     read = 0 if arrives_packed or (maps and run.widens_as_sent) else trace.parameters * loaded
-    here = 0 if on_card else trace.weights  # weights that are already counted as device bytes
+    here = 0 if on_card else trace.weights  # weights that are already counted as device memory
     weights, largest = max(read, trace.weights) - here, {"temporaries": trace.largest * loaded}
     if arrives_packed and joins:
-        largest = {"temporaries": 2 * trace.largest * loaded}  # the parts of a joined tensor, too
+        largest = {"temporaries": 2 * trace.largest * loaded}  # the joined tensor and its parts
     if run.drive_folder is not None and not _packs(run):
-        # All weights are loaded first. Then masters are created and written to the drive block by block. If the 16-bit
-        # weights go to the drive too and keep the dtype of their files, they are pages of these files until then, which
-        # the system can drop. A base that is quantized is already quantized at this point.
+        # All weights are loaded first. Then masters are created and written to the drive, block by block. If the 16-bit
+        # weights are also stored on the drive, and have the dtype of the model's files, they are pages of these files
+        # until they are written, and the system can drop the pages.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)
@@ -114,16 +116,16 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
 
 
 def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
-    """Returns the bytes of loading a model whose weights stream: all weights are still on the host, and masters are
-    split off one weight at a time."""
+    """Returns the host memory while a model with streamed weights is loaded: all weights are still on the host, and the
+    masters are split off, one weight at a time."""
     waiting = trace.streamed + trace.outside
-    others = trace.weights - trace.slots if on_card else 0  # will stay on the device
+    others = trace.weights - trace.slots if on_card else 0  # resident weights, which are moved to the device later
     return {"weights": waiting + others, "masters": trace.host_bytes - waiting}
 
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns the bytes of loading a model that stays on the device. On a CPU, weights are loaded into their final
-    memory, and frozen weights are rounded there."""
+    """Returns the host memory while a model with resident weights is loaded. On a CPU, weights are loaded into their
+    final memory, and frozen weights are rounded in place."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
         return {"weights": weights, "masters": masters}
@@ -131,13 +133,15 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns True if an adapter quantizes the base weights, one by one: published weights while they are loaded."""
+    """Returns True if the adapter quantizes the base weights. Pretrained weights are quantized one by one while they
+    are loaded."""
     return "weights" in run.technique("adapter").saves
 
 
 def _reading(run: Run) -> tuple[int, bool, bool]:
-    """Returns (bytes per element of the loaded weights, True if they are pages of memory-mapped files, which the system
-    can drop, True if transformers joins tensors). Joined tensors are not pages of files."""
+    """Returns (bytes per element of the loaded weights; whether the loaded weights are pages of memory-mapped files,
+    which the system can drop; whether transformers joins several tensors of the files to one weight). Joined weights
+    are not pages of files."""
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
     joins = joins_tensors(described.config)
     if run.drive_folder is not None or _packs(run):
@@ -151,12 +155,12 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
 
 
 def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
-    """Returns the bytes of host tensors in each phase after loading."""
+    """Returns the host memory of tensors in each phase after loading: phase -> row of the report -> bytes."""
     traced = {name: _rows(trace, run, point) for name, point in trace.phases.items()}
     for name in ("forward", "backward", "step"):
         traced[name]["activations"] += trace.rounding
     traced["step"]["temporaries"] += 0 if on_card and not trace.steps_on_host else trace.unseen
-    paged = {"optimizer": trace.paged}  # reading paged state moves it to the host, without a copy
+    paged = {"optimizer": trace.paged}  # reading paged state moves its pages to the host; no copy is made
     saved = paged | {"temporaries": _copies(run, trace) if on_card else 0, "weights": _merged(run, trace, on_card)}
     read = paged | {"temporaries": trace.largest_trained * getattr(torch, run.weights_dtype).itemsize}
     resting = traced["evaluation"]
@@ -167,7 +171,8 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
 
 
 def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
-    """Returns the host bytes of a point by row of the report, without tensors on a drive."""
+    """Returns the traced host memory at a point by row of the report. Tensors on a drive are replaced by the buffers of
+    the drive."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
         return sizes
@@ -179,16 +184,16 @@ def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
 
 
 def _copies(run: Run, trace: MemoryTrace) -> int:
-    """Returns the bytes of temporary copies while saving. A checkpoint copies one tensor at a time; an export copies
-    the tensors of one file at a time."""
+    """Returns the bytes of temporary copies in host memory while saving. A checkpoint copies one tensor at a time from
+    the card; an export copies the tensors of one file at a time."""
     size = getattr(torch, run.weights_dtype).itemsize
     exported = trace.trained_parameters if run.exports_adapter else trace.parameters
     return max(trace.largest * size, min(FILE_BYTES, exported * size))
 
 
 def _merged(run: Run, trace: MemoryTrace, on_card: bool) -> int:
-    """Returns the additional host bytes of a model into which an adapter is merged: the model is copied from the card,
-    and a quantized base is expanded."""
+    """Returns the additional host memory for exporting a model with a merged adapter: the model is copied from the card
+    to the host, and a quantized base is dequantized. 0 if the adapter is not merged."""
     if not run.merge:
         return 0
     merged = trace.parameters * getattr(torch, run.export_dtype or "float32").itemsize

@@ -1,4 +1,4 @@
-"""plan.py as a function: prints the needs of one run, or the table of recipes."""
+"""Implements the command plan.py: prints the memory of one run, the table of recipes, or the answers to longest=."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
-# keys of plan.py that are left out of the printed command of train.py
+# keys of plan.py that do not belong in the printed command of train.py
 OURS = ("gpu", "ram", "drive", "search", "longest", "rows", "node", "may_change")
 
 
@@ -97,8 +97,11 @@ def plan(
 
 
 def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
-    """Prints each answer to `longest=` as it is found, then the command of the last answer that fits. Returns: the
-    contents of plan.json: `chosen`, and `recipes` with the best recipe of each value."""
+    """Prints each answer to `longest=` when it is found, and then the command of the last answer that fits.
+
+    Returns:
+        The contents of plan.json: `chosen` is the overrides of the last answer that fits, and `recipes` has the best
+        recipe of each value that was tried."""
     chosen, recipes = None, []
     print(table.ANSWERS)
     for line, found in answers(question, plan_of):
@@ -112,8 +115,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Adds a strategy with a full model on each device if several devices but no strategy were typed, as a start for
-    the search, which tries other strategies too."""
+    """Returns the run from which the search starts. If several devices but no strategy were typed, this is the typed
+    run with a strategy that keeps the full model on each device; the search also tries other strategies."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
@@ -122,7 +125,8 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 
 def resolved(run: Run, on_card: bool) -> Run:
-    """Returns a copy of the run without interpolations, on the CPU, because tracing always runs on the CPU."""
+    """Returns a copy of the run with resolved interpolations and device=cpu, because runs are always traced on the
+    CPU."""
     run = run.knowing(device="cpu")
     if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto needs a memory limit
         card = cards.card(run.gpu)

@@ -1,4 +1,5 @@
-"""Computes from a trace the memory that a run needs on the device, on the host and on a drive."""
+"""Predicts the memory that a run needs on the device, on the host and on a drive, from a trace of the run on fake
+tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,9 +23,11 @@ from lowmem.system.errors import Refused
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
-# An extended trace has no list of single allocations to replay. Its reserved bytes, and the minimum that must be
-# reserved, are estimated as these multiples of the allocated peak. In seventeen traced recipes of four models the true
-# factors were 1.03 to 1.20, and 1.00 to 1.07; below 1 GiB, where segments of 20 MiB are coarse, up to 1.11.
+# An extrapolated trace (`search/extend.py`) has no list of allocations that could be replayed. So the reserved bytes
+# (RESERVED), and the smallest number of bytes that torch must reserve (LEAST_RESERVED), are estimated as multiples of
+# the allocated peak. In seventeen recipes of four models that were traced in full, the factors were 1.03 to 1.20 for
+# RESERVED, and 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, they were
+# up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
@@ -40,10 +43,10 @@ class NotPredicted(Refused):
 
 @dataclass(frozen=True)
 class Need:
-    """Peak bytes of one phase in one process, comparable to the measurements of a run."""
+    """Predicted peak bytes of one phase in one process. They are compared with the measurements of a run."""
 
     device: int
-    host: int  # resident memory of the process; on a CPU this includes the device's bytes
+    host: int  # resident memory of the process; on a CPU it includes `device`
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,21 @@ class Prediction:
     device: DeviceBytes
     host: HostBytes
     drive: DriveBytes
-    reserved: int  # reserved by CUDA's allocator if there is room; 0 on a CPU
+    reserved: int  # bytes that CUDA's caching allocator reserves on a card with enough room; 0 on a CPU
     parameters: int
     on_card: bool
-    estimate: str | None = None  # why this is only an estimate
-    advice: str | None = None  # overrides that avoid the math kernel of attention; None: it is not used
+    estimate: str | None = None  # why this is only an estimate; None: it is exact
+    advice: str | None = None  # how to avoid the math kernel of attention; None: the kernel is not used
     trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
-    mapped: int = 0  # memory-mapped weight files: resident while loading, but dropped if memory is short
-    paged: int = 0  # optimizer state that CUDA pages: on the card if it fits, otherwise on the host
+    mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
+    paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
-    drive_read: int = 0  # read from the drive per step: all that the step changes, and 16-bit weights for each pass
-    drive_written: int = 0  # written to the drive per step
+    drive_read: int = 0  # bytes read from the drive per step: for the update, and 16-bit weights for each pass
+    drive_written: int = 0  # bytes written to the drive per optimizer step
     devices: int = 1  # number of devices; `device` describes the device that needs the most
     node: int = 1  # maximum number of devices per host
-    traffic: Traffic = NOTHING  # bytes that a device receives in an optimizer step
-    extended: bool = False  # True: extrapolated from traces of a few blocks
+    traffic: Traffic = NOTHING  # bytes that a device receives from other devices in an optimizer step
+    extended: bool = False  # the trace was extrapolated from traces of short models
 
     @property
     def on_host(self) -> int:
@@ -77,12 +80,12 @@ class Prediction:
 
     @property
     def allocated(self) -> int:
-        """Returns the peak of allocated device bytes, comparable to a run's measurement."""
+        """Returns the peak of allocated device bytes, which is compared with the measured peak of a run."""
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns a copy in which the host memory before the model was built is the measured value `libraries`
-        (bytes)."""
+        """Returns a copy with a measured value for the host memory of a process before its model is built. Args:
+        libraries: this value, in bytes."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host=self.host.plus(libraries=self.on_host * more))
@@ -119,12 +122,13 @@ def predict(
     Args:
         run: resolved settings, with a number for batch_size.
         target: the device, host and drive.
-        other: called instead of `trace`, with the same arguments.
-        libraries: resident bytes of a process after the run's imports; None: the resident bytes of this process.
+        other: a function that is called instead of `trace`, with the arguments of `trace`.
+        libraries: resident bytes of a process after its imports, before the model is built; None: the resident bytes of
+            this process now.
 
     Raises:
         NotPredicted: the model cannot be traced.
-        Refused: the run itself would be refused for the same reason.
+        Refused: the run has an error for which train.py would refuse it, too.
     """
     compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:
@@ -143,7 +147,7 @@ def predict(
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
-    """Computes the memory of a traced run. Args: libraries: resident bytes after imports, before the model is built."""
+    """Computes the memory of a traced run. Args: see `predict`."""
     on_card = target.on_card
     free = replay(trace.events) if on_card and trace.events else None
     in_flight = _in_flight(trace, run) if on_card else 0
@@ -182,9 +186,9 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 
 def _in_flight(trace: Trace, run: Run) -> int:
-    """Returns the bytes of buffers on the card that are being copied: gradients to the host, or shards in both
-    directions."""
-    if trace.waits_on_host:  # CPU offload: the weights of a block to the card, and their gradients back
+    """Returns the bytes on the card that are being copied: gradients on their way to the host, or, with CPU offload,
+    weights on their way to the card and gradients on their way to the host. 0 if neither happens."""
+    if trace.waits_on_host:  # CPU offload: the weights and the gradients of one block
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
         return 0
@@ -192,12 +196,13 @@ def _in_flight(trace: Trace, run: Run) -> int:
 
 
 def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator | None) -> dict[str, DeviceBytes]:
-    """Returns the allocated device bytes at the peak of each phase. Args: free: see `_beside_tensors`."""
+    """Returns the allocated device memory at the peak of each phase, by row. Args: in_flight: the result of
+    `_in_flight`; free: see `_beside_tensors`."""
     traced = {name: DeviceBytes(name, **by_row(trace.phases[name].bytes)) for name in TRACED}
     scratch = 0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen
     traced["backward"] = traced["backward"].plus(in_flight=in_flight)
     traced["step"] = traced["step"].plus(temporaries=scratch)
-    resting = DeviceBytes("save", trace.weights, optimizer=traced["evaluation"].optimizer)  # memory between two windows
+    resting = DeviceBytes("save", trace.weights, optimizer=traced["evaluation"].optimizer)  # memory between two steps
     if on_card:
         resting = resting.plus(workspaces=trace.workspace)
         traced = {name: phase.plus(**_beside_tensors(trace, free)) for name, phase in traced.items()}
@@ -210,22 +215,23 @@ def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator 
 
 
 def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
-    """Returns the device's report without the context. Args: peak: the phase with the highest peak; least: bytes that
-    torch must be able to reserve."""
+    """Returns the device's report without the CUDA context. Args: peak: the phase with the highest peak; in_flight: the
+    result of `_in_flight`; least: minimum bytes that torch must be able to reserve."""
     more = min(in_flight - peak.in_flight, least - peak.total)
     return peak.plus(in_flight=more, fragments=least - peak.total - more)
 
 
 def _communicators(trace: Trace, run: Run) -> int:
-    """Returns the bytes of NCCL communicators, which torch does not count. Each process group allocates a communicator
-    at its first collective."""
-    groups = {sent.ranks for _, sent in trace.sent} or {None}  # a strategy that was not traced has at least one group
+    """Returns the device memory of NCCL communicators, which torch's allocator does not count. Each process group
+    creates a communicator at its first collective. 0 with one device."""
+    groups = {sent.ranks for _, sent in trace.sent} or {None}  # without a traced strategy: one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 
 def read_by_passes(run: Run, trace: Trace) -> int:
-    """Returns the bytes of 16-bit weights that the passes of a window read from a drive. The last block is still on the
-    device when backward begins, and the first block when the next micro-batch begins, so these are not read again."""
+    """Returns the bytes of 16-bit weights that the forward and backward passes of a window read from a drive. A pass
+    does not read the block again that the previous pass computed last: the last block is still on the device when
+    backward begins, and the first block when the forward pass of the next micro-batch begins."""
     if not run.reads_weights:
         return 0
     turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
@@ -235,29 +241,31 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
     """Returns the bytes of paged optimizer state that do not fit on the card.
 
-    CUDA evicts pages when torch reserves memory, so torch never has to release cached segments for pages.
+    CUDA moves pages to the host when torch reserves memory, so pages never force torch to release cached segments.
 
     Args:
         paged: bytes of paged state.
-        in_use: bytes of torch's reserved memory and the context.
-        gpu: bytes of the card; None: unlimited.
+        in_use: bytes of torch's reserved memory and of the CUDA context.
+        gpu: bytes of the card's memory; None: unlimited.
     """
     return 0 if gpu is None else min(paged, max(0, paged + in_use - gpu))
 
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
-    """Returns the bytes that CUDA's allocator counts as allocated in addition to tensors: cuBLAS workspaces, and unused
-    ends of blocks that are too small to be split off. Args: free: the replayed allocator; None: the events are not
-    known."""
+    """Returns the bytes that CUDA's caching allocator counts as allocated in addition to tensors: cuBLAS workspaces,
+    and the unused ends of blocks, which are too small to be split off. Args: free: an allocator without a limit in
+    which the trace's events were replayed; None: the trace has no events."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)
     return {"workspaces": trace.workspace, "fragments": rests}
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns (bytes that torch reserves if there is room, minimum bytes that torch must be able to reserve)."""
+    """Returns (bytes that torch reserves on a card with enough room, minimum bytes that torch must be able to reserve).
+    Args: free: see `_beside_tensors`; device_peak: the highest peak of all phases in bytes; leaving: the result of
+    `_in_flight`."""
     if free is None:
         return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
-    # The events lack temporary memory inside compiled code, so the peak may be higher.
+    # The events do not contain temporary memory inside compiled code, so the peak of the phases may be higher.
     smallest = smallest_limit(trace.events, free)
     return max(free.reserved + leaving, device_peak), max(smallest + leaving, device_peak)

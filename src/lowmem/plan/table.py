@@ -1,4 +1,4 @@
-"""Formats a plan for the terminal."""
+"""Formats plans and predictions for the terminal: tables, notes below them, and commands to copy."""
 
 import shlex
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from lowmem.system.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """Returns the shell command of a recipe. With several hosts, type the command on each host, and replace HOST by the
-    name of the first host."""
+    """Returns the shell command that runs a recipe. With several hosts, the command is for each host, and contains HOST
+    in place of the name of the first host."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
         count = range(-(-need.devices // need.node), need.devices + 1)
@@ -33,8 +33,8 @@ ANSWERS = f"{'':<28}{'device':>8}{'host':>8}  GiB, with the fastest recipe that 
 
 
 def of_answer(line: str, found: Plan | str) -> str:
-    """Formats an answer of `longest=`. Args: line: the override that was tried; found: the plan with this override, or
-    the reason why it is refused."""
+    """Formats one answer to `longest=` as a line. Args: line: the override that was tried; found: the plan with this
+    override, or the reason why the override is refused."""
     if isinstance(found, str):
         return f"{line:<28}{'-':>8}{'-':>8}  {found.partition(': ')[2] or found}"
     recipe = found.recipes[0]
@@ -44,11 +44,12 @@ def of_answer(line: str, found: Plan | str) -> str:
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """Formats the table of recipes, grouped under headings that say how the training changes. Each row has the numbers
-    of a recipe, and the overrides to type after the heading's overrides."""
+    """Formats the table of recipes. Recipes that change the training in the same way are grouped below a heading with
+    the overrides that they share; a row has a recipe's numbers and its further overrides. Args: rows: maximum number of
+    recipes."""
     head = ("time", "device", "spare", "PyTorch", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
-    used = [any(column) for column in zip(*cells, strict=True)]  # on a CPU, some columns are empty
+    used = [any(column) for column in zip(*cells, strict=True)]  # on a CPU, some columns are empty and are left out
     head, *cells = (tuple(compress(row, used)) for row in (head, *cells))
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     lines, rows_left = [_line(head, widths)], iter(cells)
@@ -86,7 +87,7 @@ def nothing_fits(plan: Plan) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Formats a row: numbers aligned to the right, words to the left."""
+    """Formats a row of the table: numbers are aligned to the right, and the phase in the last column to the left."""
     *figures, (peak, _) = zip(cells, widths, strict=True)
     return "  ".join([*(cell.rjust(width) for cell, width in figures), peak])
 
@@ -114,7 +115,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _others(plan: Plan) -> list[str]:
-    """Explains why recipes that change the computation are listed or left out."""
+    """Explains why recipes that change precision or optimizer are listed or left out."""
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
@@ -187,7 +188,8 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Formats the bytes on a drive, and the time that each step takes there at the assumed rates."""
+    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds for them at the assumed
+    rates of a drive."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
@@ -199,7 +201,7 @@ def on_drive(prediction: Prediction, target: Target) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Formats a number with two significant digits, or as an integer if it is large."""
+    """Formats a number with two significant digits, or as an integer if it is 10 or more."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 

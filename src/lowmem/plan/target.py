@@ -9,12 +9,12 @@ from lowmem.plan.tracing.traffic import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """The device, host and drive of a run. A size of None means unlimited."""
+    """The device, host and drive that a planned run may use. A size of None means unlimited."""
 
     on_card: bool  # plan for CUDA, even on a machine without CUDA
     card: Card | None = None
     host_memory: int | None = None  # bytes for all processes on one host
-    node: int = NODE  # devices that share a host
+    node: int = NODE  # maximum number of devices per host
     drive: DriveSpace | None = None
 
     @property
@@ -23,7 +23,7 @@ class Target:
 
     @property
     def context_bytes(self) -> int:
-        """Returns the bytes of the card that torch cannot reserve."""
+        """Returns the bytes of device memory for the CUDA context, which torch's allocator cannot reserve."""
         return self.card.context_bytes if self.card else 0
 
     @property

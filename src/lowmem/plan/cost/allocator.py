@@ -1,15 +1,16 @@
-"""Simulates CUDA's caching allocator: counts the bytes that it reserves for a sequence of allocations.
+"""Simulates torch's caching allocator for CUDA, to predict the bytes that it reserves for a sequence of allocations.
 
     request (rounded to 512 B)    segment
     up to 1 MiB                   2 MiB, shared
     below 10 MiB                  20 MiB, shared
     larger                        a separate segment, rounded to 2 MiB
 
-A freed block is merged with free neighbours and reused: best fit, and among blocks of equal size the lowest address.
-Segments stay reserved until the card is full. Then segments without a block in use are released, and the request is
-tried once more before an out-of-memory error. So there are two results: the bytes reserved if there is room, and the
-smallest card on which all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and
-`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
+A freed block is merged with adjacent free blocks and can be reused. A request takes the smallest free block that is
+large enough, and among blocks of equal size the block with the lowest address. Segments stay reserved until the card is
+full. Then the allocator releases all unused segments and tries the request again, before it raises an out-of-memory
+error. So two numbers are of interest: the bytes that are reserved if there is room, and the smallest limit with which
+all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and `release_cached_blocks` in
+c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +25,7 @@ ROUND = 2 << 20
 
 @dataclass(eq=False)
 class Block:
-    """A block of a segment. `before` and `after` are its neighbours in the segment, or None."""
+    """A block of a segment. `before` and `after` are the adjacent blocks in the segment, or None at its ends."""
 
     size: int
     small: bool
@@ -44,8 +45,8 @@ class Allocator:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
-        self._end = 0  # first unused address; addresses of released segments are not reused
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # is small -> blocks by size
+        self._end = 0  # first address that was never used; addresses of released segments are not reused
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # is small -> sorted free blocks
 
     def allocate(self, size: int) -> Block:
         size = -(-size // BLOCK) * BLOCK
@@ -97,7 +98,7 @@ class Allocator:
         return Block(total, small, self._end - total)
 
     def _give_back(self) -> None:
-        """Releases all unused segments. A free block without neighbours fills its segment."""
+        """Releases all unused segments: a free block without adjacent blocks fills its whole segment."""
         for small, pool in self._free.items():
             in_use = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in in_use)
@@ -113,10 +114,10 @@ class Allocator:
 
 
 def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> Allocator:
-    """Simulates a sequence of events.
+    """Simulates a sequence of allocations and releases, and returns the allocator.
 
     Args:
-        events: (serial of a storage, bytes), bytes > 0: allocated, < 0: freed.
+        events: (serial number of a storage, bytes). Positive bytes are an allocation, negative bytes a release.
         limit: maximum reserved bytes; None: unlimited.
 
     Raises:
@@ -136,16 +137,18 @@ def from_the_start(
 ) -> list[tuple[Hashable, int]]:
     """Returns the events of a run's first window, followed by the events of a later window.
 
-    Long-lived tensors that are allocated in the first window fragment the memory: cuBLAS allocates its workspaces
-    during a pass, and the optimizer creates its state in the first step. Later windows must fit into the gaps. On an
-    H200 this explained the smallest cap of five of six recipes; without the first window all predicted caps were too
-    small, by up to 7 %.
+    Tensors that are allocated in the first window and are not freed fragment the memory: cuBLAS allocates its
+    workspaces during a pass, and the optimizer creates its state in the first update. The allocations of later windows
+    must fit into the gaps. On an H200, the smallest limit with which a run works was predicted correctly for five of
+    six recipes; without the first window all predicted limits were too small, by up to 7 %.
 
     Args:
         events: the events of a later window.
-        existing: number of leading events that are allocations from before the window, weights first.
+        existing: number of leading events that are allocations of tensors from before the window. The weights come
+            first.
         weights: bytes of the weights.
-        workspaces: index of an event of the window -> bytes of a workspace that is allocated there and never freed.
+        workspaces: index of an event in the window -> bytes of a workspace that is allocated just before this event,
+            and never freed.
     """
     window, end, total = events[existing:], 0, 0
     while end < existing and total < weights:
@@ -161,8 +164,8 @@ def from_the_start(
 
 
 def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | None = None) -> int:
-    """Returns the minimum of reserved bytes with which all events succeed, in multiples of 2 MiB. Args: events: see
-    `replay`; free: the result of `replay(events)`, if known."""
+    """Returns the smallest limit of reserved bytes with which all events succeed, a multiple of 2 MiB. Args: events:
+    see `replay`; free: the result of `replay(events)`, if known."""
     free = free or replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # numbers of 2 MiB units
     while works - fails > 1:

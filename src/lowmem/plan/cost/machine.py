@@ -1,11 +1,12 @@
-"""Rates of a machine, and the time of an operator by a roofline model (Williams et al. 2009).
+"""Finds the rates of a machine (FLOP/s and bytes/s), and estimates the time of an operator by a roofline model
+(Williams et al. 2009).
 
     seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
-A named card has the published rates in conf/gpu.yaml. This machine is measured in about a second, or more exactly by
-`python -m benchmarks.card`, and its rates are stored for a week. Operators reach only a part of the peak rates: the
-factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md). A rates file that cannot be
-read or written is ignored, since rates only affect the order of recipes.
+A named card has the published rates in conf/gpu.yaml. The rates of this machine are measured in about a second, or more
+exactly by `python -m benchmarks.card`, and stored in a file for a week. Operators reach only a share of the peak rates:
+the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md). If the file cannot be
+read or written, the rates are measured again, and no error is raised.
 """
 
 import json
@@ -30,11 +31,11 @@ from lowmem.system.errors import Refused
 from lowmem.system.process import processor
 from lowmem.techniques.precision.cpu_products import widened
 
-COMPUTE, MEMORY = 0.95, 0.7  # share that operators reach of the rate of large products, and of the bandwidth
+COMPUTE, MEMORY = 0.95, 0.7  # shares of peak FLOP/s and of memory bandwidth that operators reach
 LAUNCH = 5e-6  # seconds to launch an operator
-DUPLEX = 0.5  # assumed duplex factor of this machine's link: the value of PCIe 4 in conf/gpu.yaml
+DUPLEX = 0.5  # assumed `duplex` of this machine's link (`cards.LinkBandwidth`): the value of PCIe 4 in conf/gpu.yaml
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
-FORMAT, WEEK = 8, 7 * 24 * 3600  # stored rates: version of the file format; seconds until the rates expire
+FORMAT, WEEK = 8, 7 * 24 * 3600  # version of the file format; seconds until stored rates expire
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")} | {"tensorfloat32": torch.float32}
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,28 +43,29 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a device and of its host."""
+    """The rates of a device, of its links and drive, and of its host."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # checks a file; direct construction is not checked
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # validates values that are read from a file
 
     name: str
-    flops: dict[str, Rate]  # dtype -> FLOP/s of matrix products
+    flops: dict[str, Rate]  # name of a dtype -> FLOP/s of matrix products
     bandwidth: Rate  # bytes per second of device memory
     launch: Rate = LAUNCH
-    link: cards.LinkBandwidth | None = None  # between host and device; None: host and device share memory
-    peer: Rate | None = None  # bytes per second from other devices of the node; None: `bandwidth`
-    network: Rate | None = None  # bytes per second from other nodes; None: `peer`
+    link: cards.LinkBandwidth | None = None  # between host and card; None: the device is a CPU
+    peer: Rate | None = None  # bytes per second from other devices of the node; None: equal to `bandwidth`
+    network: Rate | None = None  # bytes per second from other nodes; None: equal to `peer`
     drive_read: Rate = drives.READ  # bytes per second
     drive_written: Rate = drives.WRITTEN
-    host: "Machine | None" = None  # rates of the host of a card
+    host: "Machine | None" = None  # rates of the CPU; None: this device is a CPU, or unknown
 
     def operator(self, work: Work) -> float:
-        """Returns the seconds of an operator. Raises: Refused: the rate of the operator's dtype is not known."""
+        """Returns the estimated seconds of an operator. Raises: Refused: the rate of matrix products in the operator's
+        dtype is not known."""
         products = work.flops / self.rate(str(work.dtype).removeprefix("torch.")) if work.flops else 0.0
         return max(products, work.moved / self.bandwidth) + self.launch
 
     def rate(self, dtype: str) -> Rate:
-        """Returns the floating-point operations per second of matrix products in a dtype."""
+        """Returns the FLOP/s of matrix products in a dtype. Raises: Refused: the rate is not known."""
         if dtype not in self.flops:
             raise Refused(
                 f"The speed of {self.name} is known for {', '.join(self.flops)}, but this run multiplies matrices in "
@@ -73,18 +75,19 @@ class Machine:
         return self.flops[dtype]
 
     def exchange(self, traffic: Traffic) -> float:
-        """Returns the seconds of an exchange. The links inside the node and between nodes work at the same time."""
+        """Returns the seconds of an exchange between devices. Transfers inside the node and between nodes overlap."""
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
 
 def machine(on_card: bool, card: cards.Card | None = None, products: str = "float32") -> Machine:
-    """Returns the rates of the machine that a plan is for, scaled to the share that operators reach.
+    """Returns the rates of the machine for which a plan is made, multiplied by the shares that operators reach.
 
     Args:
-        on_card: plan for a card; False: for the processors of this machine.
-        card: a named card; None: the card of this machine, or `cards.REFERENCE` on a machine without a card.
-        products: dtype of matrix products; with "tensorfloat32" fp32 products have the rate of TF32.
+        on_card: True: the rates of a card; False: the rates of this machine's CPU.
+        card: a card. If it has no published rates, or is None, the rates of this machine's card are returned, or the
+            rates of `cards.REFERENCE` on a machine without a card.
+        products: dtype of matrix products. With "tensorfloat32", matrix products in fp32 get the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
         known = card if card and card.rates else cards.named(cards.REFERENCE)
@@ -99,7 +102,7 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
 
 def stored_rates(on_card: bool) -> Machine | None:
-    """Returns the stored rates of this machine; None: no rates are stored, or they are older than a week."""
+    """Returns the stored rates of this machine. None: no valid rates are stored, or they are older than a week."""
     file = _file(on_card)
     with suppress(OSError, ValueError):  # pydantic's errors are ValueErrors
         found = TypeAdapter(Machine).validate_json(file.read_bytes())
@@ -109,9 +112,9 @@ def stored_rates(on_card: bool) -> Machine | None:
 
 
 def store(found: Machine, on_card: bool) -> None:
-    """Stores the rates of this machine, unless the folder cannot be written to."""
+    """Stores the rates of this machine. A no-op if the folder is not writable."""
     file = _file(on_card)
-    draft = file.with_suffix(f".{os.getpid()}")  # two processes may store rates at the same time
+    draft = file.with_suffix(f".{os.getpid()}")  # one draft per process: two processes may write
     with suppress(OSError):
         CACHE.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(found), indent=2), encoding="utf-8")
@@ -120,7 +123,7 @@ def store(found: Machine, on_card: bool) -> None:
 
 @cache
 def measured(on_card: bool) -> Machine:
-    """Measures this machine once per process, and stores the rates."""
+    """Returns measured rates of this machine, and stores them. Cached, so each process measures once."""
     device = "cuda" if on_card else "cpu"
     memory = torch.ones(1 << 25, device=device)
     bandwidth = 2 * memory.nbytes / fastest(lambda: memory.mul_(1.0), on_card)
@@ -130,13 +133,13 @@ def measured(on_card: bool) -> Machine:
         up, down = fastest(lambda: memory.copy_(pinned), True), fastest(lambda: pinned.copy_(memory), True)
         found = replace(found, link=cards.LinkBandwidth(pinned.nbytes / up, pinned.nbytes / down, DUPLEX))
         del memory
-        torch.cuda.empty_cache()  # return the memory of the measurement
+        torch.cuda.empty_cache()  # returns the memory of the measurement to the card
     store(found, on_card)
     return found
 
 
 def _products(device: str) -> dict[str, float]:
-    """Measures matrix products. Returns {dtype: operations per second}."""
+    """Measures matrix products on a device. Returns: name of a dtype -> FLOP/s."""
     n, flops, before = (4096 if device == "cuda" else 1024), {}, torch.get_float32_matmul_precision()
     for name, dtype in DTYPES.items():
         factor = torch.randn(n, n, device=device).to(dtype)
@@ -148,7 +151,8 @@ def _products(device: str) -> dict[str, float]:
 
 
 def fastest(call: Callable[[], object], on_card: bool) -> float:
-    """Returns the seconds of the fastest of five calls, after a warm-up call, because other processes may interfere."""
+    """Returns the seconds of the fastest of five calls, after a warm-up call. Slower calls were probably delayed by
+    other processes."""
     return min(timeit.repeat(lambda: (call(), on_card and torch.cuda.synchronize()), number=1, repeat=6)[1:])
 
 

@@ -1,19 +1,23 @@
-"""Estimates the seconds of an optimizer step: the passes, and the part of copies and update that does not overlap with
-them.
+"""Estimates the seconds of an optimizer step from a trace of its work and the rates of a machine. The planner ranks
+recipes by this time.
 
-Five resources of a machine work at the same time. So a phase takes as long as the busiest resource:
+A machine has five resources that work at the same time. So a phase takes as long as its busiest resource:
 
-            compute     up (to the card)       down          host           drive
-forward     operators   weights                boundaries                   weights (read)
-backward    operators   weights, boundaries    gradients     sums           weights (read)
-update                  updated weights                      norm, update   masters and state (read, written)
+            compute     up (to the card)         down          host           drive
+forward     operators   weights                  block inputs                 weights (read)
+backward    operators   weights, block inputs    gradients     sums           weights (read)
+update                  updated weights                        norm, update   masters and state (read, written)
 
-Boundaries are offloaded block inputs. All entries except operators and boundaries apply only to streamed weights, host
-masters and CPU offload. If host masters are updated as their gradients arrive (`Run.early`), the norm and the update
-overlap with the last backward pass. Otherwise the host computes the norm of all gradients first, and the update
-overlaps with the first forward pass of the next window. An update on the card, or on the host with CPU offload, does
-not overlap with a pass. On a CPU only the drive works at the same time as other resources. An asynchronous exchange
-between devices overlaps with the pass that starts it; the device waits for other exchanges.
+Block inputs are copied if activation checkpointing offloads them. The entries other than operators and block inputs
+apply only to streamed weights, host masters and CPU offload.
+
+- With early updates of host masters (`Run.early`), the norm and the update overlap with the last backward pass.
+- Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first
+  forward pass of the next window.
+- An update on the card, or on the host with CPU offload, does not overlap with a pass.
+- If the device is a CPU, only the drive works at the same time as another resource.
+- An asynchronous exchange between devices overlaps with the pass that starts it. The device waits for all other
+  exchanges.
 """
 
 from collections.abc import Mapping
@@ -25,19 +29,19 @@ from lowmem.plan.cost.machine import COMPUTE, Machine
 from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
-PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases of a trace's work
-TRAVEL = "travel"  # an additional phase of some traces: copies of weights for a pass
-SUM_BYTES = 4  # bytes per element of a sum of gradients
-REACHED = 0.65  # share of a card's peak FLOP/s that a full pass reaches; published values are 0.5 to 0.9
+PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases in the work of a trace
+TRAVEL = "travel"  # phase of some traces: copies of weights for a pass
+SUM_BYTES = 4  # bytes per element of summed gradients (fp32)
+REACHED = 0.65  # share of a card's peak FLOP/s that forward and backward reach; published values are 0.5 to 0.9
 
 
 class WindowTime(NamedTuple):
-    """Seconds of a window.
+    """Estimated seconds of a window.
 
     Args:
         passes: the operators of all forward and backward passes.
-        transfers: the part of copies, host work and exchanges in the passes that does not overlap with operators.
-        step: the part of gradient norm and update that does not overlap with a pass.
+        transfers: copies, host work and exchanges during the passes, as far as they do not overlap with operators.
+        step: gradient norm and update, as far as they do not overlap with a pass.
     """
 
     passes: float
@@ -50,7 +54,7 @@ class WindowTime(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Seconds for which each resource is busy."""
+    """Seconds for which each resource is busy during a phase."""
 
     compute: float = 0.0
     up: float = 0.0
@@ -62,21 +66,22 @@ class Load(NamedTuple):
         return Load(*map(sum, zip(self, other, strict=True)))
 
     def seconds(self, link: LinkBandwidth | None) -> float:
-        """Returns the seconds until all resources are done. While the link copies down at its full rate, copies up have
-        only the share `link.duplex` of their rate. Without a link all work except the drive's is sequential."""
+        """Returns the seconds until all resources have finished. While the link copies down at its full rate, copies up
+        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), all work except the
+        drive's is sequential."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
 
 
 def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> WindowTime:
-    """Returns the seconds of the run's largest window. Args: node: devices per node."""
+    """Returns the time of the run's largest window. Args: node: devices per node."""
     return window(machine, run, trace, seconds(machine, trace), run.windows.largest, node)
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns the seconds of a trace's operators by phase. Phases in STEP have the rates of the host if the optimizer
-    runs on the host; all other work has the rates of the device."""
+    """Returns the seconds of a trace's operators by phase. If the optimizer runs on the host, the phases of STEP are
+    computed with the host's rates. All other work is computed with the device's rates."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     durations = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
@@ -87,14 +92,14 @@ def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
 def window(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int, node: int = NODE
 ) -> WindowTime:
-    """Returns the seconds of a window.
+    """Returns the time of a window.
 
     Args:
-        machine: rates.
+        machine: the rates.
         run: the settings.
         trace: the traced work.
-        durations: the result of `seconds`. "forward", "backward" and "sum" are for one micro-batch, or for the full
-            window if its micro-batches overlap.
+        durations: the result of `seconds`. The phases "forward", "backward" and "sum" are for one micro-batch. If
+            micro-batches overlap (`Run.overlaps`), they are for the full window.
         micro_batches: number of micro-batches of the window.
         node: devices per node.
     """
@@ -111,16 +116,16 @@ def window(
 def _passes(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int
 ) -> tuple[Load, Load]:
-    """Returns the loads of a forward and of a backward pass. If micro-batches overlap, each load is for the full
-    window; otherwise each load is for one micro-batch."""
+    """Returns the loads of a forward and of a backward pass: for the full window if micro-batches overlap, otherwise
+    for one micro-batch."""
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
     read = 1 / machine.drive_read if run.reads_weights else 0.0
     boundaries, head = trace.offloaded, trace.head * (micro_batches if run.overlaps else 1)
-    again = max(0, trace.streamed - trace.blocks[1])  # the last block is still on the device when backward begins
+    again = max(0, trace.streamed - trace.blocks[1])  # backward begins with the last block on the device
     gradients = _gradients(run, trace, micro_batches) if trace.steps_on_host else 0
     if trace.waits_on_host and not trace.steps_on_host:  # CPU offload copies all weights for each pass
         head, gradients = head + trace.gradients, trace.gradients
-    copied = 0.0 if machine.link else durations.get(TRAVEL, 0.0)  # seconds, for both passes
+    copied = 0.0 if machine.link else durations.get(TRAVEL, 0.0)  # seconds of both passes together
     forward = Load(durations["forward"], up * (trace.streamed + head) + copied, down * boundaries)
     backward = Load(durations["backward"], up * (boundaries + again + head), down * gradients, durations["sum"])
     return forward._replace(drive=read * trace.streamed), backward._replace(drive=read * again)
@@ -129,32 +134,32 @@ def _passes(
 def _step(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
 ) -> float:
-    """Returns the seconds that the gradient norm and the update add to a window: the part that does not overlap with a
-    pass."""
+    """Returns the seconds that the gradient norm and the update add to a window, because they do not overlap with a
+    pass. Args: passes: the result of `_passes`."""
     norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0
-    # the update overlaps with reads and writes, but the drive is assumed to read and write in turn
+    # the update overlaps with the drive's work, but the drive is assumed not to read and write at the same time
     drive = stepped / machine.drive_read + stepped / machine.drive_written
     if link is None or not trace.steps_on_host:
-        # the traced work does not include paged state, which is read and written once
+        # paged state is not part of the traced work: the update reads and writes it once
         return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth
-    # bytes of updated weights that are copied to the card after the update; streamed weights are copied in the passes
+    # bytes of resident weights that are copied to the card after the update; streamed weights are copied in the passes
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
-    update += 2 * copied / (machine.host or machine).bandwidth  # copied by the host into pinned buffers
+    update += 2 * copied / (machine.host or machine).bandwidth  # the host reads and writes them to fill pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
-    # The backward pass computes the embedding's gradient last, and the embedding is usually the largest weight: its
-    # update cannot overlap with a pass.
+    # The update of the embedding cannot overlap with a pass, because the backward pass computes the embedding's
+    # gradient last. The embedding is assumed to be the largest weight.
     exposed = max(update, drive) * trace.largest_trained / trace.trained_parameters
     beyond = (hides + load).seconds(link) - hides.seconds(link)
     return max(exposed, beyond) + (0.0 if run.early else norm)
 
 
 def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
-    """Returns the bytes of gradients that a backward pass sends to the host. With weights.order=by_layer the gradients
-    of a block are sent once per window, as fp32 sums."""
+    """Returns the bytes of gradients that a backward pass copies to the host. With weights.order=by_layer, the
+    gradients of a block are summed on the card in fp32, and copied once per window."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks
     if not run.by_layer or micro_batches == 1:
         return element * trace.trained_parameters
@@ -162,10 +167,10 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Returns the number of tokens from which streaming weights takes no extra time, per micro-batch or, with
-    weights.order=by_layer, per window. In a forward pass, each weight needs two FLOPs per token and is copied over the
-    link in 2 bytes.
+    """Returns the number of tokens from which streamed weights cost no extra time: tokens per micro-batch, or with
+    weights.order=by_layer per window. Each weight takes 2 FLOPs per token in a forward pass, and its copy to the card
+    has 2 bytes.
 
-    The number is for a dense model. For a mixture of experts, divide the result by the share of active weights.
+    The result is for a dense model. For a mixture of experts, divide it by the share of active parameters.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

@@ -1,11 +1,12 @@
-"""Lists the routes that a plan compares; `recipes.py` searches the recipes of each route. All recipes keep the typed
-overrides and the effective batch size.
+"""Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the typed overrides and the
+effective batch size.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
-    Route                    both, with a strategy and a place for the weights
+    Route                    both, with a strategy and a place for the weights (resident or streamed)
 
-Micro-batch size, checkpointing and loss of a route are chosen by `climb.py`.
+`climb.py` chooses the micro-batch size, the checkpointing and the loss of a route.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,14 +28,14 @@ from lowmem.plan.search.changes import Change, Tier, changes
 from lowmem.system.errors import Refused
 from lowmem.techniques.weights.streamed import HOLDS
 
-RESIDENT = "weights.resident_blocks"  # override: number of blocks that stay on the device while other blocks stream
+RESIDENT = "weights.resident_blocks"  # override: number of blocks whose weights are not streamed
 ORDER = "weights.order"  # override: order in which micro-batches pass through streamed blocks
 DRIVE = "weights.drive"  # override: folder for masters and optimizer state of streamed weights
-DRIVE_HOLDS = "weights.drive_holds"  # override: also store the 16-bit weights there
+DRIVE_HOLDS = "weights.drive_holds"  # override: whether the folder also has the 16-bit weights
 
-WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: micro-batches of an optimizer step
+WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: micro-batches of a step
 
-Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the run, resolved
+Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the resolved run with these overrides
 MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the effective batch size
 
 
@@ -46,28 +47,30 @@ class Typed:
         run: the resolved run of the typed overrides.
         lines: the typed overrides.
         compose: returns the run in which the given overrides replace typed overrides with equal keys.
-        may_change: groups of CHANGEABLE that a recipe may change, typed or not; None: all groups that were not typed.
+        may_change: groups of CHANGEABLE that a recipe may change, even if they were typed. None: all groups that were
+            not typed.
+        configs: a cache of composed runs.
     """
 
     run: Run
     lines: Sequence[str]
     compose: Compose
     may_change: Collection[str] | None = None
-    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # a cache
+    configs: dict[tuple, Run] = field(default_factory=dict, repr=False)  # overrides -> run
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """Returns group -> its technique, typed or default."""
+        """Returns the technique of each group, typed or default: group -> technique."""
         return chosen_by(self.lines)
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Returns key -> value of the typed overrides."""
+        """Returns the typed overrides: key -> value."""
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
-        """Returns the run of a recipe. Composing takes 0.1 s, so results are cached. Independent groups
-        (`stands_alone`) and fixed accumulation are inserted into a cached run instead of composing again."""
+        """Returns the run of a recipe. Hydra takes 0.1 s to compose a run, so runs are cached. Independent groups
+        (`stands_alone`) and fixed accumulation are inserted into a cached run, without composing again."""
         if recipe.get("accumulation") == "fixed" and recipe.keys() >= WINDOW:
             run = self.config({key: value for key, value in recipe.items() if key not in WINDOW})
             batches = choice("accumulation", "fixed") | {"batches": int(recipe["accumulation.batches"])}
@@ -85,7 +88,7 @@ class Typed:
     def _composed(self, recipe: Mapping[str, str]) -> Run:
         try:
             return self._strictly(recipe)
-        except ConfigCompositionException:  # loss.rows was typed, and this loss has none
+        except ConfigCompositionException:  # for example: loss.rows was typed, and the recipe's loss has no such key
             changed = {group for group, name in recipe.items() if self.named.get(group) != name}
             return self._strictly({**{key: None for key in self.values if key.split(".")[0] in changed}, **recipe})
 
@@ -96,7 +99,7 @@ class Typed:
         return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
-        """Returns True if the given techniques have all typed keys, such as optim.betas."""
+        """Returns True if the given techniques have all typed keys of their groups, such as optim.betas."""
         try:
             return bool(self._strictly(choice))
         except ConfigCompositionException:
@@ -110,7 +113,8 @@ class Typed:
         )
 
     def says(self, key: str, value: str) -> bool:
-        """Returns True if a key already has this value, so that the recipe does not need the override."""
+        """Returns True if a key has this value already, typed or by default, so that a recipe does not need the
+        override."""
         if key == "batch_size":
             return str(self.run.batch_size) == value
         return self.named.get(key, self.values.get(key)) == value
@@ -118,8 +122,8 @@ class Typed:
 
 @dataclass(frozen=True)
 class PrecisionAndOptimizer:
-    """A precision with an optimizer. Args: chosen: group of CHANGEABLE -> technique; changes: differences from the
-    typed training."""
+    """A precision with an optimizer ("training" in this package). Args: chosen: the technique of both groups; changes:
+    the differences from the typed training."""
 
     chosen: Mapping[str, str]
     changes: tuple[Change, ...]
@@ -131,15 +135,16 @@ class PrecisionAndOptimizer:
 
 @dataclass(frozen=True)
 class Route:
-    """A precision and an optimizer with a strategy and a place for the weights, and the choices that are still open.
+    """A precision and an optimizer with a strategy and a place for the weights, and the settings among which `climb.py`
+    chooses.
 
     Args:
         training: precision and optimizer.
-        option: the route's overrides, key -> value.
+        option: the overrides of the route: key -> value.
         run: the run with these overrides.
-        micro_batches: choices of (batch_size, overrides that keep the effective batch size), largest first.
-        checkpointings, losses: choices of the groups in `COMPUTED`, fastest first.
-        sums: a step has several micro-batches, so masters on the host need fp32 sums of gradients.
+        micro_batches: pairs of batch_size and the overrides that keep the effective batch size, largest first.
+        checkpointings, losses: techniques of the groups in `COMPUTED`, fastest first.
+        sums: True if a step has several micro-batches, so that host masters need fp32 sums of gradients.
     """
 
     training: PrecisionAndOptimizer
@@ -152,10 +157,10 @@ class Route:
 
     @property
     def on_card(self) -> tuple:
-        """Returns a key for routes of which the first needs the least device memory: if it does not fit on the card, no
-        later route with an equal key does. Routes with several micro-batches come before routes with a single
-        micro-batch, and weights.order=by_micro_batch before by_layer. Neither a drive nor the optimizer of host masters
-        changes the device memory, so the key leaves them out."""
+        """Returns a key for comparing device memory. Of the routes with equal keys, the first route needs the least: if
+        it does not fit on the card, the later routes do not fit either. (Routes with several micro-batches come before
+        routes with a single micro-batch, and weights.order=by_micro_batch before by_layer.) The key leaves out
+        overrides that do not change device memory: a drive, and the optimizer of host masters."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -164,22 +169,23 @@ class Route:
 
     @property
     def on_host(self) -> tuple:
-        """Returns a key for routes with equal needs of host memory, apart from offloaded block inputs. The order of
-        micro-batches only matters if masters step early: by layer, a block's gradients are freed before the next
-        block's gradients arrive."""
+        """Returns a key for comparing host memory. Routes with equal keys need equal host memory, apart from offloaded
+        block inputs. The key contains weights.order only with early updates: then by_layer needs less memory, because a
+        block's gradients are freed before the gradients of the next block arrive on the host."""
         option = {key: value for key, value in self.option.items() if key != ORDER or self.run.early}
         return "host", *option.items(), self.sums
 
     def on_drive(self, folder: str, holds: str) -> "Route":
-        """Returns a copy of the route that uses a drive. Args: folder: weights.drive; holds: weights.drive_holds."""
+        """Returns a copy of the route that uses a drive. Args: folder: value of weights.drive; holds: value of
+        weights.drive_holds."""
         run = self.run.knowing(weights={"drive": folder, "drive_holds": holds})
         option = {**self.option, DRIVE: folder} | ({DRIVE_HOLDS: holds} if holds != HOLDS[0] else {})
         return replace(self, option=option, run=run)
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimizer]:
-    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: the target; None: every
-    dtype is allowed."""
+    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: the card that has to support
+    the dtype of matrix products; None: every dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _precisions(typed, card):
@@ -198,14 +204,16 @@ def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimi
 
 
 def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str] = ("auto",)) -> Iterator[Route]:
-    """Yields the routes of a precision with an optimizer: all strategies and places for the weights, with all
-    micro-batches that keep the effective batch size.
+    """Yields the routes of a precision with an optimizer: all combinations of a strategy and a place for the weights.
+    Each route has all micro-batches that keep the effective batch size.
 
-    With host masters, several micro-batches per step and a single micro-batch are separate routes: several need fp32
-    sums of gradients on the host, a single micro-batch needs more device memory. Streamed weights have a route for each
-    weights.order. optim.in_backward=true needs a single micro-batch.
+    With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
+    micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. With
+    streamed weights there is a route for each weights.order. optim.in_backward=true is a separate route with a single
+    micro-batch.
 
-    Args: names: the strategies to try.
+    Args:
+        names: the strategies to try.
     """
     computed = [_fastest_first(typed, group) for group in COMPUTED]
     for strategy, weights in product(names, _choices(typed, PLACED)):
@@ -229,34 +237,37 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
 
 
 def _fastest_first(typed: Typed, group: str) -> list[str]:
-    """Returns the choices of a group, fastest first: those that leave the most activation memory. `saves` is the share
-    that remains."""
+    """Returns the techniques of a group, fastest first. Techniques that need more activation memory are assumed to be
+    faster. (In the yaml files, `saves` is the share of memory that remains.)"""
     known = techniques(group)
     return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 
 
 def strategies(typed: Typed) -> list[str]:
-    """Returns the strategies to try for several devices: the typed strategy, or all that declare `tried`."""
+    """Returns the strategies to try: the typed strategy, or if none was typed for several devices, all strategies that
+    declare `tried`."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
-    """Returns True if the number of devices is divisible into the strategy's groups."""
+    """Returns True if the number of devices is a multiple of the size of the strategy's groups of devices."""
     with suppress(Refused):
         return bool(typed.config({SHARED: strategy}).data_ranks)
     return False
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use: for masters on the host the variant that `optim` declares as `on_host`, if any."""
+    """Returns the optimizer to use. For host masters this is the variant that the yaml of `optim` declares as
+    `on_host`, unless the optimizer was typed."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
 
 def _precisions(typed: Typed, card: Card | None) -> list[str]:
-    """Returns the precisions to try. A card with bf16 matmuls needs no loss scale."""
+    """Returns the precisions to try. For a card with bf16 matmuls, fp16 precisions with a loss scale are left out,
+    unless typed."""
     first, *others = _choices(typed, "precision")
     with_bf16 = card is None or card.multiplies("bfloat16")
     return [first, *(name for name in others if not (with_bf16 and class_of("precision", name).scales_loss))]
@@ -278,14 +289,14 @@ def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
 
 
 def _reading(run: Run) -> int:
-    """Returns the number of devices among which the sequences of accumulation.size are divided."""
+    """Returns the number of devices that share the sequences of accumulation.size."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
-    """Yields (batch_size, overrides that keep the effective batch size). Args: run: a run with a strategy, which may
-    differ from the typed strategy."""
+    """Yields pairs of a batch_size and the overrides that keep the effective batch size. Args: run: a run with the
+    strategy to try, which may differ from the typed strategy."""
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
@@ -296,7 +307,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The total over all ranks does not change; each rank that reads separate data gets an equal share.
+    # The total over all ranks must not change. Ranks that read different data get equal shares of it.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
@@ -306,8 +317,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Returns overrides that give the optimizer `name` the typed optimizer's arguments, if both compute equal updates
-    (for example with different state dtypes) but have different defaults."""
+    """Returns overrides that give the optimizer `name` the arguments of the typed optimizer, if both compute the same
+    update (for example with state in different dtypes) but have different defaults. Otherwise returns no overrides."""
     typed_name, optimizers = typed.named["optim"], techniques("optim")
     if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}
@@ -319,7 +330,7 @@ def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
 
 
 def _in_backward(typed: Typed, run: Run) -> Run | None:
-    """Returns the run with optim.in_backward=true; None: the key was typed, or the combination is refused."""
+    """Returns the run with optim.in_backward=true. None: the key was typed, or the run would be refused."""
     if "optim.in_backward" in typed.values:
         return None
     in_backward = run.knowing(optim={"in_backward": True})
@@ -328,8 +339,8 @@ def _in_backward(typed: Typed, run: Run) -> Run | None:
 
 @cache
 def stands_alone(group: str, name: str) -> bool:
-    """Returns True if a group's yaml is independent: it neither reads nor sets other parts of the config, and no other
-    yaml reads it."""
+    """Returns True if the yaml of a technique is independent: it neither reads nor sets other parts of the config, and
+    no yaml of conf/ reads its group."""
     if not is_group(group):
         return False
     text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,8 +1,10 @@
-"""Lists how a recipe's training differs from the typed training, and how large each difference is.
+"""Lists how the training of a recipe differs from the typed training, and how large each difference is. The planner
+prefers recipes with smaller differences.
 
-Accumulation, checkpointing, the chunks of the loss, and the place of tensors and of the step do not change the computed
-update: such recipes are `AS_TYPED`, and these differences are not listed. A precision's class declares its arithmetic;
-an optimizer's yaml declares whether it computes the update of another optimizer.
+Only precision and optimizer are compared. Accumulation, checkpointing, the chunks of the loss, and the place of tensors
+and of the update do not change the computed update, so recipes that differ only in these settings are `AS_TYPED`. The
+class of a precision declares its arithmetic. The yaml of an optimizer declares whether it computes the same update as
+another optimizer (`update_of`).
 """
 
 from collections.abc import Mapping
@@ -14,11 +16,11 @@ from lowmem.config.settle import Run
 
 
 class Tier(IntEnum):
-    """The distance of a training from the typed training: a smaller value is closer."""
+    """How far a training is from the typed training. A smaller value is closer."""
 
     AS_TYPED = 1
-    CLOSE = 2  # matrix products in 16 bits with fp32 updates of the weights; optimizer state in fewer bits
-    ANOTHER = 3  # weights that are rounded to 16 bits at every step; another optimizer
+    CLOSE = 2  # 16-bit matrix products with weights that are updated in fp32; optimizer state in fewer bits
+    ANOTHER = 3  # weights that are rounded to 16 bits at every update; another optimizer
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Change:
 
 
 def changes(typed: Run, recipe: Run, named: Mapping[str, str], option: Mapping[str, str]) -> list[Change]:
-    """Lists the changes from `typed` to `recipe`. Args: named: group -> technique of `typed`; option: of `recipe`."""
+    """Lists the changes from `typed` to `recipe`. Args: named: group -> technique in `typed`; option: group ->
+    technique in `recipe`."""
     changed = []
     if option["precision"] != named["precision"]:
         changed += _of_precision(typed, recipe, option["precision"])
@@ -42,7 +45,7 @@ def _of_precision(typed: Run, recipe: Run, name: str) -> list[Change]:
         return [Change(Tier.ANOTHER, name)]
     if typed.rounds_weights or recipe.multiplies_in != typed.multiplies_in:
         return [Change(Tier.CLOSE, name)]
-    return []  # masters, with matrix products in the same dtype
+    return []  # matrix products in the same dtype, for example with masters in host memory
 
 
 def _of_optimizer(typed_name: str, name: str) -> list[Change]:

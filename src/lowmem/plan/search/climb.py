@@ -1,11 +1,12 @@
-"""Finds the fastest settings with which a route fits, tracing few recipes.
+"""Finds the fastest settings (checkpointing, loss, micro-batch) with which a route of `candidates.py` fits.
+`recipes.py` uses it; few recipes are traced.
 
     checkpointing   nothing recomputed -> ... -> inputs of blocks offloaded     slower, fewer activations
     loss            full -> chunked -> tiled                                    slower, fewer logits
     micro-batch     largest -> ... -> smallest                                  slower, fewer activations and logits
 
-Memory decreases from left to right in each row. So the largest micro-batch that fits is found by bisection, and a
-choice that does not fit with the smallest micro-batch does not fit at all.
+In each row, memory decreases from left to right. So the largest micro-batch that fits is found by bisection, and a
+checkpointing and a loss that do not fit with the smallest micro-batch do not fit with any micro-batch.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 
 class Settings(NamedTuple):
-    """The choices that a route leaves open. Args: size: index into the route's micro-batches; 0 is the largest."""
+    """The settings that a route leaves open. Args: size: index of the route's micro-batches; 0 is the largest."""
 
     checkpointing: str
     loss: str
@@ -23,29 +24,29 @@ class Settings(NamedTuple):
 
 
 class Looked(Protocol):
-    """A traced recipe."""
+    """A traced recipe: the attributes of `recipes.Recipe` that this module uses."""
 
     seconds: float  # seconds of an optimizer step
 
 
 class Fitting(NamedTuple):
-    """Settings that fit, and their recipe."""
+    """Settings that fit, and the recipe with these settings."""
 
     settings: Settings
     recipe: Looked
 
 
-Look = Callable[[Settings], Looked | None]  # traces a recipe; None: it is refused
+Look = Callable[[Settings], Looked | None]  # traces the recipe of some settings; None: the recipe is refused
 
 
 class Climb:
     """Searches the settings of a route.
 
     Args:
-        checkpointings, losses: the choices, fastest first.
+        checkpointings, losses: names of techniques, fastest first.
         smallest: index of the smallest micro-batch; the largest has index 0.
-        look: traces the recipe of some settings; None: the recipe is refused.
-        fits: returns True if a recipe fits.
+        look: returns the traced recipe of some settings, or None if the recipe is refused.
+        fits: returns whether a recipe fits.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Climb:
         self.look, self.fits = look, fits
 
     def fastest(self, than: float = math.inf) -> Fitting | None:
-        """Returns the fastest settings that fit and take less than `than` seconds; None: there are none."""
+        """Returns the fastest settings that fit and take less than `than` seconds per step. None: no settings do."""
         everything = Settings(self.checkpointings[0], self.losses[0], 0)  # the fastest settings
         looked = self.look(everything)
         if looked is not None and looked.seconds >= than:
@@ -71,16 +72,17 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe with the least memory, of all that are not refused; None: all are refused."""
+        """Returns the recipe that needs the least memory. None: all recipes are refused."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
-        """Returns the fastest settings found among the slower choices; None: no settings fit.
+        """Returns the fastest settings that fit among settings with less memory than the fastest ones. None: no
+        settings fit.
 
-        After the first settings that fit, a slower choice is tried only with a larger micro-batch than the best
-        settings so far: with an equal or smaller micro-batch it would be slower.
+        After the first settings that fit, a slower checkpointing or loss is tried only with a larger micro-batch than
+        the best settings so far, since with an equal or smaller micro-batch it would be slower than these settings.
         """
         found = None
         for loss in self.losses[1:] or self.losses:
@@ -97,7 +99,8 @@ class Climb:
         return found and self._faster(found, found.settings._replace(loss=self.losses[0]))
 
     def _largest(self, found: Fitting) -> Fitting:
-        """Returns the settings with the largest micro-batch that fits, by bisection. Args: found: settings that fit."""
+        """Returns the given settings with the largest micro-batch that fits, found by bisection. Args: found: settings
+        that fit with a possibly smaller micro-batch."""
         too_large = -1  # index of a micro-batch
         while found.settings.size - too_large > 1:
             middle = (too_large + found.settings.size) // 2

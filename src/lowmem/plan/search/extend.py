@@ -1,18 +1,20 @@
-"""Extrapolates traces of a few blocks to the full depth of a model.
+"""Extrapolates traces of short models (a few blocks) to the full depth of a model. A search traces most recipes in this
+way, because tracing all blocks takes longer.
 
-A model repeats its blocks, so the work of a pass, and the memory at each place of a pass (before the first block, in
+A model repeats its blocks. So the work of a pass, and the memory at each place in a pass (before the first block, in
 the last block, at the loss, ...), are linear in the number of blocks:
 
     value(depth) = near + steps * (far - near)      for example near: 3 blocks, far: 4 blocks, steps: depth - 3
 
-Both short models are traced with the recipe's own micro-batch and window. If a model has several kinds of blocks
-(sliding-window attention in Gemma, dense blocks of a mixture of experts), the short models are chosen so that the
-difference between them has the kinds in the proportion of the remaining blocks. Recipes that are not linear in depth
-are traced in full: checkpointed segments of several blocks, pipelines, and models whose kinds of blocks have no
-pattern.
+Both short models are traced with the recipe's micro-batch and window. A model may have several kinds of blocks, such as
+sliding-window attention in Gemma, or dense blocks in a mixture of experts. Then the two short models differ by blocks
+of each kind, in the proportion in which the rest of the model has these kinds.
 
-With weights.order=by_layer all micro-batches of a window are traced. From four micro-batches on, work and memory are
-linear in their number, so longer windows are extrapolated from windows of four and five.
+Recipes that are not linear in depth are traced in full: checkpointed segments of several blocks, pipelines, and models
+whose kinds of blocks follow no pattern.
+
+With weights.order=by_layer, a trace has all micro-batches of a window. From four micro-batches on, work and memory are
+linear in the number of micro-batches, so longer windows are extrapolated from windows of four and five micro-batches.
 """
 
 from collections import Counter
@@ -39,15 +41,16 @@ from lowmem.plan.tracing.traces import Trace
 from lowmem.system.errors import Refused
 from lowmem.training import build
 
-FEWEST = 3  # minimum number of blocks: a first, a middle and a last block
-WINDOWS = (4, 5)  # micro-batches of the traced windows from which longer windows are extrapolated (by_layer)
+FEWEST = 3  # minimum number of blocks of a short model: a first, a middle and a last block
+WINDOWS = (4, 5)  # by_layer: numbers of micro-batches from which longer windows are extrapolated
 PLAIN = (int, float, bool, str, type(None))  # types of attributes that distinguish kinds of blocks
 
 T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """The extrapolation to the full depth: `near` blocks, plus `steps` times the difference to `far` blocks."""
+    """The extrapolation to the full depth: the trace of `near` blocks, plus `steps` times its difference to the trace
+    of `far` blocks."""
 
     near: int
     far: int
@@ -55,13 +58,13 @@ class Line(NamedTuple):
 
 
 def extended(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the trace of a run, extrapolated from short models if memory and work are linear in depth.
+    """Returns the trace of a run. It is extrapolated from short models if memory and work are linear in depth.
 
     Args:
         run, on_card, capability, rank: see `trace`.
 
     Returns:
-        The trace. An extrapolated trace has no allocator events.
+        The trace. An extrapolated trace has no events for the simulated allocator.
     """
     line = line_of(run)
     if line is None:
@@ -84,7 +87,8 @@ def _of_window(run: Run, micro_batches: int) -> Run:
 
 
 def beyond(near: T, far: T, steps: float) -> T:
-    """Returns `near` plus `steps` times the difference from `near` to `far`, field by field and key by key."""
+    """Returns `near` + `steps` * (`far` - `near`) for each number in nested dataclasses, dictionaries and tuples. Lists
+    become empty, and other values are taken from `far`."""
     if isinstance(near, bool | str | type(None)):
         return far
     if isinstance(near, int | float):
@@ -93,7 +97,7 @@ def beyond(near: T, far: T, steps: float) -> T:
     if isinstance(near, dict):
         keys = dict.fromkeys([*near, *far])
         return type(near)({key: beyond(*_both(near, far, key), steps) for key in keys})
-    if isinstance(near, list):  # lists of events, whose lengths differ
+    if isinstance(near, list):  # lists of events have different lengths
         return []
     if is_dataclass(near):
         values = {
@@ -105,7 +109,7 @@ def beyond(near: T, far: T, steps: float) -> T:
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key in both traces. A key that one trace lacks counts as 0."""
+    """Returns the values of a key in both dictionaries. The value of a missing key is 0, or a Point without bytes."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 
@@ -116,7 +120,7 @@ def _nothing(value: float | Point) -> float | Point:
 
 
 def line_of(run: Run) -> Line | None:
-    """Returns the extrapolation of a run; None: the run has to be traced in full."""
+    """Returns the extrapolation for a run. None: the run has to be traced in full."""
     if run.checkpointing.joins_blocks or run.strategy_class.overlaps_micro_batches:
         return None
     if run.weights.arguments.get("resident_blocks"):
@@ -130,8 +134,9 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest models whose difference has the kinds of blocks in the proportion
-    of the remaining blocks. Args: kinds: the kind of each block."""
+    """Returns the extrapolation from the two shortest models whose additional blocks represent all remaining blocks:
+    they have the kinds of blocks in the same proportion. None: there are no such models. Args: kinds: the kind of each
+    block."""
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
             steps = (len(kinds) - near) / (far - near)
@@ -143,23 +148,23 @@ def _line(kinds: Sequence[Hashable]) -> Line | None:
 
 
 class Network(NamedTuple):
-    """Facts about a model that was built on the meta device."""
+    """Parameter counts and kinds of blocks of a model."""
 
-    kinds: list[Hashable]  # the kind of each block, equal for equal blocks
+    kinds: list[Hashable]  # a value for each block; equal for blocks that need equal work and memory
     parameters: int
     trained: int
-    inactive: int  # parameters that are not used for a token: experts that the router does not select
+    inactive: int  # parameters that a token does not use: experts that the router does not select
     in_blocks: int
 
     @property
     def active_in_blocks(self) -> float:
-        """Returns the share of the blocks' parameters that are used for a token."""
+        """Returns the share of the blocks' parameters that each token uses."""
         return 1 - self.inactive / self.in_blocks
 
 
 def network(run: Run, config: PretrainedConfig | None = None) -> Network:
-    """Returns facts about a run's model. Args: config: the model's config; None: from `run`. Raises: NotPredicted: the
-    model cannot be built."""
+    """Returns parameter counts and kinds of blocks of a run's model, which is built on the meta device (cached). Args:
+    config: the model's config; None: the config of `run`. Raises: NotPredicted: the model cannot be built."""
     try:
         return _network(_Model(run, config or describe(run, plans=True).grown))
     except Refused:
@@ -196,8 +201,8 @@ def _network(model: _Model) -> Network:
 
 
 def kind_of(block: nn.Module) -> Hashable:
-    """Returns the kind of a block: its modules with their plain attributes (such as the size of the attention window),
-    and the shapes of its parameters."""
+    """Returns the kind of a block: its modules with their attributes of type PLAIN (such as the length of a sliding
+    window), and the shapes of its parameters."""
     modules = tuple(
         (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
         for name, module in block.named_modules()
@@ -206,4 +211,4 @@ def kind_of(block: nn.Module) -> Hashable:
 
 
 def _tells(key: str, value: object) -> bool:
-    return isinstance(value, PLAIN) and not key.endswith(("idx", "index"))  # block indices differ between equal blocks
+    return isinstance(value, PLAIN) and not key.endswith(("idx", "index"))  # equal blocks have different indices

@@ -1,7 +1,9 @@
-"""Implements longest=: finds the longest sequence, the largest micro-batch, or the models of conf/model that fit.
+"""Implements longest= of plan.py: finds the longest sequence, the largest micro-batch, or the models of conf/model that
+fit.
 
-Each tried value is a separate search of recipes, so each answer has the recipe that fits. Sequence lengths and batch
-sizes grow by powers of two while a recipe fits, and are then refined by bisection.
+Each value that is tried is a separate search, so each answer comes with a recipe. Sequence lengths and batch sizes grow
+by a factor of GROWTH while a recipe fits. Then bisection narrows the gap between the last number that fits and the
+first number that does not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,26 +18,26 @@ from lowmem.system.errors import Refused
 
 QUESTIONS = ("seq_len", "batch_size", "model")
 FIRST = {"seq_len": 1024, "batch_size": 1}
-# Without accumulation a micro-batch is a full optimizer step. With accumulation the search would split each batch size
-# into micro-batches that fit.
+# Further overrides of a question. Without accumulation the micro-batch is the whole batch. With accumulation the search
+# would split each batch into micro-batches that fit.
 BESIDE = {"batch_size": ["accumulation=none"]}
-# question -> prefixes of further typed lines that an answer replaces, besides the line with its key
+# question -> prefixes of the keys of typed overrides that an answer replaces, in addition to the question's key
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
-GROWTH = 4  # factor from one number to the next while recipes fit
-HALVINGS = 2  # bisection steps between the last number that fits and the first that does not
-HOPELESS = 1 << 24  # upper limit of the search
+GROWTH = 4  # factor between two successive numbers while recipes fit
+HALVINGS = 2  # number of bisection steps
+HOPELESS = 1 << 24  # numbers from here on are not tried
 
-PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed lines with equal keys -> the search's result
+PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones -> the result of a search
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed lines that no answer replaces. Args: question: one of `QUESTIONS`."""
+    """Returns the typed overrides that no answer replaces. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 
 def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
-    """Yields (an override such as seq_len=4096, the plan with this override or the reason why it is refused). Args:
-    question: one of `QUESTIONS`; plan_of: runs a search."""
+    """Yields pairs of an override, such as "seq_len=4096", and the plan with this override or the reason why it is
+    refused. Args: question: one of `QUESTIONS`; plan_of: runs a search."""
     if question == "model":
         yield from _models(plan_of)
         return
@@ -66,7 +68,7 @@ def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
 def _planned(plan_of: PlanOf, lines: Sequence[str]) -> Plan | str:
     try:
         return plan_of(lines)
-    except (Refused, ConfigCompositionException) as error:  # the model has fewer positions, or lacks a typed key
+    except (Refused, ConfigCompositionException) as error:  # such as a model without a typed key
         return str(error)
 
 

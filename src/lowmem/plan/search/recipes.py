@@ -1,12 +1,13 @@
-"""Searches recipes that fit, and ranks them by estimated time.
+"""Searches recipes that fit, and sorts them by estimated time. A recipe is a set of overrides for a run.
 
-    for each rank of trainings (`changes.py`)        as typed; close to the typed training; another training
+    for each level of training (`changes.py`)        as typed; close to the typed training; another training
         for each set of routes (`candidates.py`)     all on the device; block inputs offloaded; weights streamed; drive
             for each route                           fastest settings that fit (`climb.py`)
-                each recipe                          traced with few blocks and extrapolated (`extend.py`)
-            the best recipe                          traced at full depth; stop if it fits
+                each recipe                          traced with a few blocks and extrapolated (`extend.py`)
+            the best recipe                          traced at full depth; the search stops if it fits
 
-A later rank or set is tried only if no recipe of the earlier ranks and sets fits.
+A later level or set is tried only if no recipe of the earlier levels and sets fits. In the code, a level is called
+rank.
 """
 
 import math
@@ -50,7 +51,7 @@ from lowmem.system.without_gc import undisturbed
 from lowmem.techniques.weights.streamed import HOLDS
 from lowmem.training import build
 
-SAME = 1.03  # recipes whose counted times differ by less than this factor are equally fast
+SAME = 1.03  # recipes whose estimated times differ by at most this factor count as equally fast
 NO_BF16 = (
     "precision: this card has no bf16 units, so torch emulates bf16 products at half the speed of fp32. Type "
     "precision=16, 16-master or 32."
@@ -59,13 +60,13 @@ NO_BF16 = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Overrides for a run, with its prediction.
+    """Overrides for a run, with the prediction of this run.
 
     Args:
-        overrides: added to the typed lines; they replace typed lines with equal keys.
+        overrides: added to the typed overrides; they replace typed overrides with equal keys.
         prediction: the predicted memory.
         seconds: estimated seconds of an optimizer step.
-        changes: differences of the training from the typed training.
+        changes: how the training differs from the typed training.
     """
 
     overrides: tuple[str, ...]
@@ -75,7 +76,7 @@ class Recipe:
 
     @property
     def traced(self) -> bool:
-        """Returns True if the model was traced at full depth, not extrapolated from a few blocks."""
+        """Returns True if the model was traced at full depth. False: the trace was extrapolated from a few blocks."""
         return not self.prediction.extended
 
     @property
@@ -89,10 +90,11 @@ class Plan:
 
     Args:
         typed: the typed overrides.
-        recipes: recipes that fit, best first, then recipes that do not fit, smallest first.
+        recipes: the recipes that fit, best first, followed by the recipes that do not fit, smallest first.
         target: the device, host and drive.
-        too_large: number of routes that were not traced because a lower bound of their memory does not fit.
-        machine: the rates from which times were estimated.
+        too_large: number of routes that were skipped because a lower bound of their memory, or a similar route, does
+            not fit.
+        machine: the rates from which times are estimated.
     """
 
     typed: Typed
@@ -110,8 +112,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Returns the unit of relative times: the seconds of the fastest recipe that fits, or if none fits, of the
-        fastest recipe."""
+        """Returns the unit of relative times: the seconds per step of the fastest recipe that fits. If no recipe fits,
+        returns the seconds of the fastest recipe."""
         return min(recipe.seconds for recipe in self.fitting or self.recipes)
 
     @property
@@ -121,7 +123,8 @@ class Plan:
 
 @undisturbed()  # garbage collection scans all imported modules, and traces leave little garbage
 def search(typed: Typed, target: Target) -> Plan:
-    """Searches rank by rank until a recipe fits: the typed training, then close ones, then other trainings.
+    """Searches level by level until a recipe fits: the typed training, then trainings close to it, then other
+    trainings.
 
     Raises:
         Refused: the model cannot be traced, every recipe is refused, or the card cannot multiply in bf16.
@@ -142,7 +145,7 @@ def search(typed: Typed, target: Target) -> Plan:
 
 
 class _Search:
-    """The state of a search. Args: see `search`."""
+    """The state of a search: the recipes that were traced, and the routes that cannot fit. Args: see `search`."""
 
     def __init__(self, typed: Typed, target: Target) -> None:
         self.typed, self.target = typed, target
@@ -154,17 +157,19 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
-        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy or recipe's overrides -> reason of a refusal
+        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or recipe's overrides -> reason
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
-        self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that was not traced, since it cannot fit
-        # keys `on_card` and `on_host` of routes that do not fit with any settings, and single settings that do not fit
+        self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that cannot fit and was skipped
+        # keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`), and keys of settings that
+        # do not fit
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
-        """Returns True if a strategy works with this model, by tracing one block. If not (for example because a width
-        is not divisible by the number of devices), stores the reason."""
+        """Returns True if a strategy works with this model, which is found out by tracing one block. If it does not
+        work, for example because a width is not divisible by the number of devices, the reason is stored in
+        `reasons`."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -173,7 +178,7 @@ class _Search:
         return strategy not in self.reasons
 
     def refused(self) -> Iterator[str]:
-        """Yields the reasons why no recipe can be tried."""
+        """Yields the reasons why no recipe could be tried. The first reason becomes the error message."""
         yield from self.reasons.values()
         for training, strategy in product(self.trainings, self.strategies):
             run = self.typed.config({**training.chosen, SHARED: strategy})
@@ -185,10 +190,11 @@ class _Search:
         yield "No recipe can be tried with what was typed. Type search=false to see what this run needs."
 
     def fits_in(self, rank: int) -> bool:
-        """Tries the recipes of a rank. Returns: True if a recipe fits.
+        """Tries the recipes of a level. Returns: True if a recipe fits.
 
-        Block inputs are offloaded, and weights are streamed, only if no other recipe fits, because the link may slow
-        training down. Recipes with a drive come last: they may be slower, and wear the drive.
+        Recipes that offload block inputs, and after them recipes that stream weights, are tried only if no other recipe
+        fits, because copies between host and card may slow down the training. Recipes with a drive come last: they may
+        be slower still, and they wear out the drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -208,8 +214,8 @@ class _Search:
                 yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
-        """Searches the routes until the best recipe fits at full depth too, since only such a recipe is recommended.
-        Returns: True if there is such a recipe."""
+        """Searches the routes until the best recipe also fits when it is traced at full depth, since only such a recipe
+        is recommended. Returns: True if there is such a recipe."""
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
@@ -220,7 +226,8 @@ class _Search:
         return False
 
     def _hopeful(self, ways: Sequence[Route]) -> list[Route]:
-        """Returns the routes that fit with their smallest settings, sorted by the time of these settings."""
+        """Returns the routes that fit with the settings that need the least memory, sorted by the time of these
+        settings."""
         hopeful = []
         for route in ways:
             if self._share(route) > 1 or not self.hopeless.isdisjoint((route.on_card, route.on_host)):
@@ -230,8 +237,9 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns the recipe of a route's smallest settings: with block inputs in host memory (the least device
-        memory), or if the host is too small, on the card. None: neither fits."""
+        """Returns a recipe that fits, with the settings of a route that need the least memory. Block inputs are in host
+        memory, which needs the least device memory, or if the host is too small, on the card. None: neither recipe
+        fits."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -242,14 +250,14 @@ class _Search:
                 self.hopeless.add(route.on_card)
                 return None
             need, host = recipe.prediction.host, self.target.host_memory
-            if host is not None and need.total - need.activations > host:  # too much even with block inputs on the card
+            if host is not None and need.total - need.activations > host:  # too large even without block inputs
                 self.hopeless.add(route.on_host)
                 return None
         return None
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
-        """Searches the settings of the given routes. Returns: the best recipe that fits, of all tried so far. Args:
-        ways: routes, the fastest first."""
+        """Searches the settings of the given routes. Args: ways: the routes, fastest first. Returns: the best recipe
+        that fits of all recipes that were tried so far; None: no recipe fits."""
         for route in ways:
             best = self._best()
             self._climb(route).fastest(best.seconds if best else math.inf)
@@ -267,7 +275,7 @@ class _Search:
         return card is not None and recipe.prediction.device.total > card
 
     def _climb(self, route: Route) -> Climb:
-        # key of routes that need equal device memory with equal settings
+        # routes with an equal key need equal device memory if their settings are equal
         alike = (*route.on_card, route.option.get(ORDER), route.sums)
 
         def look(settings: Settings) -> Recipe | None:
@@ -282,7 +290,7 @@ class _Search:
         return Climb(route.checkpointings, route.losses, smallest, look, self._fits)
 
     def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
-        """Returns the traced recipe of some settings (cached); None: the recipe is refused."""
+        """Returns the traced recipe of a route with some settings (cached). None: the recipe is refused."""
         batch_size, accumulation = route.micro_batches[settings.size]
         chosen = {"gradient_checkpointing": settings.checkpointing, "loss": settings.loss}
         option = {**route.option, **chosen, "batch_size": str(batch_size), **accumulation}
@@ -296,7 +304,7 @@ class _Search:
     def _tried(
         self, overrides: tuple[str, ...], run: Run, changed: tuple[Change, ...], tracer: Callable[..., Trace] = trace
     ) -> Recipe | None:
-        """Returns the traced recipe of some overrides (cached); None: the recipe is refused, with the reason in
+        """Returns the traced recipe of some overrides (cached). None: the recipe is refused; the reason is stored in
         `reasons`."""
         if overrides not in self.tried and overrides not in self.reasons:
             try:
@@ -312,25 +320,25 @@ class _Search:
 
     def _seconds(self, run: Run, need: Prediction) -> float:
         seconds = of_trace(self.machine, run, need.trace, self.target.node).seconds
-        if link := self.machine.link:  # paged state that does not fit is copied both ways
+        if link := self.machine.link:  # paged state that does not fit on the card is copied in both directions
             seconds += need.paged_on_host * (1 / link.up + 1 / link.down)
         return seconds
 
     def _add_resident_blocks(self, recipe: Recipe) -> None:
-        """Tries a recipe in which as many of the streamed blocks as fit stay on the card."""
+        """Tries a recipe with streamed weights again, with as many resident blocks as fit on the card."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
         if memory is None or RESIDENT in self.typed.values:
             return
         depth, _ = recipe.prediction.trace.blocks
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        most = depth - run.weights.arguments["slots"] - 1  # with more, all blocks would be on the card
+        most = depth - run.weights.arguments["slots"] - 1  # with more resident blocks, all blocks would be on the card
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
         if count > 0:
             self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
-        """Traces a recipe at full depth. Returns: True if it fits."""
+        """Traces a recipe at full depth, unless that was done before. Returns: True if the recipe fits."""
         if not recipe.traced:
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target, libraries=self.libraries)
@@ -338,16 +346,18 @@ class _Search:
         return self._fits(recipe)
 
     def trace_the_smallest(self) -> None:
-        """If no recipe was traced, traces the smallest recipe of the smallest route, to report its memory."""
+        """If no recipe was traced, traces the smallest recipe of the route with the smallest lower bound, so that the
+        plan can report its memory. Recipes that fit according to an extrapolated trace are traced at full depth."""
         for route in sorted(self.too_large.values(), key=self._share):
-            if not self.tried:  # the smallest route may be refused
+            if not self.tried:  # the recipes of the smallest route may be refused
                 self._climb(route).of_least_memory()
         while (best := self._best()) is not None and not self._fits_in_full(best):
             pass
 
     def _share(self, route: Route) -> float:
-        """Returns a lower bound of a route's memory (weights, gradients, optimizer state), as a share of the card's or
-        the host's memory, whichever share is larger. Above 1 the route cannot fit."""
+        """Returns a lower bound of a route's memory (weights, gradients, optimizer state), as a share of the target's
+        memory: the larger one of the shares of the card and of the host. If the result is above 1, the route cannot
+        fit."""
         needs = (self._least_of_card(route), self._least_of_host(route))
         sizes = (self.target.device_memory, self.target.host_memory)
         return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))
@@ -375,8 +385,8 @@ class _Search:
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
-    """Yields the routes, restricted to checkpointings that keep block inputs in host memory (`on_host`), or to all
-    other checkpointings."""
+    """Yields the routes with a part of their checkpointings: with `on_host`, the checkpointings that offload block
+    inputs to host memory, otherwise the other checkpointings. Routes without any such checkpointing are left out."""
     known = techniques("gradient_checkpointing")
     for route in ways:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
@@ -385,14 +395,15 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
 
 
 def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -> int:
-    """Returns the rank of a training; rank 1 is tried first. If `may_change` names any group, close trainings have the
-    rank of the typed training."""
+    """Returns the level of a training; level 1 is tried first. If `may_change` names any group, trainings close to the
+    typed training also have level 1."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns recipes, fastest first. Of the recipes that are about as fast as the fastest, the one with the fewest
-    changes of the training, then with the fewest overrides, is moved to the front."""
+    """Returns the recipes, best first. They are sorted by time, except for the first recipe: of all recipes that are
+    about as fast as the fastest (SAME), the best is the recipe with the fewest changes of the training, and among these
+    with the fewest overrides."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time
@@ -400,8 +411,8 @@ def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def largest_model(plan: Plan) -> str | None:
-    """Returns the largest model of conf/model that is smaller than the plan's model and fits with the plan's smallest
-    recipe; None: no model does. For plans in which no recipe fits."""
+    """Returns the name of the largest model of conf/model that is smaller than the plan's model, and fits with the
+    plan's smallest recipe. None: no model fits. Args: plan: a plan in which no recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):

@@ -1,7 +1,8 @@
-"""Makes a trace on a CPU allocate memory as a CUDA device would, so that a machine without a card can plan for a card.
+"""Makes a trace on a CPU allocate the tensors that a run on CUDA allocates, so that a machine without a card can plan
+for a card.
 
-Each difference names its source in torch. A margin is added where only a card could give the exact value, and the plan
-reports the margin.
+Dropout, attention, autocast and torch.optim allocate other tensors on a CPU than on CUDA. This module replaces them
+during the trace, and names the source file in torch that each replacement follows.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,28 +21,30 @@ from lowmem.system.torch_private import has_kernel, replaced_kernels
 from lowmem.techniques.optim.build import MakeOptimizer
 
 # Operators of language models that autocast computes in fp32 on CUDA, but in 16 bits on a CPU (AT_FORALL_FP32 and
-# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). The list depends on torch: 2.11 leaves rms_norm in 16 bits.
+# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). Names that the installed torch does not cast on CUDA are
+# skipped: torch 2.11 computes rms_norm in 16 bits.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
 )
-# computed in fp32 through their argument `dtype`
+# operators that autocast computes in fp32 by setting their argument `dtype`
 SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
 
 
 @contextmanager
 def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend | None]:
-    """Context manager in which dropout, attention and autocast behave as on CUDA.
+    """Context manager in which dropout, attention and autocast allocate tensors as on CUDA.
 
-    Dropout: aten/src/ATen/native/cuda/Dropout.cu saves a mask of one byte per element; on a CPU autograd saves the
-    noise in the input's dtype (aten/src/ATen/native/Dropout.cpp).
+    On CUDA, dropout saves a mask of one byte per element (aten/src/ATen/native/cuda/Dropout.cu). On a CPU, autograd
+    saves the noise in the dtype of the input (aten/src/ATen/native/Dropout.cpp).
 
     Args:
-        on_card: if False, nothing is replaced.
-        capability: the card's compute capability; None: that of this machine's card, or of the reference card.
+        on_card: whether the run is planned for a card. If False, this is a no-op.
+        capability: the card's compute capability; None: the capability of this machine's card, or without a card, of
+            the reference card.
 
     Yields:
-        The replacement of torch's attention; None: attention is not replaced.
+        The replacement of torch's attention; None if `on_card` is False.
     """
 
     if not on_card:
@@ -53,9 +56,10 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
 
 
 def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
-    """Returns the bytes of cuBLAS workspaces that are allocated in forward, and in backward. Each thread with matrix
-    products has a separate workspace: the training thread and autograd's thread, or with weights.order=by_layer each
-    micro-batch's thread, and the training thread for evaluations.
+    """Returns the bytes of the cuBLAS workspaces that are allocated in forward, and in backward. Each thread that
+    computes matrix products has a separate workspace. These threads are the training thread in forward and autograd's
+    thread in backward. With weights.order=by_layer they are the threads of the micro-batches, and the training thread
+    for evaluations.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -68,7 +72,8 @@ def _capability() -> float:
 
 @contextmanager
 def _dropout() -> Iterator[None]:
-    """Registers dropout at the Autograd dispatch key, so that composite operators such as math attention use it too."""
+    """Replaces dropout at the Autograd dispatch key, so that composite operators such as math attention also use the
+    replacement."""
 
     def on_card(input: Tensor, p: float, train: bool) -> Tensor:
         return torch.ops.aten.native_dropout(input, p, True)[0] if train and p > 0 else input
@@ -80,8 +85,8 @@ def _dropout() -> Iterator[None]:
 
 @contextmanager
 def _autocast() -> Iterator[None]:
-    """Registers casts at the Autocast dispatch key, so that a forward pass that is recomputed in backward uses them
-    too."""
+    """Replaces casts at the Autocast dispatch key, so that a forward pass that is recomputed in backward also uses the
+    replacements."""
     with replaced_kernels("AutocastCPU") as ours:
         for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
@@ -109,9 +114,9 @@ def _widened(value: object) -> object:
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
-    """Selects torch.optim's foreach implementation, the default on a card but not on a CPU
-    (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). Its intermediates take about as much memory as the
-    parameters."""
+    """Returns a factory of optimizers with torch.optim's foreach implementation, which is the default on CUDA but not
+    on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). Its temporary tensors take about as much
+    memory as the parameters."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

@@ -1,13 +1,18 @@
-"""Computes attention on fake tensors with the memory of a card's kernel: saved tensors, and temporary memory in
-backward.
+"""Computes attention on fake tensors so that it needs as much memory as a kernel on a card: saved tensors, and
+temporary memory in backward. `as_card.py` uses it to trace runs for a card.
 
-`Attend` calls torch's own operator for the kernel that `attention.py` predicts. The operator's shapes and autograd work
-without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not visible as
-tensors. Its size follows from formulas in torch's sources, and tensors of this size are kept alive during the backward.
+`Attend` calls torch's operator for the kernel that `attention.py` predicts. Shape inference and autograd of the
+operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not
+visible as tensors: its size is computed by formulas from torch's sources, and a tensor of this size is kept alive while
+the backward runs.
 
-Not counted: flash may split the keys in forward on short rows (2 x multiprocessors x 64 x head size x 4 bytes: 9 MiB on
-an H100); cuDNN's plans have an undocumented workspace; the math kernel's softmax stores a mask of masked rows (a
-quarter of the bytes of its scores, less than its backward needs).
+Three kinds of temporary memory are not counted:
+
+- the buffers of flash if it splits the keys in forward, for short rows (2 x multiprocessors x 64 x head size x 4 bytes:
+  9 MiB on an H100);
+- the workspace of cuDNN's plans, whose size is not documented;
+- the mask of masked rows in the softmax of the math kernel (a quarter of the bytes of the scores, which is less than
+  the backward of the math kernel needs).
 """
 
 import torch
@@ -23,7 +28,7 @@ class Attend:
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
-        self.advice: str | None = None  # how the first training call with the math kernel could avoid it
+        self.advice: str | None = None  # how to avoid the math kernel in the first training call that uses it
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
     def __call__(  # noqa: PLR0913
@@ -37,9 +42,10 @@ class Attend:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Computes attention. Args: query: (B, heads, T, D); key, value: (B, heads or fewer, T, D)."""
+        """Computes attention with the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
+        key, value: (B, heads or fewer, T, D)."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
-        with torch.autocast("cpu", enabled=False):  # autocast is off inside an operator whose inputs it has cast
+        with torch.autocast("cpu", enabled=False):  # autocast has cast the inputs, and is disabled inside the operator
             call = _call(query, key, value, mask, dropout_p, is_causal)
             if call.trains:
                 self.advice = self.advice or advice(call, self.capability)
@@ -54,7 +60,8 @@ class Attend:
 
 
 def _by_autocast(tensor: Tensor | None) -> Tensor | None:
-    """Casts as autocast does: attention is in its AT_FORALL_LOWER_PRECISION_FP (ATen/autocast_mode.h)."""
+    """Casts a tensor as autocast does for attention, which is in the list AT_FORALL_LOWER_PRECISION_FP
+    (ATen/autocast_mode.h)."""
     if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
@@ -79,7 +86,7 @@ def _call(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: AttentionCall, scale: float | None) -> Tensor:
-    """Calls flash attention. Heads are padded to a multiple of 8: pad_last_dim, in attention.cpp."""
+    """Calls flash attention. Head sizes are padded to a multiple of 8, as by pad_last_dim in attention.cpp."""
     short = -call.head % 8
     padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
     out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
@@ -90,7 +97,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Attentio
 def _efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall, scale: float | None
 ):
-    """Calls efficient attention. A mask is padded to a multiple of 8: preprocess_mask, in attention.cpp."""
+    """Calls memory-efficient attention. The last dimension of a mask is padded to a multiple of 8, as by
+    preprocess_mask in attention.cpp."""
     if mask is not None:
         short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
         mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
@@ -108,7 +116,8 @@ def _cudnn(
 
 
 def _while_backward(out: Tensor, scratch: list[int]) -> None:
-    """Keeps temporary tensors alive while the backward of `out` runs. Args: scratch: their sizes in bytes."""
+    """Keeps temporary tensors alive while the backward of `out` runs. Args: scratch: the sizes of these tensors in
+    bytes."""
     if out.grad_fn is None:
         return
     scratch_tensors: list[Tensor] = []
@@ -128,9 +137,10 @@ def _up(size: int, multiple: int) -> int:
 
 
 def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """Follows mha_bwd in cuda/flash_attn/flash_api.cpp: the query's gradient in fp32 and a sum for each row; with
-    grouped heads also the gradients of keys and values for every query head, in the query's dtype, before they are
-    summed."""
+    """Returns the bytes of the temporary tensors in the backward of flash attention, as mha_bwd in
+    cuda/flash_attn/flash_api.cpp allocates them: the gradient of the query in fp32, and a sum for each row. With
+    grouped heads, there are also the gradients of keys and values for every query head, in the query's dtype, before
+    they are summed."""
     batch, heads, tokens, size = query.shape
     padded, rows = _up(size, 8), _up(tokens, 128)
     expanded = query.element_size() * batch * heads * key.shape[-2] * padded
@@ -139,11 +149,13 @@ def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
 
 
 def efficient_scratch(query: Tensor) -> list[int]:
-    """Follows _efficient_attention_backward in cuda/attention_backward.cu: a sum for each row, and a workspace.
+    """Returns the bytes of the temporary tensors in the backward of memory-efficient attention, as
+    _efficient_attention_backward in cuda/attention_backward.cu allocates them: a sum for each row, and a workspace.
 
-    The workspace is no smaller than the fp32 product that the sums come from. It is workspace_size of
-    cuda/mem_eff_attention/kernel_backward.h, with the larger of the tiles that a card may take: the query's gradient in
-    fp32, and, for 16 bits and heads above 64, the gradients of keys and values for each share of the rows.
+    The workspace is workspace_size of cuda/mem_eff_attention/kernel_backward.h, for the largest tiles that a card may
+    use: the gradient of the query in fp32, and for 16-bit heads larger than 64 also the gradients of keys and values
+    for each split of the rows. The fp32 product from which the sums are computed is not counted, because the workspace
+    is at least as large.
     """
     batch, heads, tokens, size = query.shape
     many = 4 * batch * heads
@@ -155,8 +167,9 @@ def efficient_scratch(query: Tensor) -> list[int]:
 
 
 def cudnn_scratch(query: Tensor, key: Tensor) -> list[int]:
-    """Follows CompositeSDPABackwardNode of cudnn-frontend: the query's gradient and a sum for each row, in fp32. For
-    grouped heads its kernels are assumed to need as much as flash."""
+    """Returns the bytes of the temporary tensors in the backward of cuDNN attention, as CompositeSDPABackwardNode of
+    cudnn-frontend allocates them: the gradient of the query and a sum for each row, in fp32. With grouped heads, cuDNN
+    is assumed to need as much additional memory as flash."""
     batch, heads, tokens, size = query.shape
     expanded = query.element_size() * batch * heads * key.shape[-2] * size
     summed = 4 * batch * heads * tokens

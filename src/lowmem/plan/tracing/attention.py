@@ -1,10 +1,13 @@
-"""Predicts which attention kernel torch selects on a card, for all dtypes, cards and head sizes.
+"""Predicts which attention kernel torch selects on a card, for any dtype, compute capability and head size. `attend.py`
+uses it to trace memory.
 
-The flash, memory-efficient and cuDNN kernels store no tensor of shape (tokens, tokens). The math kernel, which torch
-uses if all of these refuse a call, stores several. The rules are from torch 2.11 to 2.13 in
-aten/src/ATen/native/transformers: sdp_utils_cpp.h, and cuda/sdp_utils.cpp for rules that name no other file. CPU builds
-of torch do not contain the rules. tests/plan/test_attention.py compares them with `torch._fused_sdp_choice` on a card;
-they agreed with torch 2.11 on an H200.
+The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). torch uses the math kernel if
+these three kernels do not support a call; the math kernel saves several tensors of this shape.
+
+CPU builds of torch do not contain the rules of the selection, so this module repeats the rules of torch 2.11 to 2.13.
+The rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
+marked with the file's name. On a card, tests/plan/test_attention.py compares the predictions with
+`torch._fused_sdp_choice`; they agreed with torch 2.11 on an H200.
 """
 
 from dataclasses import dataclass, replace
@@ -14,33 +17,34 @@ import torch
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
 LATER_THAN_2_11 = torch.__version__ >= (2, 12)
 SHORT = (torch.float16, torch.bfloat16)
-SUPPORTED = 12.1  # the newest compute capability that a fused kernel supports: check_sm_version, cutlassB.h
-# check_prefer_cudnn_attention, with cuDNN above 9.15, as in torch's wheels for CUDA 13. Wheels for CUDA 12 have an
-# older cuDNN and take flash, which needs about as much.
+SUPPORTED = 12.1  # newest compute capability that fused kernels support: check_sm_version, cutlassB.h
+# Compute capabilities for which torch prefers cuDNN (check_prefer_cudnn_attention), if cuDNN is newer than 9.15, as in
+# torch's wheels for CUDA 13. With the older cuDNN of wheels for CUDA 12, torch uses flash, which needs about as much
+# memory.
 PREFER_CUDNN = (9.0, 10.0, 10.3)
-# The overrides to advise, in order of preference.
+# dtype -> override to suggest, in order of preference
 COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", torch.float32: "precision=32"}
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The properties of a call of `F.scaled_dot_product_attention` that torch's choice depends on.
+    """The properties of a call of `F.scaled_dot_product_attention` on which torch's selection of a kernel depends.
 
     Args:
         dtype: dtype of query, key and value, after autocast.
         head: head size of query and key.
         value: head size of value.
-        grouped: several query heads share a key and value head.
-        square: equal numbers of keys and queries.
-        trains: a gradient is needed.
-        plain: tensors have four dimensions, and the last dimension is contiguous.
+        grouped: whether several query heads share a key and value head.
+        square: whether there are as many keys as queries.
+        trains: whether a gradient is needed.
+        plain: whether all tensors have four dimensions, the last of which is contiguous.
     """
 
     dtype: torch.dtype
     head: int
     value: int
     grouped: bool = False
-    mask: bool = False  # a mask tensor, not `is_causal`
+    mask: bool = False  # whether a mask tensor was passed (`is_causal` is not a mask tensor)
     causal: bool = True
     square: bool = True
     dropout: float = 0.0
@@ -49,15 +53,16 @@ class AttentionCall:
 
 
 def kernel(call: AttentionCall, capability: float) -> str:
-    """Returns the first kernel that supports the call, like select_sdp_backend, in the order of sdp_priority_order
-    (ATen/Context.h)."""
+    """Returns the name of the first kernel that supports the call, in the order of sdp_priority_order (ATen/Context.h),
+    as select_sdp_backend does."""
     able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
     order = (CUDNN, FLASH, EFFICIENT) if capability in PREFER_CUDNN else (FLASH, EFFICIENT)
     return next((name for name in order if call.plain and able[name](call, capability)), MATH)
 
 
 def _flash(call: AttentionCall, capability: float) -> bool:
-    """Follows can_use_flash_attention. Head sizes are padded to a multiple of 8 (attention.cpp)."""
+    """Returns whether flash attention supports the call, as can_use_flash_attention does. Any head size is accepted,
+    because head sizes are padded to a multiple of 8 (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):
@@ -69,9 +74,10 @@ def _flash(call: AttentionCall, capability: float) -> bool:
 
 
 def _efficient(call: AttentionCall, capability: float) -> bool:
-    """Follows can_use_mem_efficient_attention. Up to torch 2.14, check_batch_size_and_num_heads_dense refuses grouped
-    heads. torch 2.15 may accept them, which has not been tested on a card: the math kernel, which needs more memory, is
-    predicted."""
+    """Returns whether memory-efficient attention supports the call, as can_use_mem_efficient_attention does. Up to
+    torch 2.14, check_batch_size_and_num_heads_dense refuses grouped heads. Later versions may accept grouped heads, but
+    this has not been tested on a card. So False is returned for all versions, and the prediction is the math kernel,
+    which needs more memory."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False
@@ -80,16 +86,17 @@ def _efficient(call: AttentionCall, capability: float) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: float) -> int:
-    """Follows minimum_gemm_alignment: returns the number of elements to which tensor cores need head sizes aligned."""
+    """Returns the number of elements of which head sizes must be a multiple, as minimum_gemm_alignment does."""
     if dtype in SHORT and capability >= 7.0:
         return 8
     return 4 if capability >= 8.0 else 1
 
 
 def _cudnn(call: AttentionCall, capability: float) -> bool:
-    """Follows can_use_cudnn_attention. torch 2.11 accepts any dropout, and larger heads on 9.0. Later versions accept
-    only multiples of 1/16 (check_cudnn_dropout), and heads of up to 256 with a newer cuDNN; flash needs about as much
-    memory for these."""
+    """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does. torch 2.11 accepts any
+    dropout, and heads of up to 256 for compute capability 9.0. Later versions accept only dropout of a multiple of 1/16
+    (check_cudnn_dropout). With a newer cuDNN they also accept heads of up to 256, for which this function returns
+    False, because flash needs about as much memory."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
     if call.dropout * 16 % 1 and LATER_THAN_2_11:
@@ -99,7 +106,8 @@ def _cudnn(call: AttentionCall, capability: float) -> bool:
 
 
 def advice(call: AttentionCall, capability: float) -> str | None:
-    """Returns a sentence with the override that avoids the math kernel; None: torch uses another kernel anyway."""
+    """Returns a sentence with an override that avoids the math kernel. None: torch does not use the math kernel for the
+    call."""
     if kernel(call, capability) != MATH:
         return None
     obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]

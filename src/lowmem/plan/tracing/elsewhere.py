@@ -1,7 +1,8 @@
-"""Traces a run in a separate process, because a rank of a running process group cannot simulate other ranks.
+"""Traces a run in a separate process. A rank of a run on several devices needs this, because a process that belongs to
+a process group cannot simulate ranks (`one_rank.py`).
 
-The process is a new Python interpreter instead of a fork: forking a process with threads can hang, and a process that
-uses CUDA must not be forked.
+The process is a new Python interpreter and not a fork: forking a process with threads can hang, and a process that uses
+CUDA must not be forked.
 """
 
 import os
@@ -17,15 +18,15 @@ from lowmem.system.without_gc import undisturbed
 
 
 class NotTraced(Exception):
-    """The other process did not trace the run."""
+    """The separate process did not trace the run."""
 
 
 def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the result of `trace` from another process.
+    """Returns the result of `trace`, which is called in a separate process.
 
     Raises:
-        NotTraced: the other process did not answer.
-        Refused: the run itself would be refused for the same reason.
+        NotTraced: the separate process failed.
+        Refused: `trace` has raised Refused.
     """
     done = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -43,9 +44,9 @@ def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, ra
 
 
 def main() -> None:
-    """The other process: reads a run from stdin, traces it, and writes the trace to stdout."""
+    """Runs in the separate process: reads a run from stdin, traces it, and writes the trace, or Refused, to stdout."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with the answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that libraries print must not be mixed with the answer
     values, *others = pickle.load(sys.stdin.buffer)
     with undisturbed(), answers:
         try:

@@ -1,8 +1,9 @@
-"""Simulates one rank of several: its strategy runs unchanged over torch's fake process group.
+"""Simulates one rank of a run on several devices in a single process: the rank's strategy runs over torch's fake
+process group.
 
-The fake process group sends nothing, and leaves received tensors as they are. This is enough for fake tensors, because
-every buffer of a collective is allocated as in a run. So tracing 512 devices takes no longer than tracing two.
-Source: torch/testing/_internal/distributed/fake_pg.py.
+The fake process group sends nothing, and does not change the tensors into which a rank receives. This is sufficient for
+fake tensors, because all buffers of a collective are allocated as in a run. So tracing a run on 512 devices takes no
+longer than tracing a run on two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 @contextmanager
 def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
-    """Context manager that yields the strategy of one rank. Args: run: resolved settings; rank: 0 to run.devices - 1.
+    """Context manager that yields the strategy of the rank. With one device, yields `OneDevice()`. Args: run: resolved
+    settings; rank: 0 to run.devices - 1.
 
     Raises:
         Refused: this process belongs to a running process group.
@@ -41,14 +43,14 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.devices)
     try:
         ranks = instantiate(run.strategy)(device="cpu", devices=run.devices)
-        ranks.all_max = ranks.broadcast = lambda value: value  # all ranks have equal values
+        ranks.all_max = ranks.broadcast = lambda value: value  # values are assumed to be equal on all ranks
         ranks.all_gather = lambda value: [value] * run.devices
         ranks.rank_0_first = nullcontext
-        ranks.in_numbers = True  # every rank has the full model as fake tensors
+        ranks.in_numbers = True  # each rank builds the full model as fake tensors
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(load_in_parts, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # compares values of weights
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # it would compare the values of weights
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks
@@ -57,7 +59,8 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
 
 
 def _laid_out(model: nn.Module, ranks: OneDevice, lay_out: Callable[[], object], device: torch.device) -> None:
-    """Shards the model without the broadcast from rank 0, because fake tensors have no values to broadcast."""
+    """Replaces `load_in_parts.shard_and_send`: shards the model, but broadcasts no weights from rank 0, because fake
+    tensors have no values."""
     lay_out()
 
 
@@ -65,7 +68,8 @@ _mesh = DeviceMesh.__init__
 
 
 def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
-    """Builds a device mesh outside the fake mode, because its constructor reads the values of its tensor of ranks."""
+    """Replaces the constructor of DeviceMesh: calls it outside of the fake tensor mode, because it reads the values of
+    its tensor of ranks."""
     with unset_fake_temporarily():
         _mesh(mesh, *args, **kwargs)
 
@@ -74,8 +78,9 @@ _init = DistributedDataParallel.__init__
 
 
 def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
-    """Builds DDP without the parts of its C++ code that read values: comparing weights, reading results of collectives,
-    and rebuilding buckets in the order of the gradients (which does not change their bytes)."""
+    """Replaces the constructor of DDP: leaves out the parts of DDP's C++ code that read values. These parts compare the
+    weights of ranks, read the results of collectives, and rebuild the buckets in the order of the gradients (which does
+    not change the bytes of the buckets)."""
     _init(ddp, *args, **kwargs | {"init_sync": False})
     ddp.register_comm_hook(None, _sent)
     ddp.reducer = InThisOrder(ddp.reducer)

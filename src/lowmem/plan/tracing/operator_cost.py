@@ -1,4 +1,5 @@
-"""Counts the floating-point operations and moved bytes of an operator, which `cost/machine.py` converts to seconds."""
+"""Counts the FLOPs of an operator and the bytes that it reads and writes. `cost/machine.py` converts them to
+seconds."""
 
 from functools import cache
 from math import prod
@@ -16,18 +17,19 @@ class Work(NamedTuple):
 
     dtype: torch.dtype  # dtype of the matrix products
     flops: int  # FLOPs of matrix products and attention; 0 for all other operators
-    moved: int  # bytes read and written; a tensor that is changed in place counts twice
+    moved: int  # bytes that are read and written; a tensor that is changed in place counts twice
 
 
 class Touched(NamedTuple):
-    """The names of the arguments that an operator reads and changes."""
+    """The names of the arguments that an operator reads, and of the arguments that it changes in place."""
 
     read: frozenset[str]
     changed: frozenset[str]
 
 
 def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
-    """Returns the work of an operator; None: a view, an allocation or a query, which move no data."""
+    """Returns the work of an operator. None: the operator moves no data, because it is a view, an allocation or a
+    query."""
     if _allocates(func):
         return None
     names, touched = _touched(func)
@@ -47,15 +49,15 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """Returns the tensors in `value`, each once."""
+    """Returns the tensors in a nested value, without duplicates."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's elements in memory, without the repeated elements of expanded dimensions.
+    """Returns the bytes of a tensor's elements in memory. Elements that an expanded dimension repeats count once.
 
-    Computed from shape and strides instead of the storage, which may be larger; work is cached by shape and strides
-    (`shapes.py`).
+    The bytes are computed from shape and strides and not from the storage, which may be larger, because `shapes.py`
+    caches work by shape and strides.
     """
     distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return min(distinct, tensor.numel()) * tensor.element_size()
@@ -68,32 +70,34 @@ def _allocates(func: OpOverload) -> bool:
 
 @cache
 def _touched(func: OpOverload) -> tuple[list[str], Touched]:
-    """Returns (names of all arguments of an operator, the names that it reads and changes)."""
+    """Returns the names of all arguments of an operator in order, and the names of the arguments that it reads and
+    changes."""
     name = schema(func).name.split("::")[1]
     arguments = schema(func).arguments
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     read = {a.name for a in arguments if not a.is_out}
     if name.startswith("_fused_"):
-        changed.discard("grads")  # only a loss scale would change them, and none is passed
+        changed.discard("grads")  # only with a loss scale, which is never passed, would gradients change
     if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
         read.discard("self")
     return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))
 
 
-# Operators that overwrite their tensor without reading it.
+# operators that overwrite a tensor without reading it
 _OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_")
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
-    """Counts two matrix products of T x T x D for (B, heads, T, D), without savings for a causal mask."""
+    """Returns the FLOPs of attention: two matrix products of T x T x D for each head of (B, heads, T, D). Savings by a
+    causal mask are not counted."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 
 
 def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
-    """Counts five matrix products instead of two."""
+    """Returns the FLOPs of the backward pass of attention: five matrix products instead of two."""
     return 5 * _attention(query, key) // 2
 
 
-# All kernels have one formula here; torch has none for the CPU kernels.
+# The same formula for all kernels, because torch has no formula for the CPU kernels.
 _ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)

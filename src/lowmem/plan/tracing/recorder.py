@@ -1,8 +1,8 @@
-"""The memory meter of a traced run: records every event of the tracker, and at which place of the model it happened.
+"""The memory meter of a traced run: records every allocation and release, and the place in the model where it happened.
 
-A place is a phase and a position, such as "forward first", "forward middle", "forward last", "backward end". With
-weights.order=by_layer the first micro-batch is in backward while other micro-batches still run the last block forward:
-"backward beside last".
+A place is a phase and a position, such as "forward first" (in forward, from the beginning of the first block), "forward
+middle", "forward last" or "backward end". With weights.order=by_layer, the first micro-batch is in backward while other
+micro-batches still run the forward pass of the last block: this place is "backward beside last".
 """
 
 from collections.abc import Mapping
@@ -23,28 +23,29 @@ from lowmem.system.torch_private import in_backward
 class Recording(NamedTuple):
     """The recorded events of a window or of an evaluation."""
 
-    points: list[Point]  # live bytes before the first event, and after each event
-    events: list[tuple[int, int]]  # device events (serial, bytes): > 0 allocated, < 0 freed
-    existing: int  # number of leading `events` for tensors that existed before
-    pinned: list[int]  # bytes of each activation that is offloaded to host memory
+    points: list[Point]  # live bytes before the first event and after each event
+    events: list[tuple[int, int]]  # allocations and releases on the device: (serial, bytes; negative for a release)
+    existing: int  # number of leading `events` that are tensors from before the window
+    pinned: list[int]  # bytes of each activation in host memory
 
 
 class Recorder(MemoryMeter):
-    """A `MemoryMeter` that stores all events. Args: file: of the meter; before: number of windows to ignore at the
-    start."""
+    """A `MemoryMeter` that stores all events of one window and one evaluation. Args: file: the csv file of the meter;
+    before: number of windows before the window to record."""
 
     tracker = ToldTracker
 
     def __init__(self, file: Path, before: int = 0) -> None:
         super().__init__(file)
         self.before = before
-        self.recordings: list[Recording] = []  # the window, then the evaluation
-        self.marks: list[tuple[int, str]] = []  # (index of an event, place that begins there), in the window
+        self.recordings: list[Recording] = []  # of the window, and then of the evaluation
+        self.marks: list[tuple[int, str]] = []  # (index of an event in the window, place that begins there)
         self.begins: dict[str, int] = {}  # place -> index of its first event in the window's `Recording.events`
-        self.weights = self.host_bytes = 0  # bytes of weights on the device; of all long-lived tensors on the host
+        self.weights = self.host_bytes = 0  # bytes before training: of weights on the device; of all host tensors
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Registers hooks that mark the place of a pass: the first block, the last block, or the blocks between."""
+        """Registers hooks on the blocks that mark the places in forward and backward: the first block, the last block,
+        and the blocks between them."""
         stack = stack_of(model)
         if not stack:
             return
@@ -55,7 +56,7 @@ class Recorder(MemoryMeter):
             self._mark(f"forward {name}" if self._phase == "forward" else f"{self._phase} beside {name}")
 
         def enters(*_, name: str) -> None:
-            if not in_backward():  # in backward the block is only recomputed
+            if not in_backward():  # in backward, a block's forward runs only for its recomputation
                 mark(name)
 
         def leaves(_, __, output: object, name: str) -> None:
@@ -86,7 +87,8 @@ class Recorder(MemoryMeter):
         self.weights, self.host_bytes = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns the timeline without thinning, because `marks` are indices of events."""
+        """Returns all points of the timeline, because `marks` are indices of events. (The base class leaves out
+        points.)"""
         return list(tracker.timeline())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
@@ -102,16 +104,17 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns for each place of a pass the point with the most device bytes, combined with the highest host bytes.
+    """Returns the highest point of each place: place -> the point with the most device bytes, with the host bytes of
+    the point with the most host bytes.
 
-    On a CPU, device and host share one memory, and their sum may be highest at another point than the device's bytes.
-    `host_bytes` is then the difference, per category, between the point with the highest sum and the device's highest
-    point.
+    On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at another point
+    than the device bytes. Then `host_bytes` is, by category, the bytes of the point with the highest sum, minus the
+    device bytes of the returned point. So the sum of the returned point is the highest sum.
 
     Args:
         points: the points of a `Recording`.
-        marks: the marks of the `Recorder`; if empty, each phase is a place.
-        on_card: the run is for a card.
+        marks: the marks of the `Recorder`. If empty, each phase is one place.
+        on_card: whether the run is planned for a card.
     """
     starts = [start for start, _ in marks[1:]] + [len(points)]
     places: dict[str, list[Point]] = {}
@@ -125,7 +128,8 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns the highest point of each phase, with the phase's highest host bytes, as in `by_place`."""
+    """Returns the highest point of each phase, with the highest host bytes of the phase (see `by_place`). Args: places:
+    the result of `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

@@ -1,9 +1,9 @@
-"""A fake tensor mode for traced runs: operators return tensors with a shape and a storage, but without memory.
+"""Defines the fake tensor mode of traced runs: operators return tensors with a shape and a storage, but without memory.
 
-torch's FakeTensorMode computes the result of an operator from the shapes of its arguments. A model repeats equal calls
-in each block, for each parameter of equal shape, and in each trace of a search. So results are cached by operator and
-shapes and rebuilt from the cache, which takes a sixth of the time. Calls with constants, with shapes that depend on
-values, or with storages that change their size are not cached.
+torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. A model calls an operator
+with equal shapes in each block, for each parameter of a shape, and in each trace of a search. So `ShapeMode` caches the
+outputs by operator and shapes; creating outputs from the cache takes a sixth of the time. A call is not cached if it
+has constants, if the shapes of its outputs depend on values, or if it resizes a storage.
 """
 
 from collections import Counter
@@ -35,8 +35,9 @@ from lowmem.system.torch_private import (
     tree_leaves,
 )
 
-EXPERTS = 3  # traced experts of a mixture that calls its experts one by one; the third adds to the sum of two gradients
-# Maximum operators of a micro-batch: four times as many as in GPT-2 XL. A loop that depends on values might not end.
+EXPERTS = 3  # traced experts of a mixture that calls its experts one by one; the third gradient is added to a sum
+# Maximum number of operators of a micro-batch: four times the number in GPT-2 XL. The limit ends loops that depend on
+# values, which might never end on fake tensors.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -45,52 +46,52 @@ NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
 
 
 class TraceTooLong(Exception):
-    """A trace takes too many operators, and might never end."""
+    """A trace has too many operators, and might never end."""
 
 
 class OutputSpec(NamedTuple):
-    """Describes a tensor that an operator returns."""
+    """Describes a tensor that an operator returns, so that the tensor can be created again."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0
-    view_of: int | None = None  # index of the argument whose storage the tensor shares; None: new storage
+    view_of: int | None = None  # index of the tensor argument whose storage this tensor shares; None: a new storage
 
 
 class Known(NamedTuple):
-    """The cached result of an operator for arguments of some shapes."""
+    """The cached result of an operator, for arguments of given shapes."""
 
-    makes: tuple[OutputSpec | None, ...]  # the outputs; None: the operator returns None
-    kind: type | None  # tuple or list, if the operator returns several tensors
-    yields: int | None  # index of the argument that is changed in place and returned; None: outputs are new tensors
+    makes: tuple[OutputSpec | None, ...]  # the returned tensors; an entry of None is a returned None
+    kind: type | None  # tuple or list if the operator returns several tensors, otherwise None
+    yields: int | None  # index of the tensor argument that is changed in place and returned; None: see `makes`
     work: Work | None
 
 
-_known: dict[tuple, Known] = {}  # cache of this process: (operator, shapes of arguments, ...) -> result
+_known: dict[tuple, Known] = {}  # the cache: (operator, shapes of arguments, ...) -> result
 
 
 class ShapeMode(LeanFakeTensorMode):
-    """A fake tensor mode that answers data-dependent checks, counts the work of each operator, and reports outputs to
-    memory trackers. Args: over_gloo: devices communicate over gloo instead of NCCL."""
+    """A fake tensor mode that returns True for data-dependent checks, counts the work of each operator, and passes
+    outputs to memory trackers. Args: over_gloo: whether devices communicate over gloo instead of NCCL."""
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
         self.over_gloo = over_gloo
         self.phase: str | None = None
         self.work: Counter[tuple[str, Work]] = Counter()
-        self.sent: Counter[tuple[str, Collective]] = Counter()  # bytes
-        self.operators = 0  # number of operators outside of updates, which may use thousands per parameter
-        self.micro_batches = 1  # micro-batches of a window
-        self.spread = False  # True: tokens were assumed to be spread evenly over experts
-        self._inside = False  # True: inside a composite operator
+        self.sent: Counter[tuple[str, Collective]] = Counter()  # bytes of the full tensors
+        self.operators = 0  # number of operators outside of updates (an update may call thousands per parameter)
+        self.micro_batches = 1  # number of micro-batches of a traced window
+        self.spread = False  # whether tokens were assumed to be spread evenly over experts
+        self._inside = False  # whether an operator is being computed; operators that it calls are not counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ASKS_FOR_DEVICE:  # tested first: called as often as all other operators together
+        if func is ASKS_FOR_DEVICE:  # tested first, because it is called as often as all other operators together
             return args[0].device
-        if func is WAITS:  # torch would create a new tensor
+        if func is WAITS:  # torch's fake tensors would return a new tensor
             return args[0]
-        if func.namespace == "profiler":  # profiler annotations of torch.optim
+        if func.namespace == "profiler":  # annotations of torch.optim for the profiler
             return func(*args, **(kwargs or {}))
         if self._inside:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -113,23 +114,24 @@ class ShapeMode(LeanFakeTensorMode):
             out, work = self._computed(func, types, args, kwargs or {})
         finally:
             self._inside = False
-        if out is NotImplemented:  # a DTensor: the call is repeated with the local shard
+        if out is NotImplemented:  # an argument is a DTensor, which calls the operator again with its local shard
             return out
         if self.phase is not None and work is not None:
             self.work[self.phase, work] += 1
         if self.phase is not None and (call := traffic.sent(func, args, out)) is not None:
             self.sent[self.phase, call[0]] += call[1]
         tracker.see(out)
-        if func is ADDS_IN_PARTS and self.over_gloo:  # gloo, unlike NCCL, copies the full tensor
+        if func is ADDS_IN_PARTS and self.over_gloo:  # unlike NCCL, gloo copies the full tensor
             with self:
                 torch.empty_like(args[1])
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
-        """Wraps a function so that its work is counted in the given phase, also inside another phase."""
+        """Returns a wrapper of a function, whose work is counted in `phase` even if the function is called in another
+        phase."""
 
         def counted(*args, **kwargs):
-            before, self.phase = self.phase, self.phase and phase  # work before the traced window does not count
+            before, self.phase = self.phase, self.phase and phase  # outside of the traced window it stays None
             try:
                 return call(*args, **kwargs)
             finally:
@@ -138,15 +140,17 @@ class ShapeMode(LeanFakeTensorMode):
         return counted
 
     def _used(self, mask: Tensor) -> Tensor:
-        """Returns the indices of `nonzero` for a mask of a mixture of experts: EXPERTS experts for a mask (E,), or an
-        even share of the tokens for a mask (k, T)."""
+        """Returns the indices that `nonzero` is assumed to find in a mask of a mixture of experts. For a mask (E,) over
+        experts: EXPERTS indices. For a mask (k, T) over tokens: an expert's share of the tokens, as if they were spread
+        evenly over EXPERTS experts."""
         self.spread = True
         rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
         with self:
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Replaces the sizes of a split by equal sizes, because the given sizes come from values that are not real."""
+        """Returns the arguments of a split with equal sizes in place of the given sizes, which come from values that
+        fake tensors do not have."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim
@@ -158,7 +162,7 @@ class ShapeMode(LeanFakeTensorMode):
         if plain:
             key += kwargs
             if len(numbers := [*map(id, tensors)]) > len({*numbers}):
-                key += map(numbers.index, numbers)  # x * x reads one tensor
+                key += map(numbers.index, numbers)  # for example, x * x reads one tensor
             known = _known.get(key := tuple(key))
             if known is not None:
                 return self._outputs(known, tensors), known.work
@@ -170,7 +174,7 @@ class ShapeMode(LeanFakeTensorMode):
         if out is NotImplemented:
             return out, None
         work = work_of(func, args, kwargs, out)
-        resized = shapes != [tensor.shape for tensor in tensors]  # an out= argument was resized
+        resized = shapes != [tensor.shape for tensor in tensors]  # the operator has resized an out= argument
         if plain and not resized and (known := _as_known(func, tensors, out, work)) is not None:
             _known[key] = known
         return out, work
@@ -190,32 +194,34 @@ class ShapeMode(LeanFakeTensorMode):
         return self.holding(meta)
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
-        """Calls the grouped matrix products of experts in bf16, because torch's shape inference supports only bf16."""
+        """Computes the grouped matrix products of experts in bf16, because torch's shape inference supports only bf16.
+        The result has the dtype of the arguments."""
         a, b, *rest = args
         with self:
             return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
 
 
 def _is_real(args: tuple) -> bool:
-    """Returns True if all tensors of a call have real values, such as a device mesh's tensor of ranks."""
+    """Returns True if all tensors in the arguments of a call have real values. An example is the tensor of ranks of a
+    device mesh."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _noted(values, key: list, tensors: list[Tensor]) -> bool:
-    """Appends the arguments to the cache key, and their tensors to `tensors`. Returns: False if the call cannot be
-    cached."""
+    """Appends a description of each argument to the cache key, and each tensor to `tensors`. Returns: False if the call
+    cannot be cached."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
-            if value.fake_device.type != "cpu":  # its storage is not on the CPU
+            if value.fake_device.type != "cpu":  # for example a meta tensor
                 return False
             key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             tensors.append(value)
         elif kind in PLAIN:
-            key += (kind, value)  # the type too: 1 == 1.0, but the result's dtype may differ
+            key += (kind, value)  # with the type: 1 == 1.0, but the dtype of the result may differ
         elif kind is list or kind is tuple:
             key += (kind, len(value))
             if not _noted(value, key, tensors):
@@ -226,12 +232,12 @@ def _noted(values, key: list, tensors: list[Tensor]) -> bool:
 
 
 def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
-    """Returns the cache entry of a call; None: the result cannot be rebuilt from the shapes of the arguments."""
+    """Returns the cache entry of a call. None: the result cannot be created again from the shapes of the arguments."""
     if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
         return None
     if schema(func).is_mutable:
         written = [argument.name for argument in schema(func).arguments if argument.is_write]
-        if out is None:  # changes tensors in place and returns nothing
+        if out is None:  # the operator changes tensors in place and returns nothing
             return Known((None,), None, None, work)
         changed = next((number for number, tensor in enumerate(tensors) if tensor is out), None)
         return None if changed is None or len(written) > 1 else Known((), None, changed, work)
@@ -244,7 +250,7 @@ def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work |
             return None
         makes.append(spec)
         if spec is not None and spec.view_of is None:
-            storages[storage_key(output)] = -1  # outputs that share a new storage cannot be rebuilt
+            storages[storage_key(output)] = -1  # a further output in this storage could not be created again
     kind = list if isinstance(out, list) else tuple if several else None
     return Known(tuple(makes), kind, None, work)
 

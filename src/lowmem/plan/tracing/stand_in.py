@@ -1,9 +1,11 @@
-"""Replaces an optimizer whose step needs real data by a stand-in that allocates equal amounts of memory.
+"""Replaces an optimizer that cannot step fake tensors by a stand-in that allocates as much memory as the real
+optimizer.
 
-8-bit optimizers pass raw pointers to C++, CUDA or compiled code, so they cannot step fake tensors. But their state and
-the temporary memory of a step have a fixed number of bytes per element. So the real optimizer steps first one and then
-two small real parameters of each role (matrix, embedding, vector), and the difference gives the rates. No optimizer is
-known by name.
+Some optimizers, such as 8-bit optimizers, pass raw pointers to C++, CUDA or compiled code. Fake tensors have no memory
+to point to. But the state of these optimizers, and the temporary memory of a step, have a fixed number of bytes per
+element of a parameter. To measure these rates, the real optimizer steps small real parameters of each role (matrix,
+embedding, vector): one parameter, and then two parameters. The state that the second parameter adds gives the rate. The
+code does not depend on the name of any optimizer.
 """
 
 from collections import Counter
@@ -21,18 +23,18 @@ from lowmem.step.one_weight import OnePass, Step
 from lowmem.system import process
 from lowmem.techniques.optim.build import PAGED_FROM, MakeOptimizer, pageable
 
-SIDE = 256  # rows and columns of a probe: a multiple of all block sizes of quantized state
-WIDE = 2048  # rows and columns of a probe whose temporaries are large enough that malloc uses mmap
-SMALL = 1024  # elements of a small probe (below THRESHOLD)
-THRESHOLD = 4096  # elements below which 8-bit optimizers keep a parameter's state in 32 bits
+SIDE = 256  # rows and columns of a probe parameter: a multiple of all block sizes of quantized state
+WIDE = 2048  # rows and columns of the probe of `unseen`: large enough that malloc uses mmap for its temporary memory
+SMALL = 1024  # elements of a small probe parameter (fewer than THRESHOLD)
+THRESHOLD = 4096  # parameters with fewer elements have 32-bit state in 8-bit optimizers
 
 
 class Rate(NamedTuple):
-    """Bytes per element of a parameter."""
+    """Bytes of optimizer memory per element of a parameter."""
 
-    tensors: tuple[float, ...]  # each tensor of the state
-    scratch: float  # temporary memory of a step
-    pageable: float  # the part of the state that CUDA pages on a card if the parameter is large
+    tensors: tuple[float, ...]  # of each tensor of the state
+    scratch: float  # of the temporary memory of a step
+    pageable: float  # of the state that CUDA pages on a card, if the parameter is large
 
     @property
     def state(self) -> float:
@@ -44,10 +46,10 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
     Args:
         make: factory of the optimizer.
-        one_kernel: a step is a single kernel (CUDA or compiled) that allocates no temporary tensors.
-        pages: the run is for a card, which could page state.
+        one_kernel: whether a step is a single kernel (CUDA or compiled) that allocates no temporary tensors.
+        pages: whether the run is planned for a card, where CUDA can page state.
     """
-    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds and does not change the state
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds, and does not change the size of the state
         rates = {
             (role, small): _rate(make, one_kernel, role, small)
             for role in ("matrix", "embedding", "vector")
@@ -59,10 +61,10 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Returns the bytes per element of temporary memory inside the operators or compiled code of a real step.
+    """Measures the temporary memory inside the operators or compiled code of a real step. Returns: bytes per element.
 
-    The tracker cannot see this memory, so it is measured as growth of the process's resident memory. Takes about 5 s if
-    code has to be compiled.
+    The memory tracker cannot see this memory, so the growth of the process's resident memory is measured. This takes
+    about 5 s if code has to be compiled.
     """
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
@@ -76,13 +78,13 @@ def unseen(make: MakeOptimizer) -> float:
 
 
 class StandIn(Optimizer):
-    """An optimizer that only allocates state and temporary memory, by measured rates.
+    """An optimizer that computes no update, but allocates state and temporary memory by measured rates.
 
     Args:
         params: parameter groups with a `role`.
         rates: (role, True for small parameters) -> bytes per element.
-        pages: the run is for a card that pages state. Paged state is counted in `paged` instead of being allocated,
-            because torch does not allocate it.
+        pages: whether the run is planned for a card, where CUDA can page state. Paged state is not allocated but
+            counted in `paged`, because torch's allocator does not allocate it.
     """
 
     def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
@@ -91,7 +93,7 @@ class StandIn(Optimizer):
 
     @property
     def paged(self) -> int:
-        """Returns the bytes of paged state."""
+        """Returns the bytes of state that CUDA pages on a card."""
         return sum(state.get("paged", 0) for state in self.state.values())
 
     @torch.no_grad()
@@ -111,7 +113,7 @@ class StandIn(Optimizer):
             self.state[p]["paged"] = round(leaves * p.numel())
             self.state[p] |= {key: _bytes(size, p) for key, size in enumerate(stays)}
         _bytes(rate.scratch, p)
-        weight.add_(gradient)  # the memory traffic of a fused kernel: read gradient; read and write weight and state
+        weight.add_(gradient)  # as a fused kernel: reads the gradient, reads and writes weight and state
         for state in self.state[p].values():
             if isinstance(state, Tensor):
                 state.neg_()
@@ -128,7 +130,7 @@ def _bytes(rate: float, p: Tensor) -> Tensor:
 
 
 class Probe(nn.Module):
-    """One or two parameters of a role, for real steps."""
+    """A module with `count` real parameters of a role, which a real optimizer steps."""
 
     def __init__(self, role: str, small: bool, count: int) -> None:
         super().__init__()
@@ -150,8 +152,8 @@ def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
-    """Returns the bytes of (each tensor of the state, temporary memory, pageable state), measured in a second real
-    step, after the first has created the state. Temporary memory inside compiled code is not included."""
+    """Returns (bytes of each tensor of the state, bytes of temporary memory, bytes of pageable state), measured in the
+    second real step; the first step creates the state. Temporary memory inside compiled code is not included."""
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])
@@ -167,6 +169,7 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
-    """Returns the optimizer state's (bytes, pageable bytes) per parameter of a large matrix, measured in real steps."""
+    """Returns the bytes of optimizer state, and of its part that CUDA can page, per element of a large matrix. Both are
+    measured in real steps."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
     return sum(state) / SIDE**2, leaves / SIDE**2

@@ -1,14 +1,19 @@
-"""Traces a run: executes it on fake tensors, and records its memory and work.
+"""Traces a run: trains one window and evaluates once on fake tensors, and records memory and work. The planner predicts
+memory and time from this trace.
 
-The run's own module, callbacks and precision plugin train one micro-batch and evaluate once under the real Lightning
-trainer, measured by the run's own memory meter. Only the tensors are fake: they have a shape, a dtype and a storage
-whose bytes are counted, but no memory. So the prediction comes from the run's own code instead of formulas.
-Data-dependent checks (such as "are all gradients finite?") return True.
+The run's own module, callbacks and precision plugin run under Lightning's trainer, measured by a subclass of the run's
+memory meter (`recorder.py`). Only the tensors are fake: they have a shape, a dtype and a storage whose bytes are
+counted, but no memory. So the prediction comes from the run's own code instead of formulas. Data-dependent checks (such
+as "are all gradients finite?") return True.
 
-One micro-batch represents all micro-batches: optimizer state is created before it, and with gradient accumulation also
-the gradients of an earlier micro-batch (`Steady`). With several devices, one rank is traced and the other ranks are
-simulated (`one_rank.py`). Strategies keep buffers from one window to the next, so a full window is executed before the
-traced window; with gradient accumulation both windows have two micro-batches.
+The traced window has fewer micro-batches than a window of the run:
+
+- One device: a single micro-batch represents all micro-batches. Before it, `Steady` creates the optimizer state, and
+  with gradient accumulation also the gradients of an earlier micro-batch.
+- Several devices: one rank is traced, and the other ranks are simulated (`one_rank.py`). Strategies keep buffers from
+  one window to the next, so a window is executed before the traced window. With gradient accumulation each of these
+  windows has two micro-batches.
+- Overlapping micro-batches (weights.order=by_layer, pipelines): the window has all its micro-batches.
 """
 
 import logging
@@ -64,7 +69,7 @@ from lowmem.training.module import CausalLM
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
-INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # functions that torch's own errors pass
+INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # functions of lowmem that call operators
 EVENLY = (
     "the tokens of its experts depend on numbers, and are taken to be spread evenly. Their sum is right; the estimate "
     "is too high where some experts compute nothing, and too low where one takes most of a long sequence."
@@ -72,10 +77,11 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Returns the reason why a model cannot be traced, if the model's code raised `error` because it needs real values.
+    """Returns the reason why a model cannot be traced, if its code raised `error` because it needs real values.
 
     Raises:
-        error: other code raised it. A bug of lowmem must not look like a model that cannot be traced.
+        error: code of lowmem, Lightning or Hydra raised it. A bug of lowmem must not look like a model that cannot be
+            traced.
     """
     cause = error
     while cause.__cause__ is not None:  # a pipeline schedule wraps the errors of a stage
@@ -87,8 +93,8 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Returns True if the innermost code outside of torch and Python's standard library belongs to the model, that is,
-    not to lowmem, Lightning or Hydra."""
+    """Returns True if the model's code raised the error: the innermost stack frame outside of torch and Python's
+    standard library does not belong to lowmem, Lightning or Hydra."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name not in INSIDE_OPERATORS]
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
@@ -104,19 +110,19 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
     Args:
         run: resolved settings, with a number for batch_size.
-        on_card: trace as CUDA computes, even on a machine without CUDA.
-        depth: number of blocks; None: all blocks of the model.
+        on_card: trace the memory of a run on CUDA, even on a machine without CUDA.
+        depth: number of blocks of the traced model; None: all blocks.
         capability: the card's compute capability; None: see `as_card.kernels`.
         rank: the rank to trace if the run has several devices.
 
     Raises:
-        Exception: the model's code needs real values; `untraceable` tells such an error from a bug of lowmem.
+        Exception: the model's code needs real values. `untraceable` distinguishes such an error from a bug of lowmem.
     """
     run = _here(run)
     config = of_depth(model.describe(run, plans=True).grown, depth)
-    with quietly():  # a probe's step warns that it is not on a card
+    with quietly():  # stepping a probe warns that there is no card
         make, scratch = _optimizer(run, on_card)
-        instantiate(run.adapter)  # imports the adapter's library, which must happen outside of the fake mode
+        instantiate(run.adapter)  # imports the adapter's library, which fails inside the fake tensor mode
     mode = ShapeMode(over_gloo=not on_card)
     with (
         quietly(),
@@ -149,7 +155,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         micro_batches = [rows.example(run.batch_size, run.seq_len) for _ in range(several)]
         trainer.fit(module, Windows(micro_batches), [Evaluation(micro_batches[: module.at_once])])
         recorder.close()
-        of_shard = of_shard or _of_shard(module)  # now the weights have the precision's dtype
+        of_shard = of_shard or _of_shard(module)  # after `fit`, the weights have the precision's dtype
     (window, *others), workspaces = recorder.recordings, {}
     places = by_place(window.points, recorder.marks, on_card)
     for recording in others:
@@ -190,7 +196,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
-    """Returns {index of an event in the window: bytes of cuBLAS workspaces that are allocated there}."""
+    """Returns the cuBLAS workspaces that are allocated in the first window: index of an event in the window ->
+    bytes."""
     existing, begins = recorder.recordings[0].existing, recorder.begins
     forward = begins.get("forward first", begins.get("forward start", existing))
     places = forward - existing, begins.get("backward end", forward) - existing
@@ -199,9 +206,9 @@ def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict
 
 @contextmanager
 def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
-    """Context manager that assumes the number of documents in packed rows, which fake tensors cannot show: two per row
-    if attention is computed document by document, otherwise one (a single kernel call stores equally much for any
-    number)."""
+    """Context manager that assumes a number of documents in packed rows, because fake tensors have no positions to
+    count. If attention is computed document by document, two documents per row are assumed. If one kernel call computes
+    all documents, one document is assumed, because the call saves equally many bytes for any number."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -218,8 +225,8 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 
 
 def _here(run: Run) -> Run:
-    """Returns the run on the CPU, where fake tensors are, even if its precision was configured for a card, and without
-    a drive."""
+    """Returns a copy of the run for the trace: on the CPU, where fake tensors are, even if its precision was configured
+    for a card, and without a drive."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
     return run.knowing(device="cpu", **precision, **in_memory)
@@ -228,7 +235,7 @@ def _here(run: Run) -> Run:
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
     """Builds the run's own module with fake tensors: weights are neither initialized nor moved between devices."""
     described = model.Described(run.model, config).at_random
-    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves an adapter to its layer
+    where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves adapters
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
         module = build.causal_lm(run, described, ranks=ranks)
     module.update = module.update._replace(optimizer=make)
@@ -249,12 +256,12 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
         callbacks=callbacks,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
-    trainer.strategy.world_size = 1  # otherwise Lightning reduces a stop flag over ranks
+    trainer.strategy.world_size = 1  # otherwise Lightning all-reduces a stop flag
     return trainer
 
 
 def _of_shard(module: CausalLM) -> dict:
-    """Returns the fields of a `Trace` that count this rank's shard of the model."""
+    """Returns the fields of a `Trace` with the sizes of this rank's shard of the model."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),
@@ -266,7 +273,7 @@ def _of_shard(module: CausalLM) -> dict:
 
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
-    """Returns (number of blocks, bytes of the largest)."""
+    """Returns (number of blocks, bytes of the largest block)."""
     sizes = [
         sum(tensor.nbytes for weight in weights(block) for tensor in plain_tensors(weight)) for block in stack_of(model)
     ]
@@ -274,7 +281,8 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
-    """Reduces a config in place to the first `depth` blocks, including lists with a value per block."""
+    """Reduces a config in place to the first `depth` blocks, including its lists with one value per block, and returns
+    it."""
     if depth is not None:
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -284,23 +292,23 @@ def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
-    """Returns (factory of an optimizer that can step fake tensors, bytes per element of temporary memory inside the
-    real optimizer's operators)."""
+    """Returns a factory of an optimizer that can step fake tensors, and the bytes per element of temporary memory
+    inside the operators of the real optimizer."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if run.technique("optim").steps_by is None:
-        # CUDA kernels need no temporary memory. Compiled code does, assumed to be as much as on a CPU.
+        # CUDA kernels need no temporary memory. Compiled code is assumed to need as much as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)
     return (as_card.foreach(make) if on_card else make), scratch
 
 
-_probed: dict[tuple, object] = {}  # cache of this process: (probe, optimizer, arguments) -> result
+_probed: dict[tuple, object] = {}  # cache: (probe function, optimizer, arguments) -> result
 
 
 def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
-    """Returns the cached result of probing an optimizer. A probe does real steps, and gives equal results in every
-    trace."""
+    """Returns the result of a probe function for the run's optimizer (cached). Probes execute real optimizer steps, and
+    their results are equal in every trace."""
     key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
@@ -309,7 +317,7 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager that mutes logs and warnings. The real run repeats the important messages."""
+    """Context manager that mutes logs and warnings. The real run logs the important ones again."""
     logging.disable(logging.CRITICAL)  # torch logs a traceback for each data-dependent check of a fake tensor
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -319,22 +327,23 @@ def quietly() -> Iterator[None]:
 
 
 class Steady(Callback):
-    """Brings memory into the state of a later window before the traced window starts: optimizer state exists, and with
-    gradient accumulation the gradients of an earlier micro-batch.
+    """Before the traced window, creates the tensors that exist at the beginning of a later window: the optimizer state,
+    and with gradient accumulation the gradients of an earlier micro-batch.
 
-    During the traced window this callback sets `mode.phase`, so that only this window's work is counted. It is the last
-    callback except for the callbacks of the loss, whose work counts too.
+    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. It comes
+    after all other callbacks except the callbacks of the loss, whose work is counted, too.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.
         run: the settings.
-        before: number of windows that are executed before the traced window. If not 0, these create the state.
+        before: number of windows that are executed before the traced window. If it is not 0, these windows create the
+            tensors.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
         self.mode, self.accumulates, self.early, self.before = mode, run.accumulates, run.early, before
         self.overlaps = run.overlaps
-        self.counts = False  # True: the work of this window is counted
+        self.counts = False  # whether the work of the current window is counted
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._count(module.optimizer)
@@ -344,10 +353,11 @@ class Steady(Callback):
         if self.accumulates or module.masters is not None:
             self._make_gradients(module)
         if module.masters is not None and (self.overlaps or not self.accumulates):
-            module.optimizer.mark_used(self.early)  # the state after the step of a previous window
+            module.optimizer.mark_used(self.early)  # as after the optimizer step of a previous window
 
     def _count(self, optimizer: WindowOptimizer) -> None:
-        """Counts the work of sum, step and update in separate phases, even if it runs inside backward."""
+        """Wraps methods of the optimizer so that work on sums, steps and updates is counted in separate phases, even
+        inside backward."""
         counting, clip = self.mode.counting, optimizer.clip
 
         def clipped(*args) -> None:
@@ -367,9 +377,9 @@ class Steady(Callback):
             optimizer.step_one = counting("update", optimizer.step_one)
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
-        """Returns a replacement for the step of a weight on the host, in which only the first weight of a kind (shape,
-        dtypes, group and place) steps. For all other weights of the kind the work of the first weight is counted. Args:
-        known: kind -> work."""
+        """Returns a replacement for `weight.step` that saves time: only the first weight of a kind (shape, dtypes,
+        parameter group, place and phase) is stepped. For each further weight of the kind, the work of the first weight
+        is counted again. Args: known: kind -> work."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
@@ -386,8 +396,8 @@ class Steady(Callback):
         return stepped
 
     def _step_all(self, module: LightningModule) -> None:
-        """Creates the optimizer state of every parameter, as after a first step. Two parameters of each kind are
-        stepped; all other parameters of the kind get state of equal sizes (`another`)."""
+        """Creates the optimizer state of every parameter, as after a first step. Only two parameters of each kind are
+        stepped; the other parameters of the kind get state of the same sizes (`another`)."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}
@@ -402,7 +412,7 @@ class Steady(Callback):
                 optimizer.state[stepped] = another(*(optimizer.state[p] for p in kind[:2]))
                 continue
             data = stepped.data
-            if stepped is not p:  # a master may be a placeholder between two steps
+            if stepped is not p:  # between two steps, a master may be a placeholder without memory
                 stepped.data = torch.empty_like(data)
             stepped.grad = torch.empty_like(stepped)
             optimizer.step_one(group, stepped)
@@ -413,9 +423,9 @@ class Steady(Callback):
     def _make_gradients(self, module: LightningModule) -> None:
         def run() -> None:
             for _, p in trainable(module):
-                p.backward(torch.empty(p.shape, dtype=p.dtype))  # sets the gradient of a leaf and calls its hooks
+                p.backward(torch.empty(p.shape, dtype=p.dtype))  # sets `p.grad` and calls the hooks of p
 
-        count = 2 if self.accumulates else 1  # the second gradient converts the masters' sums to fp32
+        count = 2 if self.accumulates else 1  # the second gradient converts the host's sums to fp32
         module.weights.run_micro_batches([run] * count, Generators.alike(module.device, count, seed=None))
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, window: Window, _: int) -> None:
@@ -437,8 +447,8 @@ class Steady(Callback):
 
 
 def another(first: object, second: object) -> object:
-    """Returns optimizer state for a third parameter, built from the states of two: tensors that both share are shared,
-    all other tensors are new."""
+    """Returns optimizer state for a third parameter, built from the states of two parameters. A tensor that both
+    parameters share is also shared with the third parameter; all other tensors are new."""
     if isinstance(second, Tensor):
         return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
     if isinstance(second, dict):
@@ -449,7 +459,7 @@ def another(first: object, second: object) -> object:
 
 
 class Windows:
-    """Yields the same window forever."""
+    """A training loader that yields the same window forever."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
         tokens = sum(micro_batch.labels.numel() for micro_batch in micro_batches)
@@ -460,7 +470,7 @@ class Windows:
 
 
 class Evaluation:
-    """Yields one group of micro-batches."""
+    """A validation loader that yields one group of micro-batches."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
         self.micro_batches = micro_batches

@@ -1,4 +1,4 @@
-"""The results of a trace: sizes of the model, memory, and work.
+"""Defines the result of a trace: sizes of the model, memory, and work.
 
 A field that does not apply to a run is 0. No field has a default, so `trace` cannot forget a field.
 """
@@ -15,21 +15,21 @@ from lowmem.plan.tracing.traffic import Collective
 
 @dataclass
 class ModelSizes:
-    """Sizes of a rank's share of the model, and where its tensors are."""
+    """Sizes of a rank's share of the model, and where the tensors of the model are."""
 
-    steps_on_host: bool  # host masters: the optimizer runs on the host
-    waits_on_host: bool  # CPU offload of a strategy: weights, gradients and state are in host memory
-    trained_parameters: int  # elements of parameters that require a gradient
+    steps_on_host: bool  # whether masters are in host memory, where the optimizer updates them
+    waits_on_host: bool  # whether a strategy uses CPU offload: weights, gradients and state are in host memory
+    trained_parameters: int  # elements of all trained parameters
     largest_trained: int  # elements of the largest trained parameter
     trained_in_blocks: int  # elements of trained parameters in blocks
-    gradients: int  # bytes of all gradients, as backward computes them
+    gradients: int  # bytes of all gradients in the dtype in which backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
-    streamed: int  # bytes of the blocks' weights that are copied from the host for each pass
-    outside: int  # bytes of streamed weights outside the blocks
-    head: int  # the part of `outside` that is copied for each pass, in tiles
-    paged: int  # bytes of optimizer state that CUDA pages; not in `phases`, because torch does not allocate it
-    offloaded: int  # bytes of activations in host memory
-    drive: Sizes  # sizes of masters and state of streamed weights on a drive, also if no drive is used
+    streamed: int  # bytes of the streamed weights of blocks, which are copied to the device for each pass
+    outside: int  # bytes of streamed weights outside the blocks (embedding and head)
+    head: int  # bytes of the part of `outside` that is copied to the device for each pass, tile by tile
+    paged: int  # bytes of optimizer state that CUDA pages. `phases` do not include it: torch does not allocate it
+    offloaded: int  # bytes of activations that are offloaded to host memory
+    drive: Sizes  # sizes of masters and optimizer state on a drive; computed for streamed weights even without a drive
 
 
 @dataclass
@@ -39,18 +39,19 @@ class MemoryTrace(ModelSizes):
     parameters: int
     largest: int  # elements of the largest parameter
     weights: int  # bytes of weights on the device
-    slots: int  # bytes of these into which streamed blocks are copied
+    slots: int  # the part of `weights` that is slots for streamed blocks, in bytes
     host_bytes: int  # bytes of weights and masters in host memory
     unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
-    generated: bool  # the step is compiled by torch.compile
+    generated: bool  # whether torch.compile compiles the optimizer step
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
-    leaves: int  # bytes of the largest gradient that is sent to the host at once
-    ahead: int  # bytes of gradients that may queue on the device, see `Link.ahead`
-    rounding: int  # bytes that rounding to powers of two adds to `offloaded` in pinned memory
-    places: dict[str, Point]  # the highest point at each place of a pass, see `recorder.py`
-    phases: dict[str, Point]  # the highest point of each phase
-    # Device events (serial, bytes), > 0 allocated, < 0 freed. They begin with the tensors that exist before the window;
-    # for a card they begin with the run's first window, see `from_the_start`. Empty: not known.
+    leaves: int  # bytes of the largest gradient that leaves the device at once
+    ahead: int  # bytes of gradients that may wait on the device for their copy (`Link.ahead`)
+    rounding: int  # bytes that pinned memory adds to `offloaded`, because it rounds sizes up to powers of two
+    places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the highest memory
+    phases: dict[str, Point]  # phase -> point with the highest memory
+    # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). The first
+    # events allocate the tensors that exist before the window. For a card, the events of the run's first window are
+    # inserted (`from_the_start`). Empty if the trace was extrapolated.
     events: list[tuple[Hashable, int]]
 
 
@@ -58,17 +59,17 @@ class MemoryTrace(ModelSizes):
 class WorkTrace(ModelSizes):
     """Work of one window."""
 
-    # (phase, an operator's work) -> number of calls. Phases of a micro-batch: forward, backward, sum (the host sums its
-    # gradients) and travel (weights are copied for it). Phases of a window: step (gradient norm and other work before
-    # the update) and update. The prefix EARLIER marks a micro-batch that is not the last of its window.
+    # (phase, work of an operator) -> number of calls. Phases of each micro-batch: forward, backward, sum (the host sums
+    # gradients) and travel (weights are copied). Phases of a window: step (gradient norm and other work before the
+    # update) and update. The prefix EARLIER marks phases of micro-batches that are not the last of their window.
     work: Counter[tuple[str, Work]]
-    sent: Counter[tuple[str, Collective]]  # (phase, kind of collective) -> bytes
+    sent: Counter[tuple[str, Collective]]  # (phase, kind of collective) -> bytes of the full tensors
 
 
 @dataclass
 class Trace(MemoryTrace, WorkTrace):
     """Memory and work of a traced run."""
 
-    advice: str | None  # set if attention uses the math kernel
-    estimate: str | None  # the reason if the trace is only an estimate
-    neediest: tuple[int, ...]  # ranks to trace: one of these has the highest peak
+    advice: str | None  # how to avoid the math kernel of attention; None: the kernel is not used
+    estimate: str | None  # why the trace is only an estimate; None: it is exact
+    neediest: tuple[int, ...]  # ranks that must be traced: one of them has the highest peak of all ranks

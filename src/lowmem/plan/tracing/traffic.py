@@ -1,13 +1,13 @@
-"""Counts the bytes that a device receives from other devices, over the links inside a node and over the links between
-nodes.
+"""Counts the bytes that a device receives from other devices in collectives: over the links inside its node, and over
+the links between nodes.
 
-The lower bound of each collective is counted, independent of the library's algorithm:
+For each collective, the lower bound is counted, which does not depend on the algorithm of the library:
 
-    all-gather, reduce-scatter of S bytes over n ranks    S (n - 1) / n per rank
-    all-reduce                                            twice as much: reduce-scatter, then all-gather
-    send and receive                                      S
+    all-gather, reduce-scatter of S bytes over n ranks    S (n - 1) / n per rank all-reduce
+    2 S (n - 1) / n: reduce-scatter, then all-gather send and receive                                      S
 
-Bytes from other nodes enter a node once, divided over the links of all its ranks. Source: Patarasu and Yuan 2009.
+Bytes from other nodes are received once per node; all ranks of the node receive equal shares of them. Source: Patarasu
+and Yuan 2009.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lowmem.system.torch_private import OpOverload, group_of, schema, tree_leaves
 
-EARLIER = "earlier "  # prefix of a phase of a micro-batch that is not the last of its window
-NODE = 8  # devices per node
-# namespaces of collectives: strategies call `c10d` asynchronously; a DTensor calls `_c10d_functional` and waits
+EARLIER = "earlier "  # prefix of a phase, for micro-batches that are not the last of their window
+NODE = 8  # default number of devices per node
+# Namespaces of collectives. Strategies call `c10d` asynchronously. A DTensor calls `_c10d_functional` and waits.
 SPACES = ("c10d", "_c10d_functional")
 GATHERS, ADDS, BOTH, ENDS = "gather", "reduce", "both", ("send", "receive")
 KINDS = {
@@ -36,7 +36,8 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """A kind of collective, or a send. Args: ranks: the participating ranks; waits: the device waits for the result."""
+    """A kind of collective, or of a send or receive. Args: ranks: the participating ranks; waits: whether the device
+    waits for the result."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -44,7 +45,7 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that a device receives over the links inside its node, and over the links from other nodes."""
+    """Bytes that a device receives: from devices of its node (`inside`), and from other nodes (`between`)."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -60,7 +61,7 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
-    """Returns (kind of collective, bytes of the full tensor); None: the operator is not a collective."""
+    """Returns the kind of collective, and the bytes of the full tensor. None: the operator is not a collective."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
@@ -77,7 +78,7 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int
 
 def traffic(call: Collective, full: float, node: int) -> Traffic:
     """Returns the bytes that one device receives in a collective. Args: full: bytes of the full tensor; node: devices
-    per node; consecutive ranks share a node."""
+    per node (consecutive ranks share a node)."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
     if call.kind in ENDS:
         return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)
@@ -87,8 +88,8 @@ def traffic(call: Collective, full: float, node: int) -> Traffic:
 
 
 def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[tuple[str, bool], Traffic]:
-    """Returns (phase, True if the device waits) -> traffic. Args: calls: (phase, kind of collective) -> full bytes;
-    node: devices per node."""
+    """Sums the traffic of each phase. Args: calls: (phase, kind of collective) -> bytes of the full tensors; node:
+    devices per node. Returns: (phase, whether the device waits) -> traffic."""
     received: dict[tuple[str, bool], Traffic] = {}
     for (phase, call), full in calls.items():
         key = phase, call.waits
@@ -97,7 +98,8 @@ def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[t
 
 
 def of_window(calls: Mapping[tuple[str, Collective], float], micro_batches: int, node: int) -> Traffic:
-    """Returns the bytes that a device receives in an optimizer step."""
+    """Returns the bytes that a device receives in an optimizer step. Args: calls, node: see `by_phase`; micro_batches:
+    micro-batches per window."""
     phases = by_phase(calls, node).items()
     return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)
 

@@ -1,5 +1,5 @@
-"""Reports the bytes that a run stores on a drive, and that each step reads and writes there. Writing wears the
-drive."""
+"""Reports the bytes that a run stores on a drive, and the bytes that each step reads from and writes to it. (Writing
+wears out a drive.)"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 
 def log_access(drive: Drive | None) -> None:
-    """Logs the drive's folder and whether it is accessed directly or through the page cache."""
+    """Logs the drive's folder, and whether it is accessed with direct I/O or through the page cache. Args: drive: None
+    is a no-op."""
     if drive is None:
         return
     how = "direct I/O, which bypasses the page cache"
@@ -27,12 +28,12 @@ def log_access(drive: Drive | None) -> None:
 
 
 def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None) -> dict | None:
-    """Returns the drive's figures for the summary. Per-step figures are medians over all steps except the first, which
-    creates the optimizer state.
+    """Returns the drive's figures for the summary; None without a drive or without a step. Figures per step are medians
+    of all steps except the first, which creates the optimizer state.
 
     Args:
         rows: rows of memory.csv.
-        seconds: per step.
+        seconds: seconds per step; None if unknown.
     """
     if drive is None:
         return None
@@ -52,7 +53,7 @@ def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None)
 
 
 def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
-    """Yields rows of the summary's table. Args: numbers: the result of `figures`."""
+    """Yields rows (name, value) for the table of results. Args: numbers: the result of `figures`."""
     if numbers is None:
         return
     yield "on the drive", f"{byte_size(numbers['bytes'])}{'' if numbers['direct'] else ' (buffered)'}"
@@ -62,6 +63,7 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
 
 
 def rate(numbers: Mapping, way: str) -> str:
-    """Returns the average rate during a step, with its unit. Args: way: "read" or "written"."""
+    """Returns the average rate during a step as a text with its unit. Args: numbers: the result of `figures`; way:
+    "read" or "written"."""
     per_second = numbers[f"{way}_gb_per_second"]
     return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

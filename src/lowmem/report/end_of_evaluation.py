@@ -1,4 +1,5 @@
-"""Lets callbacks compute with the model at the end of an evaluation without affecting training."""
+"""Lets callbacks (samples, a user's metric) compute with the model at the end of an evaluation, without any effect on
+training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,19 +13,26 @@ from lowmem.system.stop import Stop
 
 
 class EndOfEvaluation:
-    """Runs computations at the end of an evaluation. Args: seed: seed of their random numbers, equal for every
-    evaluation and rank."""
+    """The context in which callbacks compute with the model at the end of an evaluation.
+
+    Args:
+        tokenizer: the run's tokenizer, for the computations.
+        seed: the seed for random numbers of the computations, equal for all evaluations and ranks.
+        stop: knows whether the run is ending.
+        meter: measures the memory of the computations.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, stop: Stop, meter: MemoryMeter) -> None:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter
 
     def stopped(self) -> bool:
-        """Returns whether the run is ending, so that further computations are skipped."""
+        """Returns whether a signal is ending the run. If it is, callers skip further computations."""
         return self.stop.interrupted
 
     @contextmanager
     def computing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Meters the memory of forward passes inside the `with`, and restores the random states when it ends."""
+        """Context manager for computations with the model: measures the memory of forward passes, applies the
+        precision's context for forward passes, and restores the random states at the end of the `with`."""
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext() if trainer.sanity_checking else self.meter.evaluating()
         with metered, torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():

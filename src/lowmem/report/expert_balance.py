@@ -1,4 +1,5 @@
-"""Measures how evenly a mixture of experts spreads its tokens."""
+"""Measures how evenly the router of a mixture of experts distributes tokens over the experts. `metrics.py` logs the
+result."""
 
 import math
 from functools import partial
@@ -8,28 +9,29 @@ from torch import Tensor, nn
 
 
 class ExpertBalance:
-    """Counts the tokens that each expert computes in training.
+    """Counts the tokens that each expert computes during training.
 
-    A router that sends most tokens to a few experts leaves the other experts untrained. Blocks whose experts do not get
-    their tokens as indices, such as Llama 4's, are not counted, nor are compiled blocks.
+    If a router sends most tokens to a few experts, the other experts are hardly trained. Two kinds of blocks are not
+    counted: compiled blocks, and blocks whose experts do not receive the router's choice as indices, such as the blocks
+    of Llama 4.
 
     Args:
-        model: hooks are registered on the experts of each of its blocks.
+        model: hooks are registered on the experts of all its blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counts: dict[str, Tensor] = {}  # block -> number of tokens of each expert since the last call of `read`
+        self._counts: dict[str, Tensor] = {}  # name of a module of experts -> tokens per expert
         for name, module in model.named_modules():
             if "expert" in type(module).__name__.lower() and isinstance(getattr(module, "num_experts", None), int):
                 module.register_forward_pre_hook(partial(self._count, name))
 
     def read(self) -> dict[str, float]:
-        """Returns the balance since the last call, and resets the counts. Empty if no tokens were counted.
+        """Returns the balance since the last call of `read`, and resets the counts. Empty if no tokens were counted.
 
         Returns:
-            expert_entropy: entropy of the experts' shares of a block's tokens, divided by the entropy of equal
-                shares, averaged over blocks. 1: all experts get equal shares; 0: one expert gets all tokens.
-            expert_largest_share: the largest share of a block's tokens that one expert gets.
+            expert_entropy: for each block, the entropy of the experts' shares of tokens, divided by the entropy of
+                equal shares; averaged over blocks. 1: all experts have equal shares; 0: one expert has all tokens.
+            expert_largest_share: the largest share of a block's tokens that one expert has, of all blocks.
         """
         counts, self._counts = list(self._counts.values()), {}
         shares = [of_block.double() / of_block.sum() for of_block in counts if len(of_block) > 1]
@@ -37,7 +39,7 @@ class ExpertBalance:
             return {}
         entropies = [torch.special.entr(of_block).sum() / math.log(len(of_block)) for of_block in shares]
         largest = torch.stack([of_block.max() for of_block in shares])
-        both = torch.stack([torch.stack(entropies).mean(), largest.max()]).tolist()  # reads the device, once
+        both = torch.stack([torch.stack(entropies).mean(), largest.max()]).tolist()  # the only read from the device
         return dict(zip(("expert_entropy", "expert_largest_share"), both, strict=True))
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
-"""Reads the folders of earlier runs and sweeps: finished, failed or still running.
+"""Reads the folders of runs and sweeps, which may be finished, failed or still running, and formats a table of runs.
 
-The process that starts the jobs of a sweep reads them, too, so this module does not import torch.
+compare.py uses this module, and so does the process that starts the jobs of a sweep. That process does not need torch,
+so this module does not import torch.
 """
 
 import csv
@@ -20,24 +21,26 @@ from lowmem.system import folder_locks
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, duration, unit
 
-FAILED = "failed.txt"  # file in a run's folder with the reason of the failure
-WIDTH = 80  # characters of a row
-LINE = 240  # maximum characters of a reason on the terminal
-QUIET = 600  # seconds without a write after which the state of a run on another machine is unknown
+FAILED = "failed.txt"  # file in the folder of a failed run, with the error message
+WIDTH = 80  # maximum characters per line of a table
+LINE = 240  # maximum characters of a printed reason
+QUIET = 600  # if no file has changed for this many seconds, the status of a run without a summary is unknown
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. Args: summary: the content of summary.json; None if it is missing or cannot be read."""
+    """The folder of a run, and the content of its files. Args: summary: the content of summary.json; None if the file
+    is missing or cannot be read, or if the run has failed."""
 
     folder: Path
     overrides: list[str]
     summary: dict | None
     status: str  # done, interrupted, failed, running, broken or unknown
-    reason: str = ""  # the reason of every status except done
+    reason: str = ""  # why the run has this status; empty if it is done
 
     def rows(self, file: str) -> list[dict[str, str]]:
-        """Returns the rows of metrics.csv or memory.csv, without an incomplete last line."""
+        """Returns the rows of a csv file, such as metrics.csv, without incomplete rows. Empty if the file cannot be
+        read."""
         try:
             with (self.folder / file).open(newline="", encoding="utf-8", errors="replace") as lines:
                 return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
@@ -46,7 +49,7 @@ class RunFolder:
 
 
 def load(folder: Path) -> RunFolder:
-    """Reads the folder of a run in any state."""
+    """Reads the folder of a run, whatever its status."""
     locked = folder_locks.is_locked(folder)  # checked first: a run writes its summary before it releases the lock
     overrides, file = typed_in(folder), folder / "summary.json"
     if (folder / FAILED).is_file():
@@ -60,14 +63,14 @@ def load(folder: Path) -> RunFolder:
             overrides = [str(line) for line in summary["overrides"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
-        by = f"ended by {summary.get('signal') or 'hand'}"  # an earlier lowmem recorded only Ctrl-C
+        by = f"ended by {summary.get('signal') or 'hand'}"  # earlier versions handled only Ctrl-C
         return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
     return RunFolder(folder, overrides, None, *_without_summary(folder, locked))
 
 
 def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
-    """Returns the status and its reason. A running process locks its folder, but other machines may not see the
-    lock."""
+    """Returns the status of a run without a summary, and the reason. A running process locks its folder, but the lock
+    may not be visible on other machines. Args: locked: the result of `folder_locks.is_locked`."""
     if locked:
         return "running", "no summary.json yet"
     if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
@@ -82,10 +85,11 @@ def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
 
 
 def runs_below(folder: Path) -> list[RunFolder]:
-    """Returns the run in `folder`, or all runs below it, in numerical order.
+    """Returns the run in `folder`, or if `folder` is not a run, all runs below it. Folders with numbers as names are in
+    numerical order.
 
     Raises:
-        Refused: no run was found.
+        Refused: no run was found, or `folder` does not exist or is a file.
     """
     if not folder.exists():
         raise Refused(f"{folder}: this folder does not exist. Runs are in outputs/ and multirun/.")
@@ -102,30 +106,31 @@ def runs_below(folder: Path) -> list[RunFolder]:
 
 
 def sweep_of(folder: Path) -> Path | None:
-    """Returns the folder of the sweep that started the job in `folder`; None if the job does not belong to a sweep. The
-    job's folder may be several levels below, since hydra.sweep.subdir may contain slashes."""
+    """Returns the folder of the sweep that started the job in `folder`; None if no sweep started it. The sweep's folder
+    may be several levels above the job's folder, because hydra.sweep.subdir may contain slashes."""
     return next((above for above in folder.parents if (above / "multirun.yaml").is_file()), None)
 
 
 def differing(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the keys whose values differ between the runs, in the order in which they were typed."""
+    """Returns the keys of overrides whose values differ between runs, in the order in which they were typed."""
     every = [as_mapping(run.overrides) for run in runs]
     keys = dict.fromkeys(key for typed in every for key in typed)
     return [key for key in keys if len({typed.get(key) for typed in every}) > 1]
 
 
 def _learned_rate(summary: dict) -> float:
-    """Returns tokens with a label per second, which an earlier version stored as `tokens_per_second`."""
+    """Returns the learned tokens (tokens with a label) per second. Earlier versions of lowmem stored this rate as
+    `tokens_per_second`."""
     ours = "learned_tokens_per_second"
     return summary[ours if ours in summary else "tokens_per_second"]
 
 
-# column -> (its value from a summary, its format)
+# column of the table -> (function that reads its value from a summary, format)
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
-    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0: the run only evaluated
+    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # it is 0 if the run only evaluated
     "learned tokens/s": (lambda s: _learned_rate(s) or None, "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
@@ -135,8 +140,8 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the columns of the table. Figures of a drive and of preference pairs are included if a run has them, and
-    the rate of learned tokens if some tokens have no label."""
+    """Returns the columns of the table. Columns about a drive, and the accuracy on preference pairs, are included if a
+    run has values for them. The rate of learned tokens is included if it differs from the rate of tokens for a run."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
     found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
     return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]
@@ -147,7 +152,8 @@ def _has_unlearned(run: RunFolder) -> bool:
 
 
 def figure(run: RunFolder, column: str) -> float | None:
-    """Returns a figure of a run's summary; None if it was not measured."""
+    """Returns the value of a column from a run's summary; None if it was not measured. Args: column: a key of
+    FIGURES."""
     try:
         return number(FIGURES[column][0](run.summary))
     except (ArithmeticError, LookupError, TypeError):
@@ -155,7 +161,7 @@ def figure(run: RunFolder, column: str) -> float | None:
 
 
 def number(value: object) -> float | None:
-    """Converts a value from a run's file to a finite float; None for any other content."""
+    """Converts a value from a run's file to a float; None if it is not a finite number."""
     try:
         value = float(value)
     except (OverflowError, TypeError, ValueError):
@@ -164,8 +170,8 @@ def number(value: object) -> float | None:
 
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns a table with a row per run: its differing overrides and its figures, in two lines if the row is too
-    wide."""
+    """Returns a table with a row per run: the overrides in which runs differ, and the run's figures. If rows are wider
+    than WIDTH characters, each run has a second line with its overrides. Args: names: names of the runs."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     written_columns = dict(written(runs, column) for column in columns(runs))
     shown, figures = [*written_columns], zip(*written_columns.values(), strict=True)
@@ -183,7 +189,7 @@ def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns why runs are not done: a line per reason, with the runs that share the reason."""
+    """Returns the reasons why runs are not done: a line per reason, with the names of all runs that have it."""
     shared: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if run.reason:
@@ -192,7 +198,8 @@ def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns a note about runs whose tokens are not comparable with those of the other runs."""
+    """Returns a note about runs of earlier versions, whose numbers of tokens cannot be compared with the other runs'
+    numbers. Empty if all runs are comparable."""
     learned_only = {
         name: "learned_tokens" not in run.summary for name, run in zip(names, runs, strict=True) if run.summary
     }
@@ -205,7 +212,8 @@ def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
-    """Returns the title of a column and its figure for each run. Bytes are in MiB if all values are below 1 GiB."""
+    """Returns the title of a column, and its formatted value for each run. Bytes are in MiB if all values are below 1
+    GiB."""
     values, form, title = [figure(run, column) for run in runs], FIGURES[column][1], column
     if column.endswith("GiB"):
         size, name, digits = unit(max((value * GIB for value in values if value is not None), default=GIB))
@@ -215,7 +223,8 @@ def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns columns. Titles are wider than the figures below them, so each title takes two lines."""
+    """Returns lines with aligned columns. Titles are wider than the figures below them, so titles take two lines. Args:
+    rows: cells; the first row has the titles."""
     heads = [cell.rpartition(" ") for cell in rows[0]]
     rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -224,12 +233,13 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     lines = _hydras_config(folder)
-    # folders of plan.py contain a summary.json too
+    # .hydra tells runs of train.py from other commands
     return "name: train" in lines if lines else (folder / "summary.json").is_file()
 
 
 def _hydras_config(folder: Path) -> set[str]:
-    """Returns the lines of Hydra's config of the run; an empty set if the file is missing."""
+    """Returns the lines of the run's .hydra/hydra.yaml, without indentation; an empty set if the file cannot be
+    read."""
     try:
         text = (folder / ".hydra" / "hydra.yaml").read_text(errors="replace", encoding="utf-8")
     except OSError:
@@ -238,7 +248,7 @@ def _hydras_config(folder: Path) -> set[str]:
 
 
 def typed_in(folder: Path) -> list[str]:
-    """Returns the overrides of the command that created this folder; empty if unknown."""
+    """Returns the overrides of the command that created this folder. Empty if they cannot be read."""
     try:
         return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
     except (OSError, Refused):
@@ -246,7 +256,7 @@ def typed_in(folder: Path) -> list[str]:
 
 
 def lines_of(file: Path) -> list[str]:
-    """Returns the lines of Hydra's overrides.yaml.
+    """Returns the overrides in Hydra's file overrides.yaml.
 
     Raises:
         Refused: the file is damaged.
@@ -265,7 +275,8 @@ def _order(folder: Path) -> tuple:
 
 
 def line(text: str) -> str:
-    """Returns the most informative line of an error: the first line of a message, or the last one of a traceback."""
+    """Returns the most informative line of an error: the last line of a traceback, or the first line of any other
+    text."""
     lines = text.splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0][:LINE]
 

@@ -1,4 +1,5 @@
-"""Prints the folder in which a run continues, the run's files, and commands that use them."""
+"""Tells users about a run: prints its files and the commands that use them, and logs advice about folders, learning
+rate and compilation."""
 
 import logging
 import math
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def tell_files(output_dir: Path) -> None:
-    """Prints the run's folder and the files and folders in it, on one line."""
+    """Prints a sentence with the run's folder and the names of the files and folders in it."""
     paths = sorted(path for path in output_dir.iterdir() if path.name[0] != ".")
     print(folded(f"wrote {_shown(output_dir)}/: {', '.join(path.name + '/' * path.is_dir() for path in paths)}"))
 
@@ -29,12 +30,16 @@ def tell_export(output_dir: Path) -> None:
 def tell_commands(
     output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int, prompt: Callable[[], str]
 ) -> None:
-    """Prints commands to copy, which generate text, evaluate the run and resume it.
+    """Prints commands that users can copy: they generate text, evaluate the run, and resume the run.
 
     Args:
-        prompt: returns the start of a text, for the command that generates.
+        output_dir: the run's folder.
+        work: the work of the run, such as "train".
+        summary: the content of summary.json.
+        max_steps: the run's max_steps.
+        prompt: returns a prompt for the command that generates text.
     """
-    if not (output_dir / ".hydra").is_dir():  # a run from a notebook: there is no command to repeat
+    if not (output_dir / ".hydra").is_dir():  # a run from a notebook has no command to repeat
         return
     shown, lines = _shown(output_dir), []
     if (output_dir / "model").is_dir() and not summary["interrupted"]:
@@ -47,8 +52,8 @@ def tell_commands(
 
 
 def tell_folders(run: Run, output_dir: Path) -> None:
-    """Logs the folder that `export=` writes to, and the new folder of a run that `resume=` continues outside its old
-    folder."""
+    """Logs the folder into which `export=` writes, and the new folder if `resume=` continues a run outside of the run's
+    old folder."""
     if run.export is not None:
         instead = " and replaces the old one" if (output_dir / "model").exists() else ""
         log.info(f"export={run.export}: writes {_shown(output_dir / 'model')}{instead}.")
@@ -62,8 +67,8 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 
 def tell_lr(run: Run) -> None:
-    """Logs advice if an adapter is trained with the learning rate that is meant for all weights of a published
-    model."""
+    """Logs advice if an adapter is trained with the default learning rate of the model, which is meant for training all
+    weights."""
     if run.adapter_class.freezes_base and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
             f"lr={run.lr} is meant for training all weights. Adapters need a learning rate ten times as high or more: "
@@ -72,10 +77,12 @@ def tell_lr(run: Run) -> None:
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs advice if the run ends during its warmup, or if it resumes a run that had a different schedule.
+    """Logs advice if the run ends during its warmup or with the warmup's last step, or if it resumes a run that had a
+    different schedule.
 
     Args:
-        resumed: the setting that named the resumed run, its steps, and the learning rate of its next step.
+        resumed: the override that names the run to resume, the number of steps of that run, and the learning rate that
+            its next step would have had; None if the run does not resume another run.
     """
     schedule, last = preview(instantiate(run.scheduler), run.optim.arguments.get("lr", run.lr)), run.max_steps - 1
     if schedule is None:
@@ -92,7 +99,7 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
         return
     asked, steps, before = resumed
     now = schedule.at(steps)
-    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # else the schedule is unchanged
+    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # an equal schedule needs no advice
         log.info(
             f"{asked}: the learning rate of step {steps + 1} is {now:.3g} and would have been {before:.3g} in that "
             "run, because a different max_steps=, epochs=, lr= or scheduler= changes the schedule. For a constant "
@@ -101,7 +108,7 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
 
 
 def tell_compilation(run: Run) -> None:
-    """Logs that the first step takes long because it compiles the optimizer."""
+    """Logs that the first step takes long, if torch.compile compiles the run's optimizer in this step."""
     if run.technique("optim").generates_code:
         log.info(
             "optim: the first step compiles this optimizer once per weight shape, which takes 3 to 5 s each (about 30 "

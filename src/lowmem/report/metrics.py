@@ -1,7 +1,7 @@
-"""Writes loss, speed and learning rate to metrics.csv, the loggers and the progress bar.
+"""Writes the metrics of a run, such as loss, speed and learning rate, to metrics.csv, the loggers and the progress bar.
 
-The x-axis is the optimizer step. Values are read from the device at log points only, so that the GPU is not
-synchronized at every step.
+The x-axis is the optimizer step. Sums are kept on the device and read only when they are logged, so that the host does
+not wait for the GPU at every step.
 """
 
 import math
@@ -35,22 +35,25 @@ COLUMNS = (
     "auxiliary_loss",
     "learned_tokens",
 )
-# The first steps allocate the optimizer state and warm up caches, and the meter measures all of them.
+# The speed is measured without the first steps, which allocate the optimizer state, warm up caches, and are all tracked
+# by the memory meter.
 WARM_UP_STEPS = 3
-LONG = 60  # a training that takes longer than this many seconds announces its duration
-# Format of the progress bars. With 80 columns, the figures still fit for 10,000 steps in ten hours; tqdm's default does
-# not.
+LONG = 60  # a run that takes longer than this many seconds logs its expected duration
+# Format of the progress bars. It is shorter than tqdm's default format: with 80 columns, all figures of a run of 10,000
+# steps and ten hours fit.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
-SHOWN = {"disable": None, "dynamic_ncols": True}  # None: no bar if the output is not a terminal
+SHOWN = {"disable": None, "dynamic_ncols": True}  # disable=None: no progress bar if the output is not a terminal
 
 
 class Metrics(Callback):
-    """Logs the metrics of a run.
+    """A callback that logs the metrics of a run.
 
     Args:
-        sets: name of a validation set -> its conversion of nats per token to bits per byte.
+        file: path of metrics.csv.
+        log_every: number of optimizer steps between rows for training.
+        sets: name of a validation set -> function that converts its nats per token to bits per byte.
         meter: the memory meter, whose peak is shown in the progress bar.
-        resumed_at: rows of `file` up to this step are kept.
+        resumed_at: the step at which the run resumes. Rows of `file` up to this step are kept.
     """
 
     def __init__(
@@ -65,11 +68,12 @@ class Metrics(Callback):
         self.own: Mapping[str, float] = {}  # the latest values of a user's metric
         self.evaluated: list[dict[str, object]] = []  # results of each set in the latest evaluation
         self.first_step_seconds: float | None = None
-        self.step_seconds: list[float] = []  # seconds of each window after the warm-up; of all windows in a shorter run
-        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals over the windows in step_seconds
+        # seconds of each window after the warm-up, or of all windows if there is no window after the warm-up
+        self.step_seconds: list[float] = []
+        self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals of the windows in step_seconds
         self.val_loss = float("nan")
-        self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window, and the highest one in this process
-        self.auxiliary_loss: float | None = None  # such as the router loss that a model adds to the loss of its tokens
+        self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window; highest learning rate so far
+        self.auxiliary_loss: float | None = None  # for example a router loss, which a model adds to its token loss
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
         self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 if the model has no auxiliary loss
@@ -90,10 +94,11 @@ class Metrics(Callback):
         self._since = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, *_) -> None:
-        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])  # before the schedule moves on; torchao: a tensor
+        # read before the scheduler steps; with torchao it is a tensor
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        if outputs["stepped"]:  # the loss of an overflowed window may be infinite, and its update was skipped
+        if outputs["stepped"]:  # the update of a window with fp16 overflow is skipped, and its loss may be infinite
             self._loss_sum += outputs["loss"] * outputs["weight"]
             self._loss_weight += outputs["weight"]
             if outputs["auxiliary_loss"] is not None:
@@ -110,7 +115,7 @@ class Metrics(Callback):
     def _count_time(self, tokens: int, learned_tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
-        if self._windows == WARM_UP_STEPS + 1:  # drop the warm-up's windows; only shorter runs report them
+        if self._windows == WARM_UP_STEPS + 1:  # drops the warm-up; only shorter runs report its windows
             self.step_seconds, self._seconds, self._tokens, self._learned_tokens = [], 0.0, 0, 0
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
@@ -137,13 +142,13 @@ class Metrics(Callback):
         for way, size in self.meter.moved_bytes.items():
             metrics[f"drive_{way}_gb_per_second"] = size / self.step_seconds[-1] / 1e9
         self._write(trainer, module, "train", metrics)
-        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # the bar would show it
+        if self._bar.disable and self._windows > WARM_UP_STEPS and not self._logged_duration:  # without a progress bar
             self._logged_duration = True
             left = (trainer.max_steps - trainer.global_step) * self.seconds_per_step()
             if left > LONG:
                 tqdm.write(f"step {trainer.global_step}: about {duration(left)} of training left.")
         device, size = self.meter.peak_bytes["device"], self.meter.size
-        peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # device: None if it was not measured
+        peak = byte_size(device or self.meter.peak_bytes["host_rss"])  # `device` is None if it was not measured
         share = f" ({share})" if (share := share_of_limit(device, size)) else ""
         self._bar.set_postfix_str(
             f"loss {self.train_loss:.3f}, {self.tokens_per_second():,.0f} tokens/s, peak {peak}{share}"
@@ -153,7 +158,7 @@ class Metrics(Callback):
         self._bar.close()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Shows the progress bar of the evaluation instead of the one of training."""
+        """Replaces the progress bar of training by a progress bar of the evaluation."""
         if not trainer.sanity_checking:
             micro_batches = sum(trainer.num_val_batches)
             if self._bar:
@@ -170,7 +175,7 @@ class Metrics(Callback):
             return
         self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
-        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's own callbacks read it there
+        trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks read it from there
         if module.val_loss is None:  # the evaluation was interrupted
             return
         losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
@@ -178,7 +183,8 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # if all answers have one rating, the accuracy is meaningless, and early stopping does not get it
+        # a metric is None if all answers have the same rating; then the accuracy means nothing, and early stopping
+        # ignores it
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
@@ -187,17 +193,17 @@ class Metrics(Callback):
         if self._bar:  # during training
             message = f"loss {self.train_loss:.3f}, {message}, {self._speed()}"
         tqdm.write(f"step {trainer.global_step}: {message}")
-        self._since = time.perf_counter()  # an evaluation is not part of the next step
+        self._since = time.perf_counter()  # the time of an evaluation does not count as part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
-        """Writes metrics to the file and to the loggers. Loggers get `train_loss` as train/loss. A metric that is None
-        is left empty in the file and is not logged."""
+        """Writes metrics to the file and to the loggers. The loggers get `train_loss` as "train/loss". A metric that is
+        None is an empty cell in the file, and is not sent to the loggers. Args: split: "train" or "val"."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
         if new := [
             column for column in row if column not in self._csv.fieldnames
-        ]:  # the first values of a drive or of a user's metric
+        ]:  # columns of a drive or of a user's metric, which are not known before
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
         counted = {"tokens": module.tokens, "learned_tokens": module.learned_tokens}
@@ -210,19 +216,19 @@ class Metrics(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes time inside the `with`, such as saving, from the seconds of a step."""
+        """Context manager for work, such as saving, whose time does not count as part of a step."""
         before = time.perf_counter()
         try:
             yield
-        finally:  # also if a save failed, since training may continue
+        finally:  # also after a failed save: training may continue
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
-        """Returns tokens per second: all tokens that the model computes, without padding."""
+        """Returns the tokens that the model computes per second, including tokens without a label, but not padding."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def learned_tokens_per_second(self) -> float:
-        """Returns tokens with a label per second."""
+        """Returns the learned tokens (tokens with a label) per second."""
         return self._learned_tokens / self._seconds if self._seconds else 0.0
 
     def _speed(self) -> str:
@@ -239,12 +245,14 @@ class Metrics(Callback):
 
 
 def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
-    """Returns the metrics that are derived from a token loss. Args: loss: nats per token with a label."""
+    """Returns perplexity and bits per byte as metrics. Args: loss: nats per learned token; bits_per_byte: the loss
+    in bits per byte."""
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "bits_per_byte": bits_per_byte}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
-    """Yields the columns of a validation set. Only columns of further sets end with the set's name."""
+    """Yields the metrics of a validation set as pairs of column and value. Args: results: the metrics; other: whether
+    this is not the first validation set. Its columns end with the name of the set then."""
     end = f"_{results['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 

@@ -1,6 +1,7 @@
-"""Calls a user's own `metric=module.function`, (model, tokenizer) -> {name: value}, at the end of each evaluation.
+"""Calls a user's function (`metric=module.function`) at the end of each evaluation, and adds its values to the metrics.
 
-The function is called once before the first step as well, so that an error in it costs no training time.
+The function is (model, tokenizer) -> {name: value}. It is also called once before the first step, so that an error in
+it is found before training.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float
 
 
 class OwnMetric(Callback):
-    """Calls the user's metric. Args: name: name of the function, for messages; metrics: stores the values."""
+    """A callback that calls the user's function. Args: name: name of the function, for messages; metrics: gets the
+    values."""
 
     def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
         self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end
@@ -27,7 +29,7 @@ class OwnMetric(Callback):
         if self.at_end.stopped():
             return
         with self.at_end.computing(trainer, module):
-            torch.manual_seed(self.at_end.seed)  # all ranks draw the same numbers and make the same forward passes
+            torch.manual_seed(self.at_end.seed)  # all ranks must draw equal numbers and run equal forward passes
             values = self._called(module.model)
         if not trainer.sanity_checking:
             self.metrics.own = values
@@ -44,7 +46,7 @@ class OwnMetric(Callback):
                 "metric=null; debug=true prints the traceback."
             ) from error
         finally:
-            for p, required in requires_grad.items():  # the metric may have frozen them
+            for p, required in requires_grad.items():  # the function may have changed requires_grad
                 p.requires_grad_(required)
         if not isinstance(values, Mapping) or not all(map(_is_figure, values.items())):
             raise Refused(

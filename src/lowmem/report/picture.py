@@ -1,8 +1,14 @@
-"""Draws memory.png: which categories fill the memory, within one step and over the run.
+"""Draws memory.png: memory by category during one optimizer step and over the run, host memory, and the bytes on a
+drive.
 
-The charts on the left and at the top right show live bytes on the device by category, in the same colours. Memory
-outside the categories (of the process and of CUDA's allocator) is drawn in black. The process's memory, which may be
-mostly libraries, has its own scale; a drive's, too, if the run uses one. All charts use the unit of the device's peak.
+    left             one optimizer step: live tensors on the device, by category
+    top right        the run: live tensors on the device at the peak of each step, by category, and CUDA's allocator
+    below            the run: resident memory of the process
+    bottom right     the run: bytes on the drive, if the run uses a drive
+
+Categories have equal colors in all charts. Memory without categories (of the process, of CUDA's allocator, on the
+drive) is drawn in the color INK. Each chart has its own scale, and all charts have the same unit: the unit of the
+device's peak.
 """
 
 import textwrap
@@ -26,16 +32,16 @@ from lowmem.report import drive_figures
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 from lowmem.system.units import CATEGORIES, WORDS, unit
 
-if TYPE_CHECKING:  # takes a third of a second, and only W&B needs it
+if TYPE_CHECKING:  # the import takes a third of a second, and only W&B needs plotly
     import plotly.graph_objects
 
 IN_A_STEP = (
     "forward",
     "backward",
     "step",
-)  # a point from an evaluation would be a misleading dip
-LINE = 170  # characters per line of the footer, which has two lines
-STRETCHES = 300  # number of intervals of steps that are drawn: the charts over the run are 500 pixels wide
+)  # without evaluations, whose points would be misleading dips
+LINE = 170  # characters per line of the footer, which has at most two lines
+STRETCHES = 300  # number of intervals of steps in the charts over the run, which are 500 pixels wide
 COLUMNS = (
     *("live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes", "held_bytes", "rss_peak_bytes"),
     *("device_percent", "drive_bytes", *(f"drive_{way}_bytes" for way in drive_figures.WAYS)),
@@ -43,7 +49,7 @@ COLUMNS = (
 
 
 def memory_picture(file: Path, *arguments, **options) -> None:
-    """Writes the picture. Args: see `drawn`."""
+    """Writes the picture to a file. Args: file: path of the picture; others: see `drawn`."""
     figure = drawn(*arguments, **options)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -57,14 +63,15 @@ def drawn(
     limit: int | None = None,
     on_drive: Mapping | None = None,
 ) -> plt.Figure:
-    """Draws the picture.
+    """Returns the picture as a figure of matplotlib.
 
     Args:
-        rows: rows of memory.csv, thinned out by `thinned`.
-        title: the chosen techniques.
-        typed: other overrides.
-        limit: bytes of the card or of `memory.limit`.
-        on_drive: the summary's figures of a drive.
+        rows: rows of memory.csv, after `thinned`.
+        timeline: the points of one optimizer step; empty if no step was tracked.
+        title: the title, which lists the chosen techniques.
+        typed: the text below the charts, which lists all other overrides.
+        limit: bytes of the card, or of `memory.limit`; None if there is no limit.
+        on_drive: the result of `drive_figures.figures`; None without a drive.
     """
     columns = ("live_peak_bytes", "allocated_peak_bytes", "held_bytes")
     size = unit(max((row.get(column, 0) for row in rows for column in columns), default=0))
@@ -92,12 +99,12 @@ def drawn(
 
 
 def thinned(rows: Iterable[dict], last: int) -> list[dict]:
-    """Thins out the rows of memory.csv. Of each interval of steps, keeps all rows of the step with the highest value,
-    for each column that is drawn.
+    """Returns fewer rows of memory.csv, without losing peaks. Of each interval of steps and for each column that is
+    drawn, the step with the highest value is kept, with all its rows.
 
     Args:
         rows: rows of memory.csv, in order; an iterator is read lazily.
-        last: the last step.
+        last: number of the last step.
     """
     step, kept = itemgetter("step"), []
     for _, stretch in groupby(rows, lambda row: row["step"] * STRETCHES // (last + 1)):
@@ -113,8 +120,8 @@ def _highest(column: str, rows: list[dict]) -> int:
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict]) -> None:
-    """Sends the picture to the loggers that show pictures; W&B also gets a chart of `rows`, the rows of memory.csv
-    after `thinned`."""
+    """Sends the picture to the loggers that can show pictures. W&B also gets a chart of memory by category. Args: rows:
+    rows of memory.csv, after `thinned`."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image("memory/picture", plt.imread(file), step, dataformats="HWC")
@@ -125,7 +132,7 @@ def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict])
 
 
 def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
-    """Returns a stacked chart of the categories on the device over the run, at the peak of each step."""
+    """Returns a stacked chart of device memory by category over the run, at the peak of each sampled step."""
     from plotly import graph_objects
 
     top = _peaks(rows)
@@ -145,7 +152,7 @@ def by_category(rows: Sequence[dict]) -> "plotly.graph_objects.Figure":
 
 
 def _head(axes: plt.Axes, title: str, handles: Sequence[Artist]) -> None:
-    """Draws the title, and below it a legend that covers no data."""
+    """Draws the title of a chart, and the legend between title and chart, where it hides no data."""
     axes.set_title(title, fontsize=11, pad=24)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.985), "ncols": 5, "frameon": False}
     axes.legend(handles=handles, fontsize=9, **place)
@@ -178,7 +185,8 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
-    """Marks where each phase begins. Each name has its own line, since names of short phases would overlap."""
+    """Marks the beginning of each phase with a line and its name. The names are at different heights, because names of
+    short phases would overlap."""
     starts = {}
     for i, point in enumerate(timeline):
         starts.setdefault(point.phase, i)
@@ -193,7 +201,8 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
 
 
 def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
-    """Draws the categories at the peak of each sampled step, and the figures of CUDA's allocator at every step."""
+    """Draws device memory by category at the peak of each sampled step, and the bytes of CUDA's caching allocator at
+    every step."""
     top = _peaks(rows)
     stacked = [[row[f"{category}_bytes"] / size[0] for row in top.values()] for category in CATEGORIES]
     if top:
@@ -209,7 +218,7 @@ def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int])
 
 
 def _peaks(rows: Iterable[dict]) -> dict[int, dict]:
-    """Returns each sampled step -> its row with the most live bytes on the device."""
+    """Returns the peak of each sampled step: step -> its row with the most live bytes on the device."""
     top: dict[int, dict] = {}
     for row in rows:
         highest = top.get(row["step"], {}).get("live_peak_bytes", -1)
@@ -244,8 +253,8 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
 
 
 def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, int]) -> None:
-    """Marks the limit: with a line if it is near the data, or with a text if it is far above. Args: highest: the peak,
-    in per cent of the limit."""
+    """Marks the device's limit: with a line if it is near the data, or with a text if it is far above the data. Args:
+    limit: bytes; highest: the peak in percent of the limit."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high

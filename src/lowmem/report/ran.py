@@ -1,15 +1,15 @@
-"""Describes a run by the choices that were typed, for a picture's title, a run's name and its tags."""
+"""Describes a run by its chosen techniques and typed overrides, for titles of pictures, summaries and tags of W&B."""
 
 from collections.abc import Mapping, Sequence
 
-IDLE = (None, "none", "null", "auto")  # choices without an effect
+IDLE = (None, "none", "null", "auto")  # techniques without an effect
 
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
-    """Returns `group=choice` for every group whose choice has an effect, the model first.
+    """Returns "group=technique" for each group whose technique has an effect, the model first.
 
     Args:
-        choices: as Hydra lists them, the last group of the config's defaults first.
+        choices: group -> technique, in Hydra's order: the last group of the config's defaults comes first.
     """
     ours = {group: choice for group, choice in choices.items() if "/" not in group and group != "logger"}
     named = [f"{group}={choice}" for group, choice in reversed(ours.items()) if choice not in IDLE]
@@ -17,5 +17,5 @@ def chosen(choices: Mapping[str, str | None]) -> list[str]:
 
 
 def besides(choices: Mapping[str, str | None], overrides: Sequence[str]) -> list[str]:
-    """Returns the typed overrides that do not choose from a group."""
+    """Returns the typed overrides that do not choose the technique of a group."""
     return [line for line in overrides if line.lstrip("+").partition("=")[0] not in choices]

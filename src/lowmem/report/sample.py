@@ -1,7 +1,7 @@
-"""Lets the model continue fixed prompts at every evaluation, so that users see whether it learns.
+"""Generates samples: at each evaluation, the model continues fixed prompts, so that users see whether the model learns.
 
-Each prompt is continued twice: greedily, and by sampling. A prompt and its continuation are at most as long as a
-training sequence, so that an evaluation needs no more memory than training.
+Each prompt has two continuations, a greedy one and a sampled one. A prompt and its continuation together are at most as
+long as a training sequence, so that samples need no more memory than training.
 """
 
 import json
@@ -26,21 +26,22 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
-BEGINNING = 8  # tokens of a text that become its prompt if no label marks where learning begins
-EXAMPLE = 40  # maximum characters of a prompt in a printed command
-DOCUMENTS, LONGEST = 8, 2048  # number of documents that are searched for a prompt, and tokens of each that are read
+BEGINNING = 8  # number of tokens in a prompt from a plain text, whose tokens are all learned
+EXAMPLE = 40  # maximum number of characters of a prompt in a printed command
+DOCUMENTS, LONGEST = 8, 2048  # documents of a split that are searched for a prompt, and tokens read of each
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
 class Samples(Callback):
-    """Writes samples at each evaluation.
+    """A callback that generates samples at the end of each evaluation, and writes them to a file and to the loggers.
 
     Args:
-        prompts: token ids, (1, T) each.
+        prompts: token ids of each prompt, (1, T).
         tokens: maximum new tokens of each continuation; 0 disables samples.
-        length: maximum tokens of prompt and continuation. The continuation takes at most half; a longer prompt loses
-            its beginning.
-        file: gets a line of JSON for each prompt and evaluation.
+        length: maximum tokens of prompt and continuation together. The continuation has at most half of them. The
+            beginning of a prompt that is too long is cut off.
+        file: a JSON lines file, to which a line is appended for each prompt and evaluation.
+        at_end: runs the computations.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Samples(Callback):
             texts[number, temperature] = writer.continuation(self.prompts[number], self.tokens, temperature)
 
         each = list(product(range(len(self.prompts)), (0.0, TEMPERATURE)))
-        # every prompt starts from this seed, so that its continuation does not depend on other prompts
+        # each continuation starts with this seed, and so does not depend on the other prompts
         module.run_at_once([partial(write, *one) for one in each], at_end.seed)
         rows = []
         for number, ids in enumerate(self.prompts):
@@ -82,8 +83,8 @@ class Samples(Callback):
 
 
 def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:
-    """Sends samples to the loggers that show texts. Each evaluation has its own table, since W&B would upload a growing
-    table again and again."""
+    """Sends samples to the loggers that can show texts. W&B gets a new table for each evaluation, because it would
+    upload a growing table completely each time."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             texts = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)
@@ -93,8 +94,8 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
 
 
 def prompts(setting: list | str) -> list[Prompt]:
-    """Returns the prompts of `sample_prompts`: a list, or the lines of a file. A line of a .jsonl file is a text or has
-    the field `prompt` or `messages`.
+    """Returns the prompts of `sample_prompts`. Args: setting: a list of prompts, or the path of a file with one prompt
+    per line. Each line of a .jsonl file is a JSON string, or an object with the field `prompt` or `messages`.
 
     Raises:
         Refused: the file cannot be read, a line is not a prompt, or the list is empty.
@@ -121,7 +122,8 @@ def _is_messages(prompt: object) -> bool:
 
 
 def _read(file: Path) -> list:
-    """Returns the prompts of a file. A .jsonl file is split into lines as data= does."""
+    """Returns the prompts of a file, one per line. A .jsonl file is split into lines in the same way as the files of
+    data=."""
     try:
         if file.suffix.lower() in RECORDS:
             return [_of_json(line, number, file) for number, line in numbered(file)]
@@ -142,19 +144,19 @@ def _of_json(line: bytes, number: int, file: Path) -> object:
 
 
 def example(tokens: Tokens) -> str:
-    """Returns a one-line prompt for a printed command: the first user message of a conversation, or the first words of
-    a text."""
+    """Returns a short prompt for a printed command, in one line: the beginning of the first user message of a
+    conversation, or of a text."""
     for split in (tokens.val, tokens.train):
         for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
             stop = min(stop, start + LONGEST)
             if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learned(start, stop), tokens)):
                 return words
-    return "Hello"  # the data contain no text
+    return "Hello"  # no document of the data contains text
 
 
 def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
-    """Returns the first user message of a document; without one, the text before its first learned token; without one,
-    the document."""
+    """Returns the first user message of a document. If it has no user message, returns the text before its first
+    learned token. If that text is empty, returns the full text."""
     tokenizer = tokens.tokenizer
     if tokens.template is not None and (turn := user_turn(tokenizer)):
         _, header, rest = tokenizer.decode(ids, skip_special_tokens=False).partition(turn.header)
@@ -166,13 +168,14 @@ def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
 
 
 def _first_words(text: str) -> str:
-    """Returns the first complete words of a text, without surrounding quotes, which the shell would remove."""
+    """Returns the first words of a text, at most EXAMPLE characters, without surrounding quotes, which the shell would
+    remove."""
     plain = " ".join(printable(text).replace("\N{REPLACEMENT CHARACTER}", " ").split()).strip("'\" ")
     return textwrap.shorten(plain, EXAMPLE, placeholder="").rstrip("'\" ") or plain[:EXAMPLE]
 
 
 def beginning(micro_batch: MicroBatch) -> Tensor:
-    """Returns the ids of a prompt, (1, T): of a conversation or a record the tokens before the first learned token, of
-    a plain text its first tokens."""
+    """Returns the token ids of a prompt, (1, T), from the first row of a micro-batch: the tokens before the first
+    learned token, or if all tokens are learned, as in plain text, the first BEGINNING tokens."""
     learned = int((micro_batch.labels[0] != IGNORED).int().argmax())
     return micro_batch.input_ids[:1, : learned + 1 if learned else BEGINNING]

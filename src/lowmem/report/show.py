@@ -1,5 +1,5 @@
-"""Prints the first sequences as training reads them: learned text is marked, and a rule separates documents. Users can
-check a template, a field or a split before they train for hours."""
+"""Formats the first sequences of training for `show=`: text that is learned is marked, and a line separates documents.
+Users can check a chat template, a field or a split of their data before they train for hours."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -18,8 +18,8 @@ LEARNED = ("[", "]")
 LEARNED_IN_COLOUR = ("\033[32m", "\033[0m")  # green
 RULE = "─" * 24
 HEAD = "═" * 4
-AT_ONCE = 1 << 22  # number of tokens whose label bits are read at once
-LONGEST_CHARACTER = 4  # maximum bytes of a character in UTF-8, and so its maximum tokens
+AT_ONCE = 1 << 22  # number of tokens for which labels are read at once
+LONGEST_CHARACTER = 4  # maximum bytes of a character in UTF-8, and so its maximum number of tokens
 
 
 class Row(NamedTuple):
@@ -27,9 +27,9 @@ class Row(NamedTuple):
 
     Args:
         ids: token ids, without padding.
-        learned: (len(ids),), True for tokens that count in the loss.
-        starts: indices at which documents begin.
-        padding: the number of padding tokens.
+        learned: for each token, True if the token has a label.
+        starts: indices of `ids` at which documents begin.
+        padding: number of padding tokens after `ids`.
     """
 
     ids: Sequence[int]
@@ -39,7 +39,8 @@ class Row(NamedTuple):
 
 
 def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False) -> str:
-    """Returns the first `count` sequences of training, and counts of the full split."""
+    """Returns the first `count` sequences of training as text, followed by counts of the full training split. Args:
+    colour: mark learned text by color and not by brackets."""
     rows = train.sequences
     marks = LEARNED_IN_COLOUR if colour else LEARNED
     blocks = []
@@ -52,7 +53,8 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns suffix of the title -> row: a single row, or one row for each answer of an example."""
+    """Returns the rows of an example: suffix of the row's title -> row. An example of preferences has one row for each
+    answer, any other example a single row."""
     batch = rows.micro_batch(np.array([index]))
     if not batch.titles:
         return {"": row_of(rows, index)}
@@ -61,20 +63,20 @@ def rows_of(rows: Rows, index: int) -> dict[str, Row]:
 
 
 def _answer(ids: Tensor, labels: Tensor) -> Row:
-    """Returns the row of an answer, cut after its last learned token."""
+    """Returns an answer as a row that ends with the last learned token."""
     learned = [False, *(labels != IGNORED).tolist()]
     stop = len(learned) - learned[::-1].index(True)
     return Row([*ids.tolist(), int(labels[-1])][:stop], learned[:stop], [0], max(0, len(ids) - stop))
 
 
 def row_of(rows: Rows, index: int) -> Row:
-    """Returns a row without its padding. If the last label is learned, its token is appended."""
+    """Returns a row without its padding. If the last label is learned, the token of this label is appended."""
     batch, starts = rows.micro_batch(np.array([index])), rows.starts(index)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     learned = [False, *(label != IGNORED for label in labels)]
     if learned[-1]:
         return Row([*ids, labels[-1]], learned, starts)
-    last = starts[-1]  # padding restarts positions and has no learned token, unlike a document
+    last = starts[-1]  # padding looks like a document without learned tokens: its positions begin at 0
     restarts = last > 0 and batch.position_ids is not None and batch.position_ids[0, last] == 0
     is_padding = restarts and not any(learned[last:])
     stop = last if is_padding else len(ids)
@@ -82,7 +84,8 @@ def row_of(rows: Rows, index: int) -> Row:
 
 
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
-    """Yields counts of rows and tokens; for a mixture, the counts and the share of each source."""
+    """Yields lines with counts of documents, tokens and sequences. For a mixture, also yields a line for each source.
+    Args: name: beginning of the line."""
     if isinstance(rows, Mixed):
         for source_name, source in zip(rows.names, rows.parts, strict=True):
             yield from counts(source, source_name)
@@ -96,7 +99,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
 def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learned = sum(int(split.learned(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
-    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # a dropped answer is a document without tokens
+    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # without empty documents, which are dropped answers
     phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learned / tokens:.0%} learned)"]
     phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:
@@ -111,7 +114,7 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNED) -> str:
-    """Returns a row as text, with `marks` around learned text."""
+    """Returns a row as text. Args: marks: strings before and after learned text."""
     text, marked = "", False
     changes = {i for i in range(1, len(row.ids)) if row.learned[i] != row.learned[i - 1]}
     for first, _, piece in pieces(row.ids, tokenizer, changes.union(row.starts)):
@@ -130,10 +133,11 @@ def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str]
 def pieces(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, cuts: Collection[int] = ()
 ) -> Iterator[tuple[int, int, str]]:
-    """Yields (start, stop, text) for the shortest runs of tokens that decode to complete characters. No run crosses a
-    cut.
+    """Splits tokens into the shortest pieces that decode to complete characters. Yields (start, stop, text) for each
+    piece. Args: cuts: indices of `ids` at which a new piece must begin.
 
-    A token is decoded together with the run before it, since many tokenizers drop the space of a first word.
+    Each piece is decoded together with the piece before it, because many tokenizers drop the space before the first
+    word.
     """
     before, first = 0, 0
     for stop in range(1, len(ids) + 1):
@@ -149,5 +153,5 @@ def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _visible(text: str) -> str:
-    """Returns a text in which control characters are escaped."""
+    """Returns the text with escaped control characters, except for line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,5 @@
-"""Writes memory_step.csv: live bytes on the device by category within one optimizer step, in about 2,000 rows."""
+"""Writes memory_step.csv: the bytes of live tensors on the device by category, during one optimizer step. The file has
+at most about 2,000 rows."""
 
 import csv
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from lowmem.system.units import CATEGORIES
 
 
 def write(file: Path, timeline: Iterable[Point]) -> None:
-    """Writes the file. Args: timeline: the points of a step, in order."""
+    """Writes the file. Args: timeline: the points of an optimizer step, in order."""
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(["phase", *(f"{category}_bytes" for category in CATEGORIES)])

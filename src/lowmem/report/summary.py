@@ -1,4 +1,4 @@
-"""Writes summary.json and prints a table of results, with units."""
+"""Writes summary.json, and formats the table of results that is printed at the end of a run."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from lowmem.report import drive_figures
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.units import WORDS, byte_size, share_of_limit, unit
 
-RANKS = 8  # maximum ranks that each have a line; with more, only the lowest and the highest peak have one
+RANKS = 8  # with more ranks, the table has only the ranks with the lowest and the highest device peak
 OF_RANK = ("device", "host_rss", "weights", "gradients", "optimizer")
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", "torchao", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of installed packages. bitsandbytes and torchao are optional: only their optimizers need
-    them."""
+    """Returns the versions of Python and of the installed packages of PACKAGES: name -> version. bitsandbytes and
+    torchao are optional."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def write(file: Path, summary: Mapping) -> None:
-    """Writes the summary atomically. JSON has no nan, so missing measurements are null."""
+    """Writes the summary atomically. Numbers that are inf or nan, which JSON lacks, become null."""
     with atomic_write(file) as draft:
         draft.write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
@@ -42,7 +42,7 @@ def _plain(value: object) -> object:
 
 
 def table(summary: Mapping) -> str:
-    """Returns the run's figures as a table with two columns."""
+    """Returns a table of results with two columns: name and value."""
     peak, categories = summary["peak_bytes"], summary["peak_bytes_by_category"]
     extra, share = summary["auxiliary_loss"], share_of_limit(peak["device"], summary["device_bytes"])
     rows = [
@@ -69,7 +69,8 @@ def table(summary: Mapping) -> str:
 
 
 def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields the number of tokens that the model computed, and the number of labelled tokens if it is smaller."""
+    """Yields a row with the number of tokens that the model computed, and a row with the number of learned tokens
+    (tokens with a label) if it is smaller."""
     tokens, learned = summary["tokens"], summary["learned_tokens"]
     yield "tokens", f"{tokens:,}"
     if learned < tokens:
@@ -77,27 +78,29 @@ def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields rows for each validation set if there are several, and for a user's own metric."""
+    """Yields the metrics of the validation set, or if there are several sets, a row for each set. Then yields a row for
+    each value of a user's metric."""
     sets = summary["validation"]
     for data_set in sets:
         figures = [(key.replace("_", " "), _number(value, ".4g")) for key, value in data_set.items() if key != "name"]
         if len(sets) == 1:
-            yield from figures[1:]  # the loss has its own row
+            yield from figures[1:]  # without the loss, which has its own row
         else:
             yield f"  {data_set['name']}", ", ".join(f"{name} {value}" for name, value in figures)
     yield from ((name, _number(value, ".4g")) for name, value in summary["metric"].items())
 
 
 def _lr_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields a row if no step of this process reached the requested learning rate. (A resumed run may have reached it
-    earlier.)"""
+    """Yields a row if no step reached the requested learning rate. Resumed runs get no row, because they may have
+    reached it before."""
     highest, asked = summary["highest_lr"], summary["lr"]
     if 0 < highest < asked and not summary["resumed_from"]:
         yield "highest learning rate", f"{highest:.3g} (lr={asked:g})"
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns phase -> "device" or "host" -> (predicted, measured) bytes, where both are known."""
+    """Returns the predicted and measured peaks of each phase: phase -> "device" or "host" -> (predicted, measured)
+    bytes. Peaks that were not measured are left out."""
     if not summary.get("predicted"):
         return {}
     pairs: dict[str, dict[str, tuple[int, int]]] = {}
@@ -110,7 +113,7 @@ def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, i
 
 
 def plan_ratios(summary: Mapping) -> dict[str, float]:
-    """Returns predicted divided by measured bytes, as metrics."""
+    """Returns predicted divided by measured bytes as metrics for the loggers: name -> ratio."""
     return {
         f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
         for phase, sides in predicted_and_measured(summary).items()
@@ -119,8 +122,8 @@ def plan_ratios(summary: Mapping) -> dict[str, float]:
 
 
 def _plan_rows(summary: Mapping) -> list[tuple[str, str]]:
-    """Returns a row per phase. The host is left out if Python and libraries take most of its memory, since the ratio
-    would then say nothing about the model."""
+    """Returns a row per phase with predicted and measured peaks. Host memory is left out if Python and its libraries
+    take more than half of it, because then the comparison says little about the model."""
     least = 2 * summary["rss_before_model_bytes"]
     rows = []
     for phase, sides in predicted_and_measured(summary).items():
@@ -135,12 +138,13 @@ def _pair(side: str, predicted: int, measured: int) -> str:
 
 
 def highest(summary: Mapping, side: str) -> int:
-    """Returns the peak bytes of the rank that uses the most memory. Args: side: "device" or "host_rss"."""
+    """Returns the highest peak of all ranks in bytes. Args: side: "device" or "host_rss"."""
     return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
 
 
 def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
-    """Returns a row for each rank of several; with many ranks, rows for the lowest and the highest."""
+    """Returns a row for each rank if there are several ranks. With more than RANKS ranks, returns only the rows of the
+    ranks with the lowest and the highest device peak."""
     ranks = dict(enumerate(summary.get("ranks", ())))
     if len(ranks) < 2:
         return []

@@ -1,4 +1,5 @@
-"""Creates the logger of Weights & Biases: online only if that works, without a prompt, one run per job."""
+"""Creates the logger of Weights & Biases. It never asks for input, and logs offline if no API key is set or if the
+server does not answer."""
 
 import http.client
 import logging
@@ -22,7 +23,7 @@ from lowmem.report import folders, ran
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2.0
-MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # characters that W&B allows
+MOST_OF_A_NAME, MOST_OF_A_TAG = 128, 64  # maximum characters in W&B
 
 
 def logger(  # noqa: PLR0913
@@ -34,14 +35,17 @@ def logger(  # noqa: PLR0913
     offline: bool | None = None,
     run_id: str | None = None,
 ) -> Logger | None:
-    """Returns a W&B logger, or None if wandb is not installed (metrics.csv is written anyway).
+    """Returns a W&B logger, or None if wandb is not installed. Each job of a sweep is a separate W&B run.
 
     Args:
-        name: None uses the differing overrides of a sweep's job, or else the name of the run's folder.
-        group: None uses the sweep's folder.
-        tags: None uses the choice of each group, as it is typed.
-        offline: None is online if an API key is set and the server answers within two seconds.
-        run_id: id of the W&B run to continue; None starts a new run.
+        output_dir: the run's folder.
+        project: name of the W&B project.
+        name: name of the W&B run. None: for a job of a sweep, the overrides in which jobs differ; otherwise the name of
+            the run's folder.
+        group: group of the W&B run. None: the name of the sweep's folder.
+        tags: None: the chosen technique of each group, such as "optim=adamw".
+        offline: None: online if an API key is set and the server answers within two seconds.
+        run_id: id of the W&B run to continue. None: start a new run.
     """
     if find_spec("wandb") is None:
         log.info("wandb is not installed: metrics are only written to metrics.csv and memory.csv.")
@@ -53,7 +57,7 @@ def logger(  # noqa: PLR0913
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
     mode = _mode(folder) if offline is None else ("offline" if offline else "online")
-    run = wandb.init(  # Lightning would pass a setting about which W&B warns that it has no effect
+    run = wandb.init(  # not by Lightning, which passes a setting about which W&B warns
         project=project,
         name=name or differs or folder.name,
         group=group or sweep,
@@ -61,20 +65,20 @@ def logger(  # noqa: PLR0913
         dir=folder,
         id=run_id,
         resume="allow" if run_id else None,
-        # `mode` instead of an environment variable, which would persist into later jobs
+        # an argument and not an environment variable, which would also affect later jobs
         mode=mode,
-        settings=wandb.Settings(silent=True),  # mutes W&B's output; lowmem logs the important line itself
+        settings=wandb.Settings(silent=True),  # mutes W&B's output; lowmem logs the URL itself
     )
     if mode == "online":
         log.info("W&B: %s", run.url)
-    run.define_metric("trainer/global_step")  # Lightning's x-axis
+    run.define_metric("trainer/global_step")  # the x-axis of Lightning's logger
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return WandbLogger(experiment=run, save_dir=folder)
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns the name of the sweep that a folder belongs to, and the job's differing overrides, those with paths last;
-    None outside sweeps."""
+    """Returns the name of the sweep to which a job's folder belongs, and the overrides in which the job differs from
+    other jobs as a text (paths at the end). (None, None) if the folder does not belong to a sweep."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))
@@ -90,12 +94,12 @@ def _is_place(line: tuple[str, str]) -> bool:
 
 
 def _shortened(value: str) -> str:
-    """Shortens a path on this machine to its last two components; returns any other value unchanged."""
+    """Shortens a local path to its last two components. Returns any other value unchanged."""
     return "/".join(PurePath(value).parts[-2:]) if value.startswith(("/", "~", ".")) else value
 
 
 def _chosen(folder: Path) -> list[str]:
-    """Returns the choices that Hydra has written to the run's folder; empty for a run from a notebook."""
+    """Returns the chosen techniques from Hydra's file in the run's folder. Empty for a run from a notebook."""
     file = folder / ".hydra" / "hydra.yaml"
     return (
         ran.chosen(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
@@ -105,7 +109,7 @@ def _chosen(folder: Path) -> list[str]:
 
 
 def _mode(folder: Path) -> str:
-    if "WANDB_MODE" in os.environ:  # the user has already chosen
+    if "WANDB_MODE" in os.environ:  # the user has chosen a mode
         return os.environ["WANDB_MODE"]
     import wandb
 
@@ -122,20 +126,21 @@ def _mode(folder: Path) -> str:
 
 
 def _upload(folder: Path) -> str:
-    """Returns the command that uploads all parts of a run in this folder. A resumed run has several parts; W&B uploads
-    them by time, and each part continues the one before it."""
+    """Returns the command that uploads all offline runs in this folder. A run that was resumed has several; W&B uploads
+    them in the order of time, and each continues the previous one."""
     return f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
 def _key_of_netrc(url: str) -> bool:
-    """Returns whether `wandb login` has stored a key for this server."""
+    """Returns whether `wandb login` has stored an API key for this server."""
     from requests.utils import get_netrc_auth
 
     return get_netrc_auth(url) is not None
 
 
 def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
-    """Returns whether the server answers in time. The request runs in a thread, since name lookups have no timeout."""
+    """Returns whether the server answers within `seconds`. The request runs in a separate thread, because a name lookup
+    has no timeout."""
     answered: list[bool] = []
 
     def ask() -> None:

@@ -1,6 +1,8 @@
-"""Draws the charts of the comparison page with plotly. Each run has a colour, and all bytes on the page have one unit.
+"""Draws the charts of the comparison page with plotly. A run has the same color in all charts, and all sizes on the
+page have the same unit.
 
-Labels are not drawn next to marks, since fifty labels would overlap: hovering over a mark shows its run.
+The label of a run appears when the mouse is over its dot or curve. Permanent labels would overlap if there are many
+runs.
 """
 
 import html
@@ -13,12 +15,13 @@ from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
 from lowmem.report.compare.figures import AXES, Curve, Figures
 from lowmem.system.units import CATEGORIES
 
-LINE = 30  # characters per line of a hover label, which fits a phone
-Unit = tuple[int, str, int]  # (bytes, name, digits)
+LINE = 30  # characters per line of a hover label, so that it fits on the screen of a phone
+Unit = tuple[int, str, int]  # (bytes, name, decimals)
 
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
-    """Gives each run a colour. Few runs are all highlighted; among many, only runs of the Pareto front are."""
+    """Sets the color of each run, and whether the run stands out. If there are at most as many runs as colors, all runs
+    stand out; otherwise only the first runs of the Pareto front do, one for each color."""
     for i, run in enumerate(sorted(every, key=lambda run: run not in front)):
         run.colour = OF_RUNS[i % len(OF_RUNS)]
         run.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or run in front)
@@ -62,7 +65,8 @@ def loss(every: Sequence[Figures]) -> go.Figure:
 
 
 def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
-    """Draws the highest bytes of each step over the run: on the device, of the process, or on a drive."""
+    """Draws the peak of each step over the run. Buttons switch between device memory, host memory and the bytes on a
+    drive."""
     size, name, digits = unit
     traces, on_host, on_drive = [], [], []
     for i, run in _front_last(every):
@@ -80,7 +84,8 @@ def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 
 def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
-    """Draws predicted divided by measured bytes: a row per phase, with a dot per run."""
+    """Draws the error of predicted device peaks in percent of the measured peaks: a row per phase, with a dot per
+    run."""
     size, name, digits = unit
     phases = [*dict.fromkeys(phase for run in every for phase in run.planned)]
     runs = {i: run for i, run in enumerate(every) if run.planned}
@@ -103,7 +108,8 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 
 def inside(unit: Unit) -> go.Figure:
-    """Returns an empty chart of one step, which the page fills with the chosen run."""
+    """Returns an empty chart of memory by category. The script of the page (`page.js`) fills it with the data of the
+    run that the user chooses."""
     label = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
     traces = [
         go.Scatter(
@@ -124,12 +130,13 @@ def inside(unit: Unit) -> go.Figure:
 
 
 def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
-    """Returns a figure. Args: above: the title of the y-axis, written above the chart because phones are narrow."""
+    """Returns a figure. Args: traces: if empty, the figure says "no measurements"; above: the title of the y-axis,
+    which is above the chart because phone screens are narrow."""
     at = {"xref": "paper", "yref": "paper", "showarrow": False}
     notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
     if not traces:
         notes = [at | {"text": "no measurements", "x": 0.5, "y": 0.5}]
-    # invisible ticks keep the zeros of both axes apart
+    # invisible ticks keep the zeros of both axes from overlapping
     axis = {"automargin": True, "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
     axis |= {"gridcolor": "rgba(128,138,150,0.22)", "zerolinecolor": "rgba(128,138,150,0.5)"}
     for name in ("xaxis", "yaxis"):
@@ -152,7 +159,7 @@ def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
 
 
 def _dots(runs, x: Sequence[float], y: Sequence[float], label: str, at: Sequence[int] | None = None) -> go.Scatter:
-    """Returns one trace of dots. Its `customdata` has the index of each dot's run, which the page looks up."""
+    """Returns a trace of dots. Its `customdata` has the index of each dot's run, which the script of the page reads."""
     at = list(runs) if at is None else at
     return go.Scatter(
         x=x,
@@ -166,7 +173,7 @@ def _dots(runs, x: Sequence[float], y: Sequence[float], label: str, at: Sequence
 
 
 def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: str, mode: str) -> go.Scatter:
-    """Returns the curve of a run. Its `meta` has the index of the run, which the page looks up."""
+    """Returns the curve of a run. Its `meta` has the index of the run, which the script of the page reads."""
     return go.Scatter(
         x=x,
         y=y,
@@ -180,7 +187,8 @@ def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: 
 
 
 def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
-    """Adds buttons at the top right of the chart, each with the changes that it makes."""
+    """Adds buttons at the top right of the chart. Args: choices: text of a button -> arguments of plotly's method
+    "update"."""
     buttons = [{"label": label, "method": "update", "args": change} for label, change in choices.items()]
     place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom", "pad": {"b": 4, "r": 0}}
     look = {"bgcolor": "rgba(128,138,150,0.12)", "bordercolor": "rgba(128,138,150,0.3)", "font": {"size": 11}}
@@ -190,7 +198,7 @@ def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
 
 
 def _front_last(every: Sequence[Figures]) -> Iterator[tuple[int, Figures]]:
-    """Returns the runs with the Pareto front last, so that it is drawn on top."""
+    """Returns runs with their indices, runs that stand out last, so that their curves are drawn on top."""
     return iter(sorted(enumerate(every), key=lambda pair: pair[1].stands_out))
 
 
@@ -203,7 +211,7 @@ def _opacity(run: Figures) -> float:
 
 
 def _touched(run: Figures) -> str:
-    """Returns a run's label in short lines, as HTML for plotly."""
+    """Returns the hover label of a run: its label in short lines, as HTML for plotly."""
     return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(run.label, LINE)) or "a run"
 
 

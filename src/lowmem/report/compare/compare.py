@@ -1,4 +1,4 @@
-"""Implements compare.py."""
+"""Implements the command compare.py, which compares runs in a printed table, a csv file and an html page."""
 
 import argparse
 import csv
@@ -37,13 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
-    """Prints the table of runs, and writes the page and a csv file.
+    """Prints a table of runs, and writes comparison.csv and comparison.html.
+
+    Args:
+        paths: folders of runs, or folders that contain runs.
+        to: the folder for both files. None: the given folder if there is only one, otherwise the current folder.
 
     Returns:
-        The written files.
+        The paths of both files.
 
     Raises:
-        Refused: a folder contains no run.
+        Refused: a folder does not exist or contains no run.
     """
     runs = list({run.folder.resolve(): run for folder in paths for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])
@@ -59,7 +63,8 @@ def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Returns the paths of folders relative to the folder that contains all of them."""
+    """Returns the paths of folders relative to their lowest common parent folder, as unique names. A single folder has
+    its own name."""
     if len(paths) == 1:
         return [paths[0].resolve().name]
     resolved = [folder.resolve() for folder in paths]
@@ -68,7 +73,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _write(out, runs: Sequence[folders.RunFolder], names: Sequence[str]) -> None:
-    """Writes a csv file with all overrides and unrounded figures; bytes are in GiB."""
+    """Writes a csv file with a row per run: all overrides, and the figures without rounding. Sizes are in GiB."""
     keys = dict.fromkeys(key for run in runs for key in as_mapping(run.overrides))
     columns = folders.columns(runs)
     writer = csv.writer(out)

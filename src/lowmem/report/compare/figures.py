@@ -1,4 +1,4 @@
-"""Reads a run's figures and curves from its files. Values that a file lacks are left out."""
+"""Reads the figures and curves of a run from its files, for the comparison page."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,17 @@ from lowmem.report.folders import RunFolder, number
 from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import CATEGORIES, GIB
 
-POINTS = 500  # points per curve: about the number of pixels of a chart
-AXES = ("tokens", "learned_tokens", "seconds")  # x-axes of a loss curve
+POINTS = 500  # maximum points per curve: about the width of a chart in pixels
+AXES = ("tokens", "learned_tokens", "seconds")  # columns that can be the x-axis of a loss curve
 
-Curve = list[list[float]]  # a list per column
-Stack = list[tuple[str, list[float]]]  # (phase or step, bytes of each category)
+Curve = list[list[float]]  # the values of each column
+Stack = list[tuple[str, list[float]]]  # list of (phase or step, bytes of each category)
 
 
 @dataclass
 class Figures:
-    """A run's figures. Without measurements a curve is empty and a figure is None."""
+    """The figures and curves of a run. A figure that was not measured is None, and a curve without measurements is
+    empty."""
 
     run: RunFolder
     name: str
@@ -31,25 +32,25 @@ class Figures:
     device: float | None
     host: float | None
     drive: float | None
-    drive_rate: float | None  # GB/s, read plus written
-    peak: dict[str, float]  # category -> bytes
-    loss: Curve  # tokens, learned tokens, seconds, loss
-    evaluations: Curve  # tokens, learned tokens, seconds, loss
+    drive_rate: float | None  # GB/s, sum of reading and writing
+    peak: dict[str, float]  # category -> bytes at the device's peak
+    loss: Curve  # of training: tokens, learned tokens, seconds, loss
+    evaluations: Curve  # of validation: tokens, learned tokens, seconds, loss
     device_bytes: Curve  # step, bytes
     host_bytes: Curve
     drive_bytes: Curve
-    planned: dict[str, tuple[float, float]]  # phase -> (predicted, measured) on the device
-    inside: Stack  # bytes at every allocation of one step
+    planned: dict[str, tuple[float, float]]  # phase -> (predicted, measured) bytes on the device
+    inside: Stack  # one optimizer step: a point per allocation or release
     steps: Stack
     phases: Stack
     on: str  # device name
     colour: str = ""  # colour of the run on the page
-    stands_out: bool = False  # drawn in `colour`; if there are many runs, most are grey
+    stands_out: bool = False  # whether the run is drawn in its color; otherwise it is gray
 
 
 def read(run: RunFolder, name: str, label: str) -> Figures:
     metrics, memory = run.rows("metrics.csv"), run.rows("memory.csv")
-    for row in metrics:  # an earlier version wrote the number of learned tokens as `tokens`
+    for row in metrics:  # earlier versions wrote the number of learned tokens as `tokens`
         row["learned_tokens"] = row.get("learned_tokens") or row.get("tokens")
     steps = [row for row in memory if row.get("phase") in ("forward", "backward", "step")]
     figure = {column: folders.figure(run, column) for column in folders.FIGURES}
@@ -74,8 +75,8 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
 
 
 def front(every: Sequence[Figures]) -> list[Figures]:
-    """Returns the Pareto front, the smallest run first: no other run is at least as fast without needing more
-    memory."""
+    """Returns the runs on the Pareto front, sorted by device memory. A run is on the front if no other run
+    is at least as fast, needs at most as much memory, and is better in one of the two."""
     measured = [run for run in every if run.device is not None and run.tokens_per_second is not None]
 
     def beaten(run: Figures) -> bool:
@@ -94,15 +95,15 @@ def _sizes(by_category: object) -> dict[str, float]:
 def _planned(summary: dict) -> dict[str, tuple[float, float]]:
     try:
         both = {phase: sides["device"] for phase, sides in predicted_and_measured(summary).items() if "device" in sides}
-    except (KeyError, TypeError, AttributeError):  # written by an earlier version
+    except (KeyError, TypeError, AttributeError):  # a summary of an earlier version
         return {}
     pairs = {phase: (number(predicted), number(measured)) for phase, (predicted, measured) in both.items()}
     return {phase: pair for phase, pair in pairs.items() if None not in pair and pair[1] > 0}
 
 
 def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns the curve of the rows with a value in each of `columns`, thinned to at most POINTS rows. The last of
-    these rows is always included."""
+    """Returns a curve of the rows that have a value in each of `columns`. At most POINTS rows are kept, evenly spaced;
+    the last row is always kept."""
     complete = [[number(row.get(column)) for column in columns] for row in rows]
     complete = [row for row in complete if None not in row]
     complete = complete[:: -math.ceil(len(complete) / POINTS)][::-1] if complete else []
@@ -110,7 +111,8 @@ def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns (steps, maximum of bytes per step) for the first of `columns` that has measurements."""
+    """Returns a curve of two columns, steps and the highest bytes of each step. Args: columns: columns of bytes, of
+    which the first with measurements is used."""
     for column in columns:
         by_step: dict[float, float] = {}
         for row in rows:
@@ -123,8 +125,8 @@ def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
-    """Returns categories by phase, from the last sample of each phase, or by step, from the phase with the highest
-    bytes."""
+    """Returns bytes by category for each phase or each step. A phase has the bytes of its last row; a step has the
+    bytes of its phase with the highest sum. Args: by: "phase" or "step"."""
     largest: dict[str, list[float]] = {}
     for row in rows:
         sizes = [number(row.get(f"{category}_bytes")) for category in CATEGORIES]
@@ -140,6 +142,6 @@ def _inside(rows: Sequence[dict[str, str]]) -> Stack:
 
 
 def _thinned(stack: Stack) -> Stack:
-    """Keeps the highest point of each interval, so that no peak is lost."""
+    """Returns at most POINTS points: the highest point of each interval, so that no peak is lost."""
     stretch = max(1, math.ceil(len(stack) / POINTS))
     return [max(stack[i : i + stretch], key=lambda row: sum(row[1])) for i in range(0, len(stack), stretch)]

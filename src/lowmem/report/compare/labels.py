@@ -1,4 +1,4 @@
-"""Labels runs by the overrides in which they differ, as short as possible."""
+"""Makes short labels for runs on the comparison page, from the overrides in which the runs differ."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from lowmem.config.typed_lines import as_mapping
 from lowmem.report import folders
 from lowmem.report.folders import RunFolder
 
-LONG = 20  # characters; longer values are shortened
-# values that a reader does not understand without their key
+LONG = 20  # characters of a value; longer values are shortened
+# values that need their key to be understood
 MUTE = re.compile(r"(none|null|true|false|auto|off|[^a-z].*)", re.IGNORECASE)
 
 
@@ -17,7 +17,7 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """Returns a unique label for each run.
 
     Args:
-        names: unique names of the runs, used if runs have equal overrides.
+        names: unique names of the runs. They are added to labels that would be empty or equal.
     """
     keys = folders.differing(runs)
     typed = [as_mapping(run.overrides) for run in runs]
@@ -31,7 +31,8 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def shortened(values: Sequence[str]) -> list[str]:
-    """Shortens long values: removes common folders or words at their ends, and then the middle."""
+    """Shortens values with more than LONG characters: first removes the folders or words with which all values begin or
+    end, and then the middle of each value."""
     short = list(values)
     for separators in ("/", "/_ -"):
         if max(map(len, short), default=0) > LONG and len(set(short)) > 1:
@@ -46,14 +47,15 @@ def _without_ends(values: Sequence[str], separators: str) -> list[str]:
 
 
 def _shared(values: Sequence[str], separators: str) -> int:
-    """Returns the length of the common prefix of all values, up to its last separator."""
+    """Returns the length of the longest common prefix that ends with a separator; 0 if there is none."""
     alike = takewhile(lambda characters: len({*characters}) == 1, zip(*values, strict=False))
     shared = [characters[0] for characters in alike]
     return max((i + 1 for i, character in enumerate(shared) if character in separators), default=0)
 
 
 def _column(key: str, keys: Sequence[str], values: Sequence[str | None]) -> list[str | None]:
-    """Returns each run's part of the label for a key: a word alone, or any other value with the end of its key."""
+    """Returns the part of each run's label that is about one key: the value alone if readers understand it, otherwise
+    the last component of the key and the value. None for runs without the key."""
     last = key.rpartition(".")[2]
     name = last if [other.rpartition(".")[2] for other in keys].count(last) == 1 else key
     typed = list(dict.fromkeys(value for value in values if value is not None))

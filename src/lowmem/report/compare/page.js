@@ -1,11 +1,11 @@
 "use strict";
-// The charts are drawn by what plotly wrote. Here: sorting the table, picking runs, and the chart of one run.
+// The charts come from plotly (charts.py). This script sorts the table, isolates runs, and fills the chart of one run.
 const { ink: INK, runs } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const table = byId("table");
 const picked = new Set();
 
-// --- picking: the table and the charts by category fade, curves are drawn alone so that the axes fit them
+// --- isolating runs: other rows and dots fade; other curves are hidden, so that the axes fit the remaining curves
 
 const shown = (i) => picked.size === 0 || picked.has(i);
 const colour = (i) => picked.size ? (picked.has(i) ? runs[i].colour : INK) : (runs[i].stands_out ? runs[i].colour : INK);
@@ -48,7 +48,7 @@ for (const id of ["loss", "memory"]) byId(id).on("plotly_click", ({ points: [poi
 for (const id of ["pareto", "planned"]) byId(id).on("plotly_click", ({ points: [point] }) => pick(point.customdata));
 byId("all").onclick = () => { picked.clear(); repaint(); };
 
-// --- sorting: what was not measured stays below
+// --- sorting: rows without a value are always last
 
 for (const head of table.tHead.rows[0].cells) head.onclick = () => {
   const down = head.ariaSort === "ascending" ? -1 : 1;
@@ -61,12 +61,12 @@ for (const head of table.tHead.rows[0].cells) head.onclick = () => {
   table.tBodies[0].append(...rows);
 };
 
-// --- one run by category
+// --- the chart of one run, by category
 
 function inside() {
   const of = runs[byId("inside-of").value], by = byId("inside-by").value;
   const { at, sizes } = of ? of[by] : { at: [], sizes: [] };
-  const alone = by === "inside"; // phases come in any order and again: their places are numbers
+  const alone = by === "inside"; // a phase may occur several times, so the x-axis has numbers and not names
   const kind = by === "phases" ? { type: "bar", stackgroup: null } : { type: "scatter", stackgroup: "all" };
   const traces = byId("inside").data.map((trace, i) => ({ ...trace, ...kind, text: at.map((a) => (by === "steps" ? `step ${a}` : a)), x: alone ? [...at.keys()] : at, y: sizes[i] }));
   const starts = alone ? at.flatMap((phase, i) => phase !== at[i - 1] ? [i] : []) : [];
@@ -86,5 +86,5 @@ runs.forEach((run, i) => { if (run.inside.at.length || run.steps.at.length) byId
 byId("inside-of").onchange = byId("inside-by").onchange = inside;
 inside();
 
-// Each chart was drawn before what follows it was there.
+// The charts were drawn before the page was complete, so their sizes may have changed.
 for (const chart of document.querySelectorAll(".plotly-graph-div")) Plotly.Plots.resize(chart);

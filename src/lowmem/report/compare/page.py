@@ -1,4 +1,5 @@
-"""Writes comparison.html: one file that opens without a network, for three runs or fifty, at a desk or on a phone."""
+"""Makes the comparison page, comparison.html: a single file that needs no network, for a few or many runs, and for
+large and small screens."""
 
 import json
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ HERE = Path(__file__).parent
 
 
 def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns the page as HTML. Args: names: names of the runs."""
+    """Returns the comparison page as HTML. Args: names: unique names of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
-    every.sort(key=lambda figures: figures.device or float("inf"))  # the smallest first, unfinished runs last
+    every.sort(key=lambda figures: figures.device or float("inf"))  # smallest first, unmeasured runs last
     best = front(every)
     charts.paint(every, best)
     size = unit(max((figures.device or 0 for figures in every), default=0))
@@ -50,7 +51,7 @@ def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def _written(name: str, figure: go.Figure) -> str:
-    """Returns the chart `figure` as HTML, scaled to the box that the style sheet defines."""
+    """Returns a chart as HTML that adapts to the size of its box on the page. Args: name: id of the chart's element."""
     look = {"displayModeBar": False, "responsive": True}
     return figure.to_html(config=look, include_plotlyjs=False, full_html=False, div_id=name)
 
@@ -59,7 +60,8 @@ def _written(name: str, figure: go.Figure) -> str:
 
 
 def _lead(every: Sequence[Figures]) -> str:
-    """Returns the number of runs, and the overrides that all runs share. The page shows shared overrides only here."""
+    """Returns the first lines of the page as HTML: the number of runs by status, the overrides that all runs share, and
+    notes. Labels of runs do not repeat the shared overrides."""
     states = [figures.run.status for figures in every]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
     typed = [figures.run.overrides for figures in every]
@@ -71,7 +73,7 @@ def _lead(every: Sequence[Figures]) -> str:
 
 
 def _line_of_front(figures: Figures, size: Unit) -> str:
-    """Returns a line of the legend of the Pareto front, which has a line per run below the chart."""
+    """Returns an item of the list below the Pareto chart, which has one item for each run of the Pareto front."""
     at = f"{_size(figures.device, size)} {size[1]}, {figures.tokens_per_second:,.0f} tokens/s"
     return f"<li>{_swatch(figures.colour if figures.stands_out else None)}{_label(figures)} <small>{at}</small></li>"
 
@@ -82,7 +84,7 @@ def _typed(figures: Figures) -> str:
 
 
 def _label(figures: Figures) -> str:
-    """Returns a label with grey keys that wraps between words only."""
+    """Returns a run's label as HTML, with gray keys, and without line breaks inside words."""
     words = (word.rpartition("=") for word in figures.label.split(" "))
     return " ".join(f"<span><em>{escape(key + equals)}</em>{escape(value)}</span>" for key, equals, value in words)
 
@@ -99,7 +101,7 @@ def _size(size: float | None, size_unit: Unit) -> str:
 
 
 def _table(every: Sequence[Figures], size: Unit) -> str:
-    """Returns the table in one unit, with a row per run. On a phone the label is above the figures."""
+    """Returns the table of runs as HTML, with a row per run. Args: size: the unit of all sizes."""
     numbers = {
         f"device {size[1]}": lambda figures: (figures.device, _size(figures.device, size)),
         f"host {size[1]}": lambda figures: (figures.host, _size(figures.host, size)),
@@ -118,7 +120,7 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
     if any(figures.drive is not None for figures in every):
         numbers[f"drive {size[1]}"] = lambda figures: (figures.drive, _size(figures.drive, size))
         numbers["drive GB/s"] = lambda figures: (figures.drive_rate, _number(figures.drive_rate, ".2f"))
-    words = {}  # columns with one value for all runs are left out
+    words = {}  # columns of text: the hardware if it differs between runs, and the reasons if any run is not done
     if len({figures.on for figures in every if figures.on}) > 1:
         words["hardware"] = lambda figures: (figures.on, figures.on)
     if any(figures.run.reason for figures in every):
@@ -143,7 +145,8 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
 
 
 def _cell(kind: str, value: object, content: str, title: str = "") -> str:
-    """Returns a cell. Args: value: the number or text for sorting."""
+    """Returns a cell as HTML. Args: kind: CSS class; value: the number or text by which the column is sorted; content:
+    HTML; title: text that appears on hovering."""
     order = "" if value is None else escape(str(value))
     return f'<td class="{kind}" data-value="{order}" title="{escape(title)}">{content}</td>'
 
@@ -176,4 +179,4 @@ def _columns(stack: Stack, size: Unit) -> dict:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value).replace("<", "\\u003c")  # otherwise a label with HTML in it could end the script
+    return json.dumps(value).replace("<", "\\u003c")  # otherwise a label with HTML could end the script element

@@ -1,14 +1,16 @@
 """Implements batch_size=auto: finds the largest divisor of the effective batch size whose micro-batch fits.
 
-The planner predicts the largest size that fits, and a trial checks it. If the trial does not fit, or with plan=off, the
-size is found by bisection with further trials. The effective batch size, and so the computed update, does not change.
+The planner predicts the largest size that fits, and a trial checks this size. If the trial does not fit, or with
+plan=off, the size is found by bisection with further trials. The effective batch size, and so the computed update, does
+not change.
 
 Each trial is a separate process that trains two steps and evaluates once with limited memory, so an out-of-memory error
-cannot affect the run. On CUDA, the caching allocator is limited. On a CPU, the memory meter counts live tensors and
-ends the trial when they exceed `memory.limit`, long before the operating system would kill the process.
+cannot affect the run. On CUDA, the caching allocator is limited. On a CPU, the memory meter counts the bytes of live
+tensors, and ends the trial when the sum exceeds `memory.limit`, long before the operating system would kill the
+process.
 
-Lightning's batch size finder is not used: it recognizes out-of-memory errors by their text, and saves a full checkpoint
-first (Lightning #9625, #11295).
+Lightning's batch size finder is not used, because it recognizes out-of-memory errors by their text, and saves a full
+checkpoint first (Lightning #9625, #11295).
 """
 
 import json
@@ -29,7 +31,7 @@ from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
-STEPS = 2  # the first step creates the optimizer state, so only the second step has all of it from its beginning
+STEPS = 2  # the first step creates the optimizer state, so only the second step begins with the full state
 DOES_NOT_FIT = 3  # exit code of a trial
 
 

@@ -60,8 +60,8 @@ class DeviceBytes(Column):
 
 @dataclass(frozen=True)
 class HostBytes(Column):
-    """Host memory of all processes on a host in the phase that needs the most. On a CPU it includes the device's
-    report."""
+    """Host memory of all processes on a host in the phase that needs the most. On a CPU, host memory includes the
+    device's report."""
 
     phase: str
     libraries: int = 0
@@ -90,7 +90,7 @@ class DriveBytes(Column):
 
 def lines(column: Column, title: str, sum_is: str) -> list[str]:
     """Formats a report in GiB. Rows are rounded up or down so that the printed rows add up to the printed sum. Args:
-    title: headline; sum_is: label of the sum."""
+    title: the headline; sum_is: the label of the sum."""
     exact, total = {name: 1000 * size / GIB for name, size in column.rows.items()}, round(1000 * column.total / GIB)
     shown = {name: floor(size) for name, size in exact.items()}
     by_rest = sorted(exact, key=lambda name: shown[name] - exact[name])

@@ -33,7 +33,7 @@ def host_phases(
     Args:
         trace: the traced run.
         run: the settings.
-        device: device memory by phase. On a CPU, it is added to the host memory.
+        device: device memory by phase. On a CPU, the device memory is added to the host memory.
         on_card: whether the run is planned for a card.
         libraries: resident bytes of the process after imports, before the model is built.
     """
@@ -58,7 +58,7 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
     Args:
         phases: bytes of one process by phase.
         processes: number of processes on the host.
-        first: bytes of weights that only rank 0 has in memory while it loads the model.
+        first: bytes of weights that only rank 0 has in memory while the model is loaded.
         pages: bytes per process of paged optimizer state that does not fit on the card.
     """
     every = {
@@ -105,8 +105,8 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
         largest = {"temporaries": 2 * trace.largest * loaded}  # the joined tensor and its parts
     if run.drive_folder is not None and not _packs(run):
         # All weights are loaded first. Then masters are created and written to the drive, block by block. If the 16-bit
-        # weights are also stored on the drive, and have the dtype of the model's files, they are pages of these files
-        # until they are written, and the system can drop the pages.
+        # weights are also stored on the drive, and have the dtype of the model's files, the weights are pages of these
+        # files until they are written to the drive. The system can drop such pages.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)

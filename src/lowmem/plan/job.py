@@ -56,7 +56,7 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    is_of_here = card is None  # False: gpu= names a card; several are assumed to be in another machine
+    is_of_here = card is None  # False: gpu= names a card. Several named cards are assumed to be in another machine
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes()
@@ -115,8 +115,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Returns the run from which the search starts. If several devices but no strategy were typed, this is the typed
-    run with a strategy that keeps the full model on each device; the search also tries other strategies."""
+    """Returns the run from which the search starts. If several devices but no strategy were typed, a strategy that
+    keeps the full model on each device is added to the typed run; the search also tries other strategies."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)

@@ -26,8 +26,8 @@ TRACED = ("forward", "backward", "step", "evaluation")
 # An extrapolated trace (`search/extend.py`) has no list of allocations that could be replayed. So the reserved bytes
 # (RESERVED), and the smallest number of bytes that torch must reserve (LEAST_RESERVED), are estimated as multiples of
 # the allocated peak. In seventeen recipes of four models that were traced in full, the factors were 1.03 to 1.20 for
-# RESERVED, and 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, they were
-# up to 1.11.
+# RESERVED, and 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, the factors
+# for LEAST_RESERVED were up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
@@ -43,7 +43,7 @@ class NotPredicted(Refused):
 
 @dataclass(frozen=True)
 class Need:
-    """Predicted peak bytes of one phase in one process. They are compared with the measurements of a run."""
+    """Predicted peak bytes of one phase in one process. The run's summary compares both peaks with measurements."""
 
     device: int
     host: int  # resident memory of the process; on a CPU it includes `device`
@@ -60,7 +60,7 @@ class Prediction:
     reserved: int  # bytes that CUDA's caching allocator reserves on a card with enough room; 0 on a CPU
     parameters: int
     on_card: bool
-    estimate: str | None = None  # why this is only an estimate; None: it is exact
+    estimate: str | None = None  # why the prediction is only an estimate; None: it is not an estimate
     advice: str | None = None  # how to avoid the math kernel of attention; None: the kernel is not used
     trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
@@ -84,8 +84,8 @@ class Prediction:
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns a copy with a measured value for the host memory of a process before its model is built. Args:
-        libraries: this value, in bytes."""
+        """Returns a copy in which the host memory of Python and its libraries is measured instead of predicted. Args:
+        libraries: resident bytes of a process before its model is built."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host=self.host.plus(libraries=self.on_host * more))
@@ -128,7 +128,7 @@ def predict(
 
     Raises:
         NotPredicted: the model cannot be traced.
-        Refused: the run has an error for which train.py would refuse it, too.
+        Refused: train.py would refuse the run, too.
     """
     compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:
@@ -223,8 +223,8 @@ def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
 
 def _communicators(trace: Trace, run: Run) -> int:
     """Returns the device memory of NCCL communicators, which torch's allocator does not count. Each process group
-    creates a communicator at its first collective. 0 with one device."""
-    groups = {sent.ranks for _, sent in trace.sent} or {None}  # without a traced strategy: one group
+    creates a communicator at its first collective. Returns 0 for one device."""
+    groups = {sent.ranks for _, sent in trace.sent} or {None}  # an untraced strategy has one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
 

@@ -30,8 +30,8 @@ class ExpertBalance:
 
         Returns:
             expert_entropy: for each block, the entropy of the experts' shares of tokens, divided by the entropy of
-                equal shares; averaged over blocks. 1: all experts have equal shares; 0: one expert has all tokens.
-            expert_largest_share: the largest share of a block's tokens that one expert has, of all blocks.
+            equal shares; averaged over blocks. 1: all experts have equal shares; 0: one expert has all tokens.
+            expert_largest_share: the largest share of a block's tokens that a single expert has, in any block.
         """
         counts, self._counts = list(self._counts.values()), {}
         shares = [of_block.double() / of_block.sum() for of_block in counts if len(of_block) > 1]

@@ -189,7 +189,8 @@ def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns the reasons why runs are not done: a line per reason, with the names of all runs that have it."""
+    """Returns the reasons why runs are not done: a line per reason, with the names of all runs to which the reason
+    applies."""
     shared: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         if run.reason:
@@ -233,7 +234,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     lines = _hydras_config(folder)
-    # .hydra tells runs of train.py from other commands
+    # .hydra/hydra.yaml contains the name of the command
     return "name: train" in lines if lines else (folder / "summary.json").is_file()
 
 
@@ -248,7 +249,8 @@ def _hydras_config(folder: Path) -> set[str]:
 
 
 def typed_in(folder: Path) -> list[str]:
-    """Returns the overrides of the command that created this folder. Empty if they cannot be read."""
+    """Returns the overrides of the command that created this folder. Empty if the file with the overrides cannot be
+    read."""
     try:
         return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
     except (OSError, Refused):

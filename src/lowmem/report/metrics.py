@@ -94,7 +94,7 @@ class Metrics(Callback):
         self._since = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, *_) -> None:
-        # read before the scheduler steps; with torchao it is a tensor
+        # read before the scheduler steps; torchao stores the learning rate as a tensor
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
@@ -252,7 +252,7 @@ def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
     """Yields the metrics of a validation set as pairs of column and value. Args: results: the metrics; other: whether
-    this is not the first validation set. Its columns end with the name of the set then."""
+    this is not the first validation set. The columns of further sets end with the name of the set."""
     end = f"_{results['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 

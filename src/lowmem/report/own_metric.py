@@ -1,7 +1,7 @@
 """Calls a user's function (`metric=module.function`) at the end of each evaluation, and adds its values to the metrics.
 
-The function is (model, tokenizer) -> {name: value}. It is also called once before the first step, so that an error in
-it is found before training.
+The function is (model, tokenizer) -> {name: value}. The function is also called once before the first step, so that its
+errors are found before training.
 """
 
 from collections.abc import Callable, Mapping

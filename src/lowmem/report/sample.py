@@ -38,8 +38,8 @@ class Samples(Callback):
     Args:
         prompts: token ids of each prompt, (1, T).
         tokens: maximum new tokens of each continuation; 0 disables samples.
-        length: maximum tokens of prompt and continuation together. The continuation has at most half of them. The
-            beginning of a prompt that is too long is cut off.
+        length: maximum tokens of prompt and continuation together. The continuation has at most half of these tokens.
+            The beginning of a prompt that is too long is cut off.
         file: a JSON lines file, to which a line is appended for each prompt and evaluation.
         at_end: runs the computations.
     """

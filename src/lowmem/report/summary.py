@@ -91,8 +91,8 @@ def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def _lr_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields a row if no step reached the requested learning rate. Resumed runs get no row, because they may have
-    reached it before."""
+    """Yields a row if no step reached the requested learning rate. A resumed run gets no row, because it may have
+    reached the requested learning rate before."""
     highest, asked = summary["highest_lr"], summary["lr"]
     if 0 < highest < asked and not summary["resumed_from"]:
         yield "highest learning rate", f"{highest:.3g} (lr={asked:g})"

@@ -1,5 +1,5 @@
-"""Creates the logger of Weights & Biases. It never asks for input, and logs offline if no API key is set or if the
-server does not answer."""
+"""Creates the logger of Weights & Biases without asking the user for input. The run is logged offline if no API key is
+set or if the server does not answer."""
 
 import http.client
 import logging
@@ -126,8 +126,8 @@ def _mode(folder: Path) -> str:
 
 
 def _upload(folder: Path) -> str:
-    """Returns the command that uploads all offline runs in this folder. A run that was resumed has several; W&B uploads
-    them in the order of time, and each continues the previous one."""
+    """Returns the command that uploads all offline runs in this folder. A run that was resumed consists of several
+    offline runs. W&B uploads these in the order of time, so that each offline run continues the previous one."""
     return f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 

@@ -1,7 +1,8 @@
 """Writes files and folders atomically: a draft is written next to the target, and then renamed to the target's name.
 
-`atomic_write` is for files that only one process writes and that must survive a power failure: it calls fsync before
-the rename. `atomic_cache_write` is for files that several processes may write at the same time, all with equal bytes.
+`atomic_write` is for files that only one process writes and that must survive a power failure: the draft is written to
+the disk (fsync) before the rename. `atomic_cache_write` is for files that several processes may write at the same time,
+all with equal bytes.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """Opens the csv files of a run, such as `metrics.csv`, and drops the rows after the step from which a run resumes.
 
-Each row has a column `step`. Files are replaced atomically: if a process is killed while it resumes, the file has all
-rows that it had before, or only the kept rows.
+Each row has a column `step`. Files are replaced atomically: if a process is killed while a run resumes, the file has
+either all old rows or only the kept rows.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Defines the errors that users see as a message without a traceback, and tells the causes of other errors apart."""
+"""Defines the errors that users see as a message without a traceback, and functions that find the cause of an error."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ class DriveFailed(Refused):
 
 
 class RankLost(Refused):
-    """Another rank has exited or does not answer. The message names the collective that waited for it."""
+    """Another rank has exited or does not answer. The message names the collective that waited for this rank."""
 
 
 def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:
@@ -74,8 +74,8 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
 
 def of_place(error: OSError, places: Iterable[str]) -> bool:
     """Returns whether choosing another path would fix the error: a disk is full, broken or read-only, access to a file
-    in one of `places` is denied, or one of `places` or its parent folders causes the error, for example because it does
-    not exist. Other errors come from the code or the network."""
+    in one of `places` is denied, or one of `places` or its parent folders causes the error, for example because the
+    folder does not exist. Other errors come from the code or the network."""
     if not error.filename or error.errno in FULL:
         return error.errno in FULL
     file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]

@@ -29,7 +29,7 @@ def _this() -> psutil.Process:
 
 @contextmanager
 def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
-    """Raises the limit of open files inside the `with` to `count`, or to the hard limit if it is lower. Most systems
+    """Raises the limit of open files inside the `with` to `count`, or to the hard limit if that is lower. Most systems
     start with a limit of 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -52,8 +52,8 @@ def peak_rss_bytes() -> int:
 
 
 def rss_and_peak() -> tuple[int, int]:
-    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux a single read of `/proc/self/status` gives both values. This
-    is fast, because the memory meter needs them several times per step."""
+    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux, a single read of `/proc/self/status` gives both values,
+    because the memory meter needs both several times per step."""
     try:
         with _STATUS.open("rb", buffering=0) as file:
             _, _, text = file.read().partition(b"VmHWM:")
@@ -98,8 +98,8 @@ _MADV_PAGEOUT = 21  # Linux 5.4 or later; the content of pages is kept, so a wro
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Evicts the memory pages of tensors that are mapped from a file (Linux; a no-op elsewhere). Call this after the
-    tensors have been copied: otherwise their pages count as resident memory until the map is closed."""
+    """Evicts the memory pages of tensors that are mapped from a file (Linux; a no-op elsewhere). Must be called after
+    the tensors have been copied. Otherwise the pages would count as resident memory until the map is closed."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -112,7 +112,7 @@ def page_out(tensors: Iterable[Tensor]) -> None:
 
 
 def seconds_since_start() -> float:
-    """Returns the seconds since the operating system started this process. They include the time of imports."""
+    """Returns the seconds since the operating system started this process. The time of imports is included."""
     return time.time() - _this().create_time()
 
 

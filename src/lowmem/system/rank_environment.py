@@ -33,7 +33,7 @@ LOOK = 0.1  # seconds between two polls of the store; Python handles signals bet
 
 
 def is_rank() -> bool:
-    """Returns whether this process was started as a rank. True also if it is the only rank."""
+    """Returns whether this process was started as a rank, even as the only rank of a run."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
 
 
@@ -130,8 +130,8 @@ def report(how: str, message: str = "") -> None:
 
 
 def _shortened(message: str) -> str:
-    """Returns the message. If it is longer than MOST characters, as a traceback may be, "..." replaces its middle, and
-    the first line and about the last MOST characters remain."""
+    """Returns the message. If the message is longer than MOST characters, for example a traceback, the first line and
+    about the last MOST characters remain, with "..." in place of the text between."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
@@ -185,8 +185,8 @@ def agreed(claimed: Path | None) -> Path:
     """Returns the run's folder, on which all ranks agree: rank 0 claims it, and the other ranks read it from the store.
 
     Args:
-        claimed: on rank 0, the folder that it has claimed. None on other ranks, which wait for rank 0; if rank 0 fails
-            before it has a folder, torchrun ends the waiting ranks.
+        claimed: on rank 0, the folder that this rank has claimed. None on other ranks, which wait for rank 0; if rank 0
+            fails before it has a folder, torchrun ends the waiting ranks.
     """
     store = _store()
     if claimed is not None:

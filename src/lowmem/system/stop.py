@@ -24,7 +24,7 @@ class Stop(Callback):
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        self.signal: signal.Signals | None = None  # received by any rank, once all ranks know it
+        self.signal: signal.Signals | None = None  # received by any rank; set when all ranks know the signal
         self._sent: signal.Signals | None = None  # received by this rank
         self._keeps, self._trainer, self._single_rank = keeps, None, True
         self._install: Callable[[], None] = lambda: None
@@ -62,7 +62,7 @@ class Stop(Callback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Context manager that handles signals during `Trainer.fit` and while the summary is written. The previous
-        handlers are restored at its end.
+        handlers are restored at the end of the `with`.
 
         A handler that remained installed would ignore later signals, and would keep this callback and its model in
         memory.

@@ -135,9 +135,9 @@ class LeanFakeTensorMode(FakeTensorMode):
         return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
 
     def holding(self, tensor: Tensor) -> FakeTensor:
-        """Returns a fake tensor with the storage of a meta tensor. This method is faster than the constructor of
-        FakeTensor, which would take half of the time of each operator: attributes that are equal for all tensors of a
-        mode are copied instead of computed."""
+        """Returns a fake tensor with the storage of a meta tensor. This method copies the attributes that are equal for
+        all tensors of a mode. The constructor of FakeTensor sets each attribute, which would take half of the time of
+        each operator."""
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)
@@ -201,8 +201,8 @@ def compilation_errors() -> type[Exception]:
 
 
 def within_budget(share: float) -> AbstractContextManager:
-    """Context manager that limits the activations that compiled graphs save for backward to a share of their bytes. It
-    applies to graphs that are compiled inside the `with`. Instead: an argument of torch.compile."""
+    """Context manager that limits the activations that compiled graphs save for backward to a share of their bytes. The
+    limit applies to graphs that are compiled inside the `with`. Instead: an argument of torch.compile."""
     from torch._functorch import config
 
     return config.patch(activation_memory_budget=share)
@@ -219,8 +219,8 @@ def has_memory_budget() -> bool:
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
     """Checkpoints a segment of code that this function does not call itself, such as several blocks of a model: the
     first `next` on the returned generator starts the segment, the second `next` ends it, and backward calls `again` to
-    recompute it. Instead: `torch.utils.checkpoint.checkpoint`, which calls a function. It supports only segments of one
-    block, so `every_k` and `sqrt` would have to be removed."""
+    recompute it. Instead: `torch.utils.checkpoint.checkpoint`, which calls a function. With this function, a segment
+    can only be a single block, so `every_k` and `sqrt` would have to be removed."""
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 
     # The caller saves random states for each block, because some models draw random numbers between two blocks.
@@ -260,8 +260,7 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
 @contextmanager
 def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
     """Yields a library; kernels that are registered in it replace torch's kernels until the end of the `with`. Args:
-    key: the dispatch key of the kernels. Instead: deleting the last reference to the library, which fails if another
-    reference exists."""
+    key: the dispatch key of the kernels. Instead: deleting all references to the library."""
     ours = torch.library.Library("aten", "IMPL", key)
     try:
         yield ours

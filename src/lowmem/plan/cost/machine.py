@@ -56,7 +56,7 @@ class Machine:
     network: Rate | None = None  # bytes per second from other nodes; None: equal to `peer`
     drive_read: Rate = drives.READ  # bytes per second
     drive_written: Rate = drives.WRITTEN
-    host: "Machine | None" = None  # rates of the CPU; None: this device is a CPU, or unknown
+    host: "Machine | None" = None  # rates of the host's CPU; None if the device is a CPU
 
     def operator(self, work: Work) -> float:
         """Returns the estimated seconds of an operator. Raises: Refused: the rate of matrix products in the operator's
@@ -85,8 +85,8 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
     Args:
         on_card: True: the rates of a card; False: the rates of this machine's CPU.
-        card: a card. If it has no published rates, or is None, the rates of this machine's card are returned, or the
-            rates of `cards.REFERENCE` on a machine without a card.
+        card: a card. If `card` is None or has no published rates, the rates of this machine's card are returned, or on
+            a machine without a card, the rates of `cards.REFERENCE`.
         products: dtype of matrix products. With "tensorfloat32", matrix products in fp32 get the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
@@ -114,7 +114,7 @@ def stored_rates(on_card: bool) -> Machine | None:
 def store(found: Machine, on_card: bool) -> None:
     """Stores the rates of this machine. A no-op if the folder is not writable."""
     file = _file(on_card)
-    draft = file.with_suffix(f".{os.getpid()}")  # one draft per process: two processes may write
+    draft = file.with_suffix(f".{os.getpid()}")  # two processes may write at the same time
     with suppress(OSError):
         CACHE.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(found), indent=2), encoding="utf-8")

@@ -40,8 +40,8 @@ class WindowTime(NamedTuple):
 
     Args:
         passes: the operators of all forward and backward passes.
-        transfers: copies, host work and exchanges during the passes, as far as they do not overlap with operators.
-        step: gradient norm and update, as far as they do not overlap with a pass.
+        transfers: the part of copies, host work and exchanges during the passes that does not overlap with operators.
+        step: the part of gradient norm and update that does not overlap with a pass.
     """
 
     passes: float
@@ -99,7 +99,7 @@ def window(
         run: the settings.
         trace: the traced work.
         durations: the result of `seconds`. The phases "forward", "backward" and "sum" are for one micro-batch. If
-            micro-batches overlap (`Run.overlaps`), they are for the full window.
+            micro-batches overlap (`Run.overlaps`), these phases are for the full window.
         micro_batches: number of micro-batches of the window.
         node: devices per node.
     """
@@ -143,11 +143,11 @@ def _step(
     # the update overlaps with the drive's work, but the drive is assumed not to read and write at the same time
     drive = stepped / machine.drive_read + stepped / machine.drive_written
     if link is None or not trace.steps_on_host:
-        # paged state is not part of the traced work: the update reads and writes it once
+        # paged state is not in the traced work; the update reads and writes the full paged state once
         return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth
     # bytes of resident weights that are copied to the card after the update; streamed weights are copied in the passes
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
-    update += 2 * copied / (machine.host or machine).bandwidth  # the host reads and writes them to fill pinned buffers
+    update += 2 * copied / (machine.host or machine).bandwidth  # the host copies the weights into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
     # The update of the embedding cannot overlap with a pass, because the backward pass computes the embedding's
@@ -168,9 +168,9 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 def free_from(machine: Machine, products: str) -> float:
     """Returns the number of tokens from which streamed weights cost no extra time: tokens per micro-batch, or with
-    weights.order=by_layer per window. Each weight takes 2 FLOPs per token in a forward pass, and its copy to the card
-    has 2 bytes.
+    weights.order=by_layer per window. In a forward pass, each weight takes 2 FLOPs per token, and 2 bytes are copied to
+    the card.
 
-    The result is for a dense model. For a mixture of experts, divide it by the share of active parameters.
+    The result is for a dense model. For a mixture of experts, divide the result by the share of active parameters.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

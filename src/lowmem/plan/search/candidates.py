@@ -113,7 +113,7 @@ class Typed:
         )
 
     def says(self, key: str, value: str) -> bool:
-        """Returns True if a key has this value already, typed or by default, so that a recipe does not need the
+        """Returns True if the typed run already has this value for a key, so that a recipe does not need the
         override."""
         if key == "batch_size":
             return str(self.run.batch_size) == value
@@ -122,8 +122,8 @@ class Typed:
 
 @dataclass(frozen=True)
 class PrecisionAndOptimizer:
-    """A precision with an optimizer ("training" in this package). Args: chosen: the technique of both groups; changes:
-    the differences from the typed training."""
+    """A precision with an optimizer, which this package calls a training. Args: chosen: the techniques, precision and
+    optim; changes: the differences from the typed training."""
 
     chosen: Mapping[str, str]
     changes: tuple[Change, ...]
@@ -259,7 +259,7 @@ def _makes_up(typed: Typed, strategy: str) -> bool:
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use. For host masters this is the variant that the yaml of `optim` declares as
+    """Returns the optimizer to use. For host masters, returns the variant that the yaml of `optim` declares as
     `on_host`, unless the optimizer was typed."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
@@ -307,7 +307,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The total over all ranks must not change. Ranks that read different data get equal shares of it.
+    # The number of sequences of all ranks must not change. Ranks that read different data get equal shares of the
+    # sequences.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size

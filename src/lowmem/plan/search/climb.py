@@ -1,5 +1,5 @@
 """Finds the fastest settings (checkpointing, loss, micro-batch) with which a route of `candidates.py` fits.
-`recipes.py` uses it; few recipes are traced.
+`recipes.py` calls this search for each route. The search traces few recipes.
 
     checkpointing   nothing recomputed -> ... -> inputs of blocks offloaded     slower, fewer activations
     loss            full -> chunked -> tiled                                    slower, fewer logits
@@ -61,7 +61,8 @@ class Climb:
         self.look, self.fits = look, fits
 
     def fastest(self, than: float = math.inf) -> Fitting | None:
-        """Returns the fastest settings that fit and take less than `than` seconds per step. None: no settings do."""
+        """Returns the fastest settings that fit and take less than `than` seconds per step. None: there are no such
+        settings."""
         everything = Settings(self.checkpointings[0], self.losses[0], 0)  # the fastest settings
         looked = self.look(everything)
         if looked is not None and looked.seconds >= than:

@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 def extended(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the trace of a run. It is extrapolated from short models if memory and work are linear in depth.
+    """Returns the trace of a run. The trace is extrapolated from short models if memory and work are linear in depth.
 
     Args:
         run, on_card, capability, rank: see `trace`.
@@ -134,9 +134,9 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest models whose additional blocks represent all remaining blocks:
-    they have the kinds of blocks in the same proportion. None: there are no such models. Args: kinds: the kind of each
-    block."""
+    """Returns the extrapolation from the two shortest suitable models. The blocks that the longer model adds must have
+    the kinds of blocks in the same proportion as all blocks that the shorter model lacks. None: there are no such
+    models. Args: kinds: the kind of each block."""
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
             steps = (len(kinds) - near) / (far - near)

@@ -167,9 +167,9 @@ class _Search:
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
-        """Returns True if a strategy works with this model, which is found out by tracing one block. If it does not
-        work, for example because a width is not divisible by the number of devices, the reason is stored in
-        `reasons`."""
+        """Traces one block to find out whether a strategy works with this model. Returns: True if the strategy works.
+        If it does not work, for example because a width is not divisible by the number of devices, the reason is stored
+        in `reasons`."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -193,8 +193,8 @@ class _Search:
         """Tries the recipes of a level. Returns: True if a recipe fits.
 
         Recipes that offload block inputs, and after them recipes that stream weights, are tried only if no other recipe
-        fits, because copies between host and card may slow down the training. Recipes with a drive come last: they may
-        be slower still, and they wear out the drive.
+        fits, because copies between host and card may slow down the training. Recipes with a drive come last, because
+        they may be slower still, and writing wears out a drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -338,7 +338,7 @@ class _Search:
             self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
-        """Traces a recipe at full depth, unless that was done before. Returns: True if the recipe fits."""
+        """Traces a recipe at full depth, if it was only extrapolated before. Returns: True if the recipe fits."""
         if not recipe.traced:
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target, libraries=self.libraries)
@@ -401,9 +401,9 @@ def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -
 
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns the recipes, best first. They are sorted by time, except for the first recipe: of all recipes that are
-    about as fast as the fastest (SAME), the best is the recipe with the fewest changes of the training, and among these
-    with the fewest overrides."""
+    """Returns the recipes, best first. The recipes are sorted by time, except for the first recipe: of all recipes that
+    are about as fast as the fastest (SAME), the best is the recipe with the fewest changes of the training, and among
+    these with the fewest overrides."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time

@@ -1,7 +1,7 @@
 """Makes a trace on a CPU allocate the tensors that a run on CUDA allocates, so that a machine without a card can plan
 for a card.
 
-Dropout, attention, autocast and torch.optim allocate other tensors on a CPU than on CUDA. This module replaces them
+Dropout, attention, autocast and torch.optim allocate other tensors on a CPU than on CUDA. This module replaces all four
 during the trace, and names the source file in torch that each replacement follows.
 """
 
@@ -39,7 +39,7 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
     saves the noise in the dtype of the input (aten/src/ATen/native/Dropout.cpp).
 
     Args:
-        on_card: whether the run is planned for a card. If False, this is a no-op.
+        on_card: whether the run is planned for a card. False makes this a no-op.
         capability: the card's compute capability; None: the capability of this machine's card, or without a card, of
             the reference card.
 

@@ -1,5 +1,5 @@
 """Computes attention on fake tensors so that it needs as much memory as a kernel on a card: saved tensors, and
-temporary memory in backward. `as_card.py` uses it to trace runs for a card.
+temporary memory in backward. `as_card.py` replaces torch's attention by `Attend` to trace runs for a card.
 
 `Attend` calls torch's operator for the kernel that `attention.py` predicts. Shape inference and autograd of the
 operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not

@@ -1,5 +1,5 @@
 """Predicts which attention kernel torch selects on a card, for any dtype, compute capability and head size. `attend.py`
-uses it to trace memory.
+uses the prediction to trace memory.
 
 The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). torch uses the math kernel if
 these three kernels do not support a call; the math kernel saves several tensors of this shape.

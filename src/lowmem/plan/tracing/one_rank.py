@@ -50,7 +50,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(load_in_parts, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # it would compare the values of weights
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # compares values of weights
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks
@@ -68,8 +68,8 @@ _mesh = DeviceMesh.__init__
 
 
 def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
-    """Replaces the constructor of DeviceMesh: calls it outside of the fake tensor mode, because it reads the values of
-    its tensor of ranks."""
+    """Replaces the constructor of DeviceMesh: calls the original constructor outside of the fake tensor mode, because
+    the constructor reads the values of a tensor of ranks."""
     with unset_fake_temporarily():
         _mesh(mesh, *args, **kwargs)
 

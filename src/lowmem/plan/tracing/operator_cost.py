@@ -1,4 +1,4 @@
-"""Counts the FLOPs of an operator and the bytes that it reads and writes. `cost/machine.py` converts them to
+"""Counts the FLOPs of an operator and the bytes that it reads and writes. `cost/machine.py` converts both to
 seconds."""
 
 from functools import cache
@@ -77,7 +77,7 @@ def _touched(func: OpOverload) -> tuple[list[str], Touched]:
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     read = {a.name for a in arguments if not a.is_out}
     if name.startswith("_fused_"):
-        changed.discard("grads")  # only with a loss scale, which is never passed, would gradients change
+        changed.discard("grads")  # gradients would only change with a loss scale, which is not passed
     if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
         read.discard("self")
     return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))

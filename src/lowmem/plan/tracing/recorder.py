@@ -25,7 +25,7 @@ class Recording(NamedTuple):
 
     points: list[Point]  # live bytes before the first event and after each event
     events: list[tuple[int, int]]  # allocations and releases on the device: (serial, bytes; negative for a release)
-    existing: int  # number of leading `events` that are tensors from before the window
+    existing: int  # number of leading `events` that allocate tensors from before the window
     pinned: list[int]  # bytes of each activation in host memory
 
 
@@ -56,7 +56,7 @@ class Recorder(MemoryMeter):
             self._mark(f"forward {name}" if self._phase == "forward" else f"{self._phase} beside {name}")
 
         def enters(*_, name: str) -> None:
-            if not in_backward():  # in backward, a block's forward runs only for its recomputation
+            if not in_backward():  # in backward, the forward pass of a block is a recomputation
                 mark(name)
 
         def leaves(_, __, output: object, name: str) -> None:

@@ -122,7 +122,7 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     config = of_depth(model.describe(run, plans=True).grown, depth)
     with quietly():  # stepping a probe warns that there is no card
         make, scratch = _optimizer(run, on_card)
-        instantiate(run.adapter)  # imports the adapter's library, which fails inside the fake tensor mode
+        instantiate(run.adapter)  # imports the adapter's library, which must not happen in the fake tensor mode
     mode = ShapeMode(over_gloo=not on_card)
     with (
         quietly(),
@@ -317,7 +317,7 @@ def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> obje
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager that mutes logs and warnings. The real run logs the important ones again."""
+    """Context manager that mutes logs and warnings. The real run logs the important messages again."""
     logging.disable(logging.CRITICAL)  # torch logs a traceback for each data-dependent check of a fake tensor
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -330,14 +330,14 @@ class Steady(Callback):
     """Before the traced window, creates the tensors that exist at the beginning of a later window: the optimizer state,
     and with gradient accumulation the gradients of an earlier micro-batch.
 
-    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. It comes
-    after all other callbacks except the callbacks of the loss, whose work is counted, too.
+    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. `Steady`
+    comes after all other callbacks except the callbacks of the loss, whose work is counted, too.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.
         run: the settings.
-        before: number of windows that are executed before the traced window. If it is not 0, these windows create the
-            tensors.
+        before: number of windows that are executed before the traced window. If `before` is not 0, these windows create
+            the tensors.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:

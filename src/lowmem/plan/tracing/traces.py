@@ -46,7 +46,7 @@ class MemoryTrace(ModelSizes):
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
     leaves: int  # bytes of the largest gradient that leaves the device at once
     ahead: int  # bytes of gradients that may wait on the device for their copy (`Link.ahead`)
-    rounding: int  # bytes that pinned memory adds to `offloaded`, because it rounds sizes up to powers of two
+    rounding: int  # bytes that pinned memory adds to `offloaded`: sizes are rounded up to powers of two
     places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the highest memory
     phases: dict[str, Point]  # phase -> point with the highest memory
     # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). The first
@@ -71,5 +71,5 @@ class Trace(MemoryTrace, WorkTrace):
     """Memory and work of a traced run."""
 
     advice: str | None  # how to avoid the math kernel of attention; None: the kernel is not used
-    estimate: str | None  # why the trace is only an estimate; None: it is exact
+    estimate: str | None  # why the trace is only an estimate; None: it is not an estimate
     neediest: tuple[int, ...]  # ranks that must be traced: one of them has the highest peak of all ranks

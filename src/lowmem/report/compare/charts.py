@@ -108,8 +108,8 @@ def planned(every: Sequence[Figures], unit: Unit) -> go.Figure:
 
 
 def inside(unit: Unit) -> go.Figure:
-    """Returns an empty chart of memory by category. The script of the page (`page.js`) fills it with the data of the
-    run that the user chooses."""
+    """Returns an empty chart of memory by category. The script of the page (`page.js`) fills the chart with the data of
+    the run that the user chooses."""
     label = f"%{{text}}<br>%{{fullData.name}} %{{y:,.{unit[2]}f}} {unit[1]}<extra></extra>"
     traces = [
         go.Scatter(

@@ -44,7 +44,7 @@ class Figures:
     steps: Stack
     phases: Stack
     on: str  # device name
-    colour: str = ""  # colour of the run on the page
+    colour: str = ""  # color of the run on the page
     stands_out: bool = False  # whether the run is drawn in its color; otherwise it is gray
 
 

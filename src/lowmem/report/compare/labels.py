@@ -17,7 +17,8 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
     """Returns a unique label for each run.
 
     Args:
-        names: unique names of the runs. They are added to labels that would be empty or equal.
+        names: unique names of the runs. A run's name is added to its label if the label would be empty or equal to
+            another label.
     """
     keys = folders.differing(runs)
     typed = [as_mapping(run.overrides) for run in runs]

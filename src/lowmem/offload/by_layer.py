@@ -1,9 +1,9 @@
-"""Swaps the loops over blocks and micro-batches: all micro-batches of a window pass through a block before any enters
-the next block.
+"""Runs the micro-batches of a window by layer (weights.order=by_layer): all micro-batches compute a block before any
+computes the next block. `StreamedWeights` (`streamed.py`) uses this module.
 
-Streamed weights are copied to the device twice per *window* instead of twice per micro-batch, and each block's gradient
-is sent to the host once, already summed. So with clip=null the host steps the masters immediately, and needs no buffer
-for sums of gradients.
+Streamed weights are then copied to the device twice per *window* instead of twice per micro-batch. The gradients of
+each block are summed on the device, and the sum is sent to the host once per window. So with clip=null the host updates
+the masters immediately, and needs no buffer for sums of gradients.
 
 Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
 runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the
@@ -14,14 +14,14 @@ hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, t
                          ^ barrier: the thread stops, saves its random state, and wakes the next thread
 
 In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
-traced nor split, so any code between its blocks runs as it is. The part from the last block to backward is computed by
-one micro-batch after the other, so the logits of only one micro-batch exist at a time. All threads share the caller's
-stream, and `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
+traced nor split, so any code between its blocks runs unchanged. There is no barrier between the beginning of the last
+block and backward, so the logits of only one micro-batch exist at a time. All threads launch kernels on the caller's
+stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
 
-The price: the block inputs of all micro-batches are stored (`gradient_checkpointing=offload` moves them to host
-memory), plus the fp32 sum of one block's gradients on the device (4 bytes per parameter of that block), and for a head
-that is tied to the embedding one gradient per micro-batch. A switch between threads takes about 20 microseconds.
-Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
+The price in memory: the block inputs of all micro-batches (`gradient_checkpointing=offload` moves them to the host),
+the fp32 sum of one block's gradients on the device (4 bytes per parameter of the block), and for a streamed head that
+is tied to the embedding, one gradient per micro-batch in host memory. A switch between threads takes about 20
+microseconds. Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
 import threading
@@ -44,12 +44,12 @@ END: Barrier = ("end", 0)
 
 
 class MicroBatchCancelled(Exception):
-    """Raised in a micro-batch's thread to end it after another micro-batch has failed. Must derive from `Exception`:
-    torch runs always_call hooks for no other class."""
+    """Raised in the thread of a micro-batch to end the thread after another micro-batch has failed. Must derive from
+    `Exception`, because torch runs always_call hooks only after an `Exception`."""
 
 
 class ByLayer:
-    """Runs the micro-batches of one window through the blocks together.
+    """Runs the micro-batches of one window by layer, each in its own thread.
 
     Args:
         runs: functions that each compute one micro-batch.
@@ -63,32 +63,34 @@ class ByLayer:
     ) -> None:
         self.runs, self.generators, self.enter = runs, generators, enter
         self.current = 0  # index of the micro-batch whose thread runs
-        # gradients of the window, until the last micro-batch has added its gradient
+        # weight -> sum of its gradients on the device, until the last micro-batch has added its gradient
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._alive: list[int] = []  # micro-batches whose threads have not ended
         self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
-        self._reached: Barrier = END  # the barrier that the first unfinished micro-batch has reached in this round
-        # Without gradients (when generating), one micro-batch may end before other micro-batches, because texts differ
-        # in length.
+        # the barrier that the first unfinished micro-batch has reached in this round; all others must reach it too
+        self._reached: Barrier = END
+        # Without gradients (when generating), a micro-batch may end before the other micro-batches, because the
+        # generated texts differ in length.
         self._end_alone = not torch.is_grad_enabled()
         self._error: BaseException | None = None
 
     # --- the caller's thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs all micro-batches. Raises the first error of any micro-batch, after all threads have ended."""
+        """Runs all micro-batches, and returns after all threads have ended. Raises the first error of any
+        micro-batch."""
         threads = []
         try:
             state = _state_of_this_thread(self.generators.device)
             for number, _ in enumerate(self.runs):
                 threads.append(self._started(number, state))
-        except BaseException as error:  # no more threads can be started
+        except BaseException as error:  # a thread could not be started: the started threads end at once
             self._error = error
         self._hand_on(-1)
         try:
             self._all_ended.acquire()
-        except BaseException as error:  # raised by a signal handler: micro-batches end at their next barriers
+        except BaseException as error:  # raised by a signal handler: each micro-batch ends at its next barrier
             self._error = self._error or error
         for thread in threads:
             thread.join()
@@ -103,7 +105,8 @@ class ByLayer:
         return thread
 
     def _raise(self) -> None:
-        """Raises the first error and drops all references to it, since its traceback keeps activations alive."""
+        """Raises the first error, if any, and drops all references to the error, since its traceback keeps activations
+        alive."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -114,15 +117,17 @@ class ByLayer:
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
     def barrier(self, barrier: Barrier) -> None:
-        """Blocks the current micro-batch's thread until all other micro-batches have reached this barrier too."""
+        """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier.
+        Saves and restores the random number generators. Raises: Refused: another micro-batch is at a different
+        barrier; MicroBatchCancelled: another micro-batch has failed."""
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Adds `p.grad` to the sum over earlier micro-batches, in fp32 as the host would. Returns: the sum after the
-        last micro-batch, otherwise None."""
+        """Adds `p.grad` to the sum over earlier micro-batches, on the device. The sum is in fp32, like the sums that
+        the host computes otherwise. Returns: the sum if this is the last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:
@@ -166,16 +171,17 @@ class ByLayer:
         self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Wakes the next micro-batch after `number`, or the first unfinished micro-batch; the caller after the last."""
+        """Wakes the thread of the next unfinished micro-batch after `number`, round robin, or the caller of `run` if
+        all micro-batches have ended."""
         following = [other for other in self._alive if other > number] or self._alive
         (self._may_run[following[0]] if following else self._all_ended).release()
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context manager that applies this thread's torch state in another thread: dispatch modes, grad mode,
-    inference mode and the current stream, all of which torch keeps per thread. Autocast is per thread too, but no
-    precision that streams weights uses autocast. Within the context, backward runs in the calling thread on a card too,
-    so that its hooks may wait at barriers."""
+    """Returns a context manager that applies the calling thread's torch state in another thread: dispatch modes, grad
+    mode, inference mode and the current stream. Torch keeps all of these per thread. Autocast is per thread too, but no
+    precision that streams weights uses autocast. Within the context, backward runs in the thread that calls it even on
+    a card (not in autograd's own thread), so that hooks of backward can wait at barriers."""
     assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), (
         "weights.order=by_layer does not carry autocast into its threads"
     )
@@ -186,7 +192,7 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     def applied() -> Iterator[None]:
         if stream is not None:  # `with stream:` is not thread-safe
             torch.accelerator.set_stream(stream)
-        in_this_thread = torch.autograd.set_multithreading_enabled  # last: inference mode changes this flag
+        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last, because inference mode sets it too
         with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 

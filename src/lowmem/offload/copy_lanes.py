@@ -1,12 +1,13 @@
-"""Asynchronous copies between host and device that overlap with computation, for every kind of card.
+"""Copies tensors between host and device asynchronously, so that copies overlap with computation. All copies of weights
+and gradients in this folder go through these classes.
 
     Lane    a pair of copy streams, one per direction    `CardLane` (CUDA, ROCm, XPU)    `AtOnceLane` (CPU)
     Mark    an event of a stream                         `torch.Event`                   `AtOnce`
 
 A copy waits for one mark (its source is computed, or its target is free) and returns another mark (the copy is
-complete). Marks work in both directions: `Lane.hold` makes the device wait, `Mark.synchronize` makes the host wait.
-`torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a copy is complete when the
-call returns.
+complete). Both sides can wait for a mark: `Lane.hold` makes the device wait, and `Mark.synchronize` makes the calling
+thread of the host wait. `torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a
+copy is complete when the call returns.
 """
 
 import weakref
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from lowmem.system.errors import out_of_memory
 
-CARDS = ("cuda", "xpu")  # device types with streams and separate memory; not tested on an xpu
+CARDS = ("cuda", "xpu")  # device types that have streams and separate memory; "xpu" is not tested
 
 
 class Lane(Protocol):
     """Copies between host and device that overlap with the device's computation."""
 
-    registers: bool  # True: only pinned (registered) host memory can be copied asynchronously
+    registers: bool  # True: `register` can pin memory; asynchronous copies need pinned memory
 
     def staging(self, size: int) -> Tensor:
         """Returns a pinned uint8 host tensor of shape (size,). Raises: MemoryError: the memory cannot be pinned."""
@@ -34,27 +35,30 @@ class Lane(Protocol):
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
         """Queues a copy that starts once the mark `after` is reached. Returns: a mark that is reached when the copy is
-        complete. Copies in one direction keep their order, so waiting for the last copy waits for all."""
+        complete. Copies in the same direction keep their order, so waiting for the last copy waits for all of them."""
 
     def hold(self, until: "Mark") -> None:
-        """Makes the device wait for the mark `until` before all work that is queued from now on."""
+        """Makes the compute stream wait for the mark `until` before any work that is queued after this call. The
+        calling thread does not wait."""
 
     def register(self, memory: Tensor) -> str | None:
         """Pins host memory in place, until `unregister`. Returns: None on success, otherwise the reason why the memory
         cannot be pinned."""
 
     def unregister(self, memory: Tensor) -> None:
-        """Undoes `register`. All copies from the memory must be complete."""
+        """Unpins memory that `register` has pinned. All copies from the memory must be complete."""
 
 
 class Mark(Protocol):
+    """A point in the work of a stream, such as the end of a copy."""
+
     def synchronize(self) -> None:
-        """Waits on the host until the mark is reached."""
+        """Blocks the calling thread until the mark is reached."""
 
 
 class CardLane:
-    """Two copy streams of a card, one for each direction. A subclass can override the small methods for a device whose
-    streams or memory work differently."""
+    """Two copy streams of a card, one for each direction. A subclass can override the methods `new_stream` to `keep`
+    for a device whose streams or memory work differently."""
 
     registers = True
 
@@ -67,20 +71,21 @@ class CardLane:
         return torch.Stream(self.device)
 
     def computing(self) -> torch.Stream:
-        """Returns the stream on which the device computes."""
+        """Returns the compute stream, which is the current stream of the calling thread."""
         return torch.accelerator.current_stream(self.device)
 
     def is_host(self, memory: Tensor) -> bool:
         return memory.device.type == "cpu"
 
     def keep(self, memory: Tensor, stream: torch.Stream) -> None:
-        """Keeps the caching allocator from reusing the memory before the stream has finished its queued work."""
+        """Tells the caching allocator not to reuse the memory, after it is freed, before the stream has finished the
+        work that is queued now."""
         memory.record_stream(stream)
 
     def staging(self, size: int) -> Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # CUDA reports this as out of device memory
+        except RuntimeError as error:  # CUDA reports the failure to pin host memory as out of device memory
             if out_of_memory(error):
                 raise MemoryError(f"{size:,} bytes of host memory cannot be pinned.") from error
             raise
@@ -107,7 +112,7 @@ class CardLane:
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)
         if int(code):
-            with suppress(RuntimeError):  # clears the error, which CUDA reports again at the next kernel launch
+            with suppress(RuntimeError):  # CUDA reports the error again at the next kernel launch; this clears it
                 torch.ones(1, device=self.device)
             return cudart.cudaGetErrorString(code)
         self._registered[place] = weakref.finalize(memory, cudart.cudaHostUnregister, place)

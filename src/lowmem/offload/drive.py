@@ -1,24 +1,26 @@
-"""Swaps masters and optimizer state (and with weights.drive_holds=all the blocks' 16-bit weights) to files on a drive.
+"""Swaps masters and optimizer state between host memory and files on a drive, for `StreamedWeights` (`streamed.py`).
 
-The host steps each weight once per window, in an order that repeats. So neighbouring weights of a block share a swap
-file, and one file of each kind is pinned (kept in memory) while the host thread steps its weights:
+With weights.drive_holds=all the 16-bit weights of the blocks are stored on the drive too. The host updates each weight
+once per window, and the order of the updates repeats in every window. So adjacent weights of a block share a swap file,
+and one swap file of each kind is pinned (kept in memory) while the host thread updates the weights of that file:
 
-    previous file    being written        buffer is free once the write is done
-    pinned file      tensors in memory    the host thread steps its weights
-    next files       being read ahead     the order of the last step predicts them
+    previous file    being written        its buffer is reused once the write is complete
+    pinned file      tensors in memory    the host thread updates the weights of this file
+    next files       being read ahead     predicted from the order of the last window
 
     SwapFile     the tensors of a group of weights, and their file
     SwapFiles    all swap files of one kind; pins, reads ahead, writes, and limits the buffers
     OnDrive      the two kinds of a model: masters with optimizer state, and 16-bit weights
 
-A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file: a
-checkpoint reads such a tensor from the drive. Reads and writes run in the drive's own threads
-(`system/scratch_file.py`). The host thread of `link.py` pins files; a lock lets other threads ask for tensors.
+A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
+checkpoint reads swapped tensors from the drive through this view. Reads and writes run in the threads of the `Drive`
+(`system/scratch_file.py`). The host thread of `link.py` pins the swap files. The threads that run forward and backward
+passes also access the swap files, for example to copy a block's weights to the device, so a lock protects them.
 
-With 8-bit state and bf16 weights with split masters this saves the host 4.03 of 6.03 bytes per parameter. Each step
-reads 4.03 bytes per parameter and writes as much, which takes no extra time if the drive is faster than the host's
-step, but wears the drive (docs/drive.md says how much). Source: Rajbhandari et al. 2021, arXiv 2104.07857, who move 12
-to 16 bytes each way.
+With 8-bit optimizer state and split masters (bf16) the drive stores 4.03 of the 6.03 bytes per parameter. Each
+optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. This takes no extra time if the drive is faster
+than the optimizer on the host, but it wears the drive (docs/drive.md says how much). Source: Rajbhandari et al. 2021,
+arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
 """
 
 import errno
@@ -39,8 +41,9 @@ from lowmem.system.process import OPEN_FILES, page_out, trim
 from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, ScratchFile, buffer, pages
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 
-BOUNCE = THREADS * PIECE  # bytes; size of the buffer for the first write of a file
-PARTS = 4  # swap files per block, about: fewer need larger buffers; each takes two file descriptors
+BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors are written to a file
+# Approximate number of swap files per block. Fewer files need larger buffers; each file takes two file descriptors.
+PARTS = 4
 SMALL = 0.01  # share of a block's elements: its smallest weights up to this share stay in memory and are not swapped
 BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
@@ -53,15 +56,15 @@ class Sizes(NamedTuple):
 
     tensors: int = 0  # tensors on the drive instead of in host memory
     files: int = 0  # the files, which are padded to full pages
-    room: int = 0  # host memory for buffers
-    stepped: int = 0  # part of `files` that each step reads and writes: all except frozen weights
+    room: int = 0  # upper limit of the host memory for buffers
+    stepped: int = 0  # part of `files` that each optimizer step reads and writes: all except frozen weights
     masters: int = 0  # part of `tensors`: master weights, or their lower halves
     weights: int = 0  # part of `files`: 16-bit weights
 
 
 def goes_to_drive(tensor: object) -> bool:
-    """Returns True if a value of a weight's state is swapped: a tensor of at least one page. Numbers and small tensors
-    stay in memory."""
+    """Returns True if an entry of a weight's state is a tensor of at least one page. Such tensors are swapped; numbers
+    and smaller tensors stay in memory."""
     # a quantized tensor wraps several tensors
     if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
@@ -69,45 +72,52 @@ def goes_to_drive(tensor: object) -> bool:
 
 
 class SwapFileEntry(NamedTuple):
-    """The location of a tensor on the drive. Threads other than the host thread can read it."""
+    """The location of a tensor on the drive. Any thread can read the tensor; `Registered` copies it to the device."""
 
     file: ScratchFile
     start: int
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes of the tensor. Args: start: offset of the first byte; into: (bytes,), page-aligned; its last
-        page is read in full."""
+        """Reads bytes of the tensor into a buffer.
+
+        Args:
+            start: offset of the first byte in the tensor.
+            into: (bytes,), page-aligned, a multiple of the page size: the last page is read in full.
+        """
         with failures_told(self.file.drive):
             self.file.read(self.start + start, memoryview(into.numpy())).result()
 
 
 class SwapFile:
     """The tensors of several weights of a block, or of one large weight outside the blocks, and their file. The data of
-    each tensor is either in `memory` or a view of the memory-mapped file; the tensor objects stay the same.
+    each tensor is a view either of the buffer `memory` or of the memory-mapped file; the tensor objects never change.
 
     Args:
-        drive: creates the file; None: only sizes are computed.
-        single_weight: the file has one weight, so it is unpinned after that weight's step.
+        drive: creates the file. If None, only sizes are computed.
+        single_weight: the file has one weight, so the file is unpinned as soon as this weight has been updated.
         stepped: each optimizer step changes the file.
     """
 
     def __init__(self, drive: Drive, single_weight: bool, stepped: bool) -> None:
         self.single_weight = single_weight
         self.stepped = stepped
-        # File size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the map's own address.
+        # `size` is the file size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the first
+        # address of the memory map.
         self.drive, self.size = drive, PAGE
-        self.memory: Tensor | None = None  # buffer (bytes,), while the file is pinned, being read or being written
+        # (bytes,): buffer with the contents of the file, from the start of a read until `leave`
+        self.memory: Tensor | None = None
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[Key, Span] = {}
         self._mapped: dict[Key, Tensor] = {}
-        self.prefetched = False  # True: read ahead, or being read ahead, and not pinned yet
+        self.prefetched = False  # True: the file has been read ahead, or is being read ahead, and is not pinned yet
         self._moving: Moving | None = None
-        self._bound = False  # True: the tensors' data is in `memory`
+        self._bound = False  # True: the tensors are views of `memory`
 
     def put(self, key: Key, tensor: Tensor) -> None:
-        """Adds a tensor, or replaces the tensor of the same key by a tensor that an optimizer has created."""
+        """Adds a tensor, or replaces the tensor that has this key, for example after the optimizer has created a new
+        tensor. A tensor that fits its old location in the file is copied into `memory`; `store` writes all others."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -123,8 +133,15 @@ class SwapFile:
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes tensors that are not in the file yet, one by one, and makes them views of the file. So the state that
-        a first step creates needs no second copy in memory. Args: bounce: a page-aligned buffer. Raises: OSError."""
+        """Writes the tensors that are not in the file yet, one by one, and makes each tensor a view of the file. The
+        optimizer state that the first step creates therefore needs no second copy in memory.
+
+        Args:
+            bounce: (bytes,), a page-aligned buffer.
+
+        Raises:
+            OSError: a write failed.
+        """
         if self._file is None:
             self._file = self.drive.file()
         new = {key: tensor for key, tensor in self._tensors.items() if key not in self._places}
@@ -144,7 +161,8 @@ class SwapFile:
             tensor.data = self._mapped[key]
 
     def _map(self) -> None:
-        """Memory-maps the file at its current size, once for all tensors, since each map takes a file descriptor."""
+        """Memory-maps the file at its current size. All tensors share one map, since each map takes a file
+        descriptor."""
         file = self._file.mapped(self.size)
         with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
             self._mapped = {key: _view(file, place) for key, place in self._places.items()}
@@ -160,13 +178,13 @@ class SwapFile:
         return self._moving is not None and not self._moving.done()
 
     def wait(self) -> None:
-        """Waits until the read or write in progress is done. Raises: OSError."""
+        """Waits until the read or write in progress is complete. Raises: OSError: the read or write failed."""
         moving, self._moving = self._moving, None  # an error is raised once
         if moving is not None:
             moving.result()
 
     def bind(self) -> None:
-        """Points all tensors into `memory`, once the file has been read."""
+        """Makes all tensors views of `memory`. Call this once the file has been read."""
         if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
@@ -174,14 +192,15 @@ class SwapFile:
         self._bound = True
 
     def leave(self) -> Tensor:
-        """Makes all tensors views of the file. Returns: the buffer, which is free now."""
+        """Makes all tensors views of the file, and returns the buffer, which the file no longer uses."""
         for key in self._places if self._bound else ():
             self._tensors[key].data = self._mapped[key]
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
     def entry(self, key: Key) -> SwapFileEntry:
-        """Waits for the write in progress. Returns: a tensor's location in the file. Raises: OSError."""
+        """Waits for the write in progress, and returns a tensor's location in the file. Raises: OSError: the write
+        failed."""
         self.wait()
         place = self._places[key]
         return SwapFileEntry(self._file, place.start, place.size)
@@ -198,41 +217,42 @@ class SwapFile:
         return self._mapped.values()
 
     def check(self) -> None:
-        """Reads the whole file once. Raises: OSError: a read failed."""
+        """Reads the full file once. Raises: OSError: a read failed."""
         if self._file is not None:
             self._file.check()
 
 
 class SwapFiles:
-    """Swap files of one kind. One file is pinned; meanwhile the previous file is written, and the next files are read.
+    """Swap files of one kind. While one file is pinned, the previous file is written and the next files are read.
 
     Args:
-        drive: stores the files; None: only `sizes` is used.
+        drive: stores the files. If None, only `sizes` is used.
         ahead: number of files to read ahead.
     """
 
     def __init__(self, drive: Drive | None, ahead: int = 1) -> None:
         self.drive, self.ahead = drive, ahead
-        self._lock = RLock()  # the host thread pins files while the training thread asks for weights
+        self._lock = RLock()  # the host thread pins files while other threads look up 16-bit weights
         self._every: list[SwapFile] = []
         self._now: SwapFile | None = None  # the pinned file
-        self._last: SwapFile | None = None  # the file that was pinned last; it may still be pinned
-        self._inside: list[SwapFile] = []  # files in memory, the oldest first
-        self._spare: list[Tensor] = []  # free buffers, (bytes,) each
+        self._last: SwapFile | None = None  # the most recently pinned file, which may still be pinned
+        self._inside: list[SwapFile] = []  # files that have a buffer in memory, the oldest first
+        self._spare: list[Tensor] = []  # unused buffers, (bytes,) each
         self._follows: dict[SwapFile, SwapFile] = {}  # file -> the file that was pinned after it last time
 
     def new(self, single_weight: bool = False, stepped: bool = True) -> SwapFile:
         """Creates a swap file.
 
         Args:
-            single_weight: the file is for one large weight; while it is pinned, no other file needs a buffer.
+            single_weight: the file is for one large weight. While the file is pinned, no other file has a buffer.
             stepped: each optimizer step changes the file.
         """
         self._every.append(swap_file := SwapFile(self.drive, single_weight, stepped))
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
-        """Reads a swap file into memory and keeps it there until another file is pinned. Raises: DriveFailed."""
+        """Reads a swap file into memory, keeps it there until another file is pinned, and starts to read the next
+        files. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 return
@@ -241,7 +261,7 @@ class SwapFiles:
                 self._follows[self._last] = swap_file
             self._now = self._last = swap_file
             if swap_file.single_weight:
-                trim()  # returns freed heap memory to the system before the largest buffer is needed
+                trim()  # return freed heap memory to the operating system before the largest buffer is allocated
             self._bring(swap_file, waits=True)
             swap_file.wait()
             swap_file.bind()
@@ -252,8 +272,16 @@ class SwapFiles:
                     break
 
     def put(self, swap_file: SwapFile, weight: str, tensors: Mapping[str, object]) -> None:
-        """Adds the tensors of a weight to its swap file, which is pinned. Args: weight: the weight's name; tensors: by
-        name. Raises: DriveFailed."""
+        """Adds the tensors of a weight to its swap file, which must be pinned.
+
+        Args:
+            swap_file: the weight's swap file.
+            weight: the weight's name.
+            tensors: name -> tensor. Values that `goes_to_drive` rejects are ignored.
+
+        Raises:
+            DriveFailed: a read or write failed.
+        """
         with self._lock, host_side(), torch.no_grad():
             for name, tensor in tensors.items():
                 if goes_to_drive(tensor):
@@ -263,28 +291,30 @@ class SwapFiles:
                     self._unpin()
 
     def entry(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
-        """Waits until a tensor's last update is written. Returns: its location on the drive. Raises: DriveFailed."""
+        """Waits until the last update of a tensor is written, and returns the tensor's location on the drive. A pinned
+        swap file is unpinned. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 self._unpin()
             return swap_file.entry((weight, name))
 
     def finish(self) -> None:
-        """Waits until all files are written. Raises: DriveFailed."""
+        """Unpins the pinned file, and waits until all files are written. Raises: DriveFailed: a read or write
+        failed."""
         with self._lock, failures_told(self.drive), host_side():
             self._unpin()
             for swap_file in self._inside:
                 swap_file.wait()
 
     def check(self) -> None:
-        """Reads all files once, since a read error of mapped memory would kill the process. Raises: DriveFailed: a file
-        cannot be read."""
+        """Reads all files once, before a checkpoint reads the mapped memory, where a read error would kill the process.
+        Raises: DriveFailed: a file cannot be read."""
         with self._lock, failures_told(self.drive):
             for swap_file in self._every:
                 swap_file.check()
 
     def drop_cached(self) -> None:
-        """Drops pages of the mapped files that the operating system has cached."""
+        """Evicts the pages of the mapped files from host memory."""
         for swap_file in self._every:
             page_out(swap_file.mapped())
 
@@ -294,12 +324,12 @@ class SwapFiles:
         return (memory for memory in [*inside, *self._spare] if memory is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors of the swap files, swapped out or in memory."""
+        """Yields all tensors of the swap files, both swapped out and in memory."""
         return (tensor for swap_file in self._every for tensor in swap_file.tensors())
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the sizes that the files have once each has been written."""
+        """Returns the sizes of the files after all tensors have been written."""
         sizes = {swap_file: swap_file.grown for swap_file in self._every if swap_file.tensors()}
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
@@ -312,30 +342,30 @@ class SwapFiles:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _unpin(self) -> None:
-        """Starts to write the pinned swap file."""
+        """Starts to write the pinned swap file, and writes its new tensors."""
         swap_file, self._now = self._now, None
         if swap_file is None:
             return
         if swap_file.memory is not None:
             swap_file.start_writing()
         if swap_file.grown > swap_file.size:
-            if swap_file.memory is not None:  # its buffer is too small for the new tensors
+            if swap_file.memory is not None:  # the buffer is too small for the new tensors
                 self._release(swap_file)
                 self._spare.clear()
             with torch.no_grad():
                 swap_file.store(torch.frombuffer(buffer(BOUNCE), dtype=torch.uint8))
-            trim()  # in the first step, all optimizer state would otherwise stay in the heap as freed memory
+            trim()  # otherwise the optimizer state of the first step would stay in the heap as freed memory
 
     def _bring(self, swap_file: SwapFile, waits: bool) -> bool:
-        """Starts to read a swap file, unless it is in memory already.
+        """Starts to read a swap file, unless the file is in memory already.
 
         Args:
-            swap_file: the file.
-            waits: wait until another file has been written and its buffer is free. If False, the file is read ahead
-                only if there is room.
+            swap_file: the file to read.
+            waits: if necessary, wait until another file has been written and its buffer can be reused. If False, the
+                file is read ahead, but only if a buffer is available now.
 
         Returns:
-            False if there is no room.
+            False if the file was not read because no buffer is available.
         """
         if swap_file.size == PAGE:
             return True
@@ -349,10 +379,10 @@ class SwapFiles:
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
-        """Returns a buffer for a swap file, after releasing other files, the oldest first. Args: waits: as in `_bring`.
-        Returns: None: there is no room."""
+        """Releases other files, the oldest first, until a buffer fits into the memory limit. Args: waits: see `_bring`.
+        Returns: the buffer, or None if it does not fit."""
         size = swap_file.size
-        # No other buffers next to a large weight: its first step creates optimizer state that is not counted yet.
+        # A large weight gets the only buffer: its first update creates optimizer state that `size` does not include.
         room = size if swap_file.single_weight else self._room({other: other.size for other in self._every})
         while True:
             for number, spare in enumerate(self._spare):
@@ -366,7 +396,7 @@ class SwapFiles:
             elif (oldest := next(leaves, None)) is not None:
                 self._release(oldest)
             elif waits:
-                break  # the file alone is larger than `room`
+                break  # no other buffer is left to release, so exceed the limit
             else:
                 return None
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
@@ -390,10 +420,10 @@ class SwapFiles:
 
 
 class OnDrive:
-    """Stores masters and optimizer state of streamed weights on a drive.
+    """Stores masters and optimizer state of streamed weights on a drive; `StreamedWeights` calls the methods.
 
     Args:
-        drive: stores the files; None: only `sizes` is used.
+        drive: stores the files. If None, only `sizes` is used.
         blocks: the streamed weights of each block.
         edges: large weights outside the blocks (embedding and head).
         weights_too: also store the blocks' 16-bit weights, one flat tensor per block.
@@ -404,7 +434,7 @@ class OnDrive:
     ) -> None:
         self.drive = drive
         parts_of = [parts(block) for block in blocks]
-        # the swap files of a block are pinned in quick succession, so read a full block ahead
+        # the swap files of a block are pinned one right after the other, so read a full block ahead
         self._masters, self._weights = SwapFiles(drive, ahead=max(map(len, parts_of), default=1)), SwapFiles(drive)
         self._masters_of = {edge: self._masters.new(single_weight=True) for edge in edges}
         self._weights_of: dict[Tensor, SwapFile] = {}
@@ -416,7 +446,8 @@ class OnDrive:
                 self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
 
     def pin(self, p: Tensor) -> None:
-        """Reads the swap files of a weight into memory, so that the host can step the weight. Raises: DriveFailed."""
+        """Reads the swap files of a weight into memory, so that the host can update the weight. Raises: DriveFailed: a
+        read or write failed."""
         if p in self._weights_of:
             self._weights.pin(self._weights_of[p])
         if p in self._masters_of:
@@ -427,15 +458,15 @@ class OnDrive:
             self._masters.put(self._masters_of[p], name, tensors)
 
     def put_weights(self, p: Tensor, flat: Tensor) -> None:
-        """Adds the 16-bit weights of a block. Args: p: any weight of the block; flat: the buffer of its `HostBlock`.
-        Raises: DriveFailed."""
+        """Adds the 16-bit weights of a block. Args: p: any weight of the block; flat: the buffer of the block's
+        `HostBlock`. Raises: DriveFailed: a read or write failed."""
         if self.drive is not None:
             self._weights.pin(self._weights_of[p])
         self._weights.put(self._weights_of[p], BLOCK, {WEIGHTS: flat})
 
     def weights(self, p: Tensor) -> SwapFileEntry:
-        """Waits until a block's 16-bit weights are written. Args: p: any weight of the block. Returns: their location
-        on the drive. Raises: DriveFailed."""
+        """Waits until a block's 16-bit weights are written, and returns their location on the drive. Args: p: any
+        weight of the block. Raises: DriveFailed: a read or write failed."""
         return self._weights.entry(self._weights_of[p], BLOCK, WEIGHTS)
 
     def finish(self) -> None:
@@ -464,8 +495,9 @@ class OnDrive:
 
 
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divides the large weights of a block, in order, into groups that share a swap file. A group has at most as many
-    elements as the largest weight, or as a quarter of the block if that is more."""
+    """Divides the large weights of a block, in order, into groups that share a swap file. The number of elements of a
+    group is at most the larger of two numbers: the elements of the largest weight, and a quarter of the block's
+    elements."""
     ascending = sorted(block, key=Tensor.numel)
     up_to = accumulate(p.numel() for p in ascending)  # elements of a weight and of all smaller weights
     total = sum(p.numel() for p in block)
@@ -482,7 +514,7 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def failures_told(drive: Drive) -> Iterator[None]:
-    """Converts an `OSError` of the drive into a `DriveFailed` with advice. Raises: DriveFailed."""
+    """Context that converts an `OSError` of the drive into a `DriveFailed` with advice."""
     try:
         yield
     except OSError as error:
@@ -502,7 +534,7 @@ def failures_told(drive: Drive) -> Iterator[None]:
 
 
 def _view(memory: object, place: Span) -> Tensor:
-    """Returns a tensor in a buffer, with a separate storage, because `torch.save` writes full storages. Args: memory:
-    an object with the buffer protocol; place: the tensor's location."""
+    """Returns a tensor that is a view of a buffer but has a storage of only its own bytes, because `torch.save` writes
+    full storages. Args: memory: an object with the buffer protocol; place: the tensor's location in the buffer."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)
     return flat.view(place.shape)

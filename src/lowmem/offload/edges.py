@@ -1,17 +1,19 @@
 """Keeps the large weights outside the blocks in host memory: the embedding, and with loss=tiled the head (V, H).
+`StreamedWeights` (`streamed.py`) starts and stops an `Edge` for each of these weights.
 
     embedding    host: look up the rows of the micro-batch's tokens -> device: (B x T, H) rows
                  host: add to the gradient (V, H)                   <- device: gradient of these rows
     head         host: a tile of C tokens of the vocabulary         -> device: multiply, while the next tile is copied
                  host: add to the gradient (V, H)                   <- device: gradient of each tile
 
-So the device never holds the full weight or its full gradient. If embedding and head are tied, they are also a single
-weight in host memory, and its gradient is complete once the embedding's part has arrived. The two parts are added in
-the weight's dtype, as autograd does.
+So the device never stores the full weight or its full gradient. If embedding and head are tied, they share a single
+weight in host memory. The head's gradient then waits on the host until the embedding's gradient has been copied, and
+the two are added in the weight's dtype, as autograd does.
 
-The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids, so any
-other code in it (such as a scale factor) applies. The thread that computes a micro-batch looks up the rows. The host
-thread of `link.py` receives gradients: it calls `_take_rows`, and `HostWeight.add` for tiles of the head.
+The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids. So other
+code of this `forward`, such as a scale factor, still applies. The thread that computes a micro-batch looks up the rows.
+The host thread of `link.py` receives gradients: it calls `_take_rows` for the embedding, and `HostWeight.add` or `_put`
+for tiles of the head.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,15 +35,16 @@ from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
 
-COLUMNS = 4096  # tokens of the vocabulary per tile when all logits are computed, such as for sampling
+COLUMNS = 4096  # tokens of the vocabulary per tile, if code such as sampling needs all logits (`_multiply`)
 
 
 class GradientSink(NamedTuple):
-    """Receives the gradients of weights on the host, for which autograd has no parameter on the device."""
+    """Receives the gradients of embedding and head, for which autograd has no parameter on the device."""
 
-    link: Link
-    sum_of: Callable[[nn.Parameter], HostWeight]
-    complete: Callable[[nn.Parameter], None]  # called when a micro-batch's full gradient has been sent to the host
+    link: Link  # copies gradients to the host
+    sum_of: Callable[[nn.Parameter], HostWeight]  # returns the object that sums the gradients of a weight
+    # called when all copies of a micro-batch's gradient of a weight have been queued
+    complete: Callable[[nn.Parameter], None]
 
 
 class Edge(HeadSource):
@@ -49,18 +52,19 @@ class Edge(HeadSource):
 
     Args:
         weight: the parameter.
-        embedding: the module that looks up rows of the weight; None: only a head uses it.
-        head: the module that multiplies by the weight; None: only an embedding uses it.
+        embedding: the module that looks up rows of the weight; None if only a head uses the weight.
+        head: the module that multiplies by the weight; None if only an embedding uses the weight.
     """
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
-        # host memory for the rows of a micro-batch that are being copied to the device
+        # host memory for the rows of a micro-batch while they are copied to the device
         self.staging: Tensor | None = None
         self._patches = ExitStack()
-        # Per micro-batch, since several may be in progress: the head's gradient, which waits in host memory for the
-        # embedding's gradient; and the looked-up rows, whose gradient backward has not computed yet.
+        # The keys of both dictionaries are indices of micro-batches, since several micro-batches may be in progress.
+        # `_of_head`: the head's gradient of a tied weight, which waits in host memory for the embedding's gradient.
         self._of_head: dict[int, Tensor] = {}
+        # `_rows`: the looked-up rows for which backward has not computed a gradient yet
         self._rows: dict[int, ref[nn.Parameter]] = {}
 
     def start(
@@ -72,11 +76,11 @@ class Edge(HeadSource):
             host_block: stores the weight.
             lane: copies to the device.
             sink: receives gradients; None in an evaluation.
-            under_way: returns the index of the micro-batch that computes.
+            under_way: returns the index of the micro-batch that computes now.
         """
         self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
-            # Copy these settings: the host thread reads them while the next lookup has already changed the module.
+            # Copy these settings: the host thread reads them at a time when a lookup may have changed the module's.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self.staging, self._sent = lane.staging(0), lane.mark()
@@ -89,13 +93,13 @@ class Edge(HeadSource):
     def stop(self) -> None:
         self._patches.close()
         self.staging = self._sent = None
-        self._of_head, self._rows = {}, {}  # left over from a failed pass
+        self._of_head, self._rows = {}, {}  # entries are left only by a failed pass
 
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """The embedding's forward pass: ids (B, T) -> (B, T, H)."""
-        at = ids.flatten().cpu()  # waits for all work queued on the device before
+        """The embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H)."""
+        at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
             number = self.under_way()
@@ -109,12 +113,12 @@ class Edge(HeadSource):
         with self._in_place_of_the_weight(rows):
             return self._embed(torch.arange(len(at), device=ids.device).view_as(ids))
 
-    @torch.inference_mode(False)  # other threads may write to the tensors created here
+    @torch.inference_mode(False)  # threads outside of inference mode may write to the tensors created here
     def _gathered(self, at: Tensor) -> Tensor:
-        """Copies rows of the current weight to the device, after all queued updates. Args: at: (N,), row numbers, in
-        host memory. Returns: (N, H), on the device."""
+        """Waits for all queued updates of the weight, and copies rows of the weight to the device. Args: at: (N,), row
+        numbers, in host memory. Returns: (N, H), on the device."""
         self.host_block.wait_for_updates()
-        self._sent.synchronize()  # the previous rows have left the staging memory
+        self._sent.synchronize()  # until the previous rows are copied, so that their staging memory can be reused
         weight = self.host_block.tensor(self.weight)
         size = len(at) * weight[0].nbytes
         if self.staging.numel() < size:
@@ -138,6 +142,7 @@ class Edge(HeadSource):
             self.embedding.weight, self.embedding.padding_idx = self.weight, padding
 
     def _leave(self, at: Tensor, rows: nn.Parameter) -> None:
+        """Hook on the looked-up rows: sends their gradient to the host, as soon as backward has computed it."""
         gradient, rows.grad = rows.grad, None
         self._rows.pop(self.under_way(), None)
         belongs(gradient, "gradients")
@@ -149,8 +154,8 @@ class Edge(HeadSource):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
-        """Receives a piece of the rows' gradient (N, H) on the host. The last piece adds the rows, and the head's
-        gradient if the weight is tied, to the weight's gradient (V, H)."""
+        """Receives a piece of the rows' gradient (N, H), in the host thread. After the last piece the gradient of the
+        rows, and if the weight is tied the head's gradient, is added to the weight's gradient (V, H)."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
@@ -166,7 +171,8 @@ class Edge(HeadSource):
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first token of the tile, tile (C, H) on the device). A tile is valid until the next iteration."""
+        """Yields (index of the tile's first token, tile (C, H) on the device). A tile is valid until the next
+        iteration, because a later tile is copied into its memory."""
         self.host_block.wait_for_updates()
         pieces = self.host_block.tensor(self.weight).split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
@@ -188,7 +194,7 @@ class Edge(HeadSource):
                 self.lane.hold(landed[which])
                 yield number * columns, slots[which][: len(piece)]
                 free[which] = self.lane.mark()
-        finally:  # a caller may stop early while the next tile is still being copied
+        finally:  # if the caller stops early, the next tile is still being copied into memory that is freed now
             for coming in landed:
                 self.lane.hold(coming)
 
@@ -207,12 +213,14 @@ class Edge(HeadSource):
         self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:
-        """Reports that the full gradient has been sent. Returns None, since the gradient is in host memory."""
+        """Reports to the sink that all tiles of the gradient have been sent, unless the embedding's gradient is still
+        to come. Returns None, where `ResidentHead` returns the gradient, since the gradient is in host memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
     def _multiply(self, hidden: Tensor) -> Tensor:
-        """The head's forward pass, for code that needs all logits (such as sampling): (..., H) -> (..., V)."""
+        """The head's forward pass, for code that needs all logits, such as sampling. Args: hidden: (..., H). Returns:
+        (..., V)."""
         bias = self.head.bias
         products = [
             F.linear(hidden, tile, None if bias is None else bias[first : first + len(tile)])
@@ -222,13 +230,13 @@ class Edge(HeadSource):
 
 
 def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
-    """Sums the gradients of all positions that have the same token. The sums equal autograd's dense gradient (V, H)
-    bit for bit, but take N rows instead of V.
+    """Sums the gradients of all positions that have the same token. The sums equal the rows of autograd's dense
+    gradient (V, H) bit for bit, but take memory for N rows instead of V rows.
 
     Args:
         rows: (N, H), the gradient of each position; changed in place.
         at: (N,), the token of each position.
-        padding: the padding token, whose gradient is zero; -1: none.
+        padding: the padding token, whose gradient is zero; -1 if there is no padding token.
         by_frequency: divide each sum by the token's count (`scale_grad_by_freq`).
 
     Returns:
@@ -245,12 +253,12 @@ def _put(target: Tensor, start: int, piece: Tensor) -> None:
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
-    """Returns an `Edge` for each weight that only the embedding and the head use.
+    """Returns an `Edge` for each weight that no module except the embedding and the head uses.
 
     Args:
         network: the model.
         head_in_tiles: the loss reads the head in tiles. If False, the head stays on the device, and so does an
-            embedding that is tied to it.
+            embedding that is tied to the head.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and not embedding.sparse

@@ -1,16 +1,17 @@
-"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and steps fp32 masters (`host_weight.py`).
+"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and updates fp32 masters (`host_weight.py`).
 
     device    backward computes a gradient        next forward pass reads the 16-bit weight
-                       | 2 bytes per parameter               ^ 2 bytes per parameter and step,
+                       | 2 bytes per parameter               ^ 2 bytes per parameter and window,
                        | and micro-batch                     | for weights that stay on the device
-    host      sum over micro-batches -> clip -> step the fp32 master -> round to 16 bits
+    host      sum over micro-batches -> clip -> update the fp32 master -> round to 16 bits
 
 Each gradient is sent to the host as soon as backward has computed it. The host sums gradients over micro-batches in
-fp32; with a single micro-batch per window they stay in 16 bits. A stepped master is rounded into the device's 16-bit
-weight, or into the 16-bit weight in host memory from which the weight streams. The step takes as long as the CPU needs.
+fp32; with a single micro-batch per window the gradients stay in 16 bits. After each update the master is rounded to 16
+bits: the result is copied to the weight on the device, or stored in host memory if the weight is streamed.
 
-With `step_early` the host steps a master inside backward, as soon as the last gradient of the window has arrived for
-its weight. Then gradients cannot be clipped by their global norm, and a step cannot be undone.
+With early updates (`step_early`) the host updates a master while backward still runs, as soon as the last gradient of
+its weight in this window is on the host. Then gradients cannot be clipped by their global norm, and an update cannot be
+undone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,16 +32,19 @@ from lowmem.system.errors import NotFinite
 
 
 class HostOptimizer(WindowOptimizer):
-    """An optimizer that steps weights on the CPU, one at a time.
+    """An optimizer that updates weights on the CPU, one at a time.
 
-    On a card three threads call the methods. Autograd's thread: `collect`, `collect_and_step` and `step_early`. The
-    link's host thread: `_step` and `step_one`. The training thread: all other methods.
+    On a card several threads call the methods:
+
+        autograd's thread, or by layer the thread of the micro-batch    `collect`, `collect_and_step`, `step_early`
+        the link's host thread                                          `_step`, `step_one`
+        the training thread                                             all other methods
 
     Args:
-        inner: the optimizer whose parameters are `HostWeight.wide`; steps one parameter at a time.
-        masters: weight -> its `HostWeight`, which stores master and summed gradient.
-        weights: stores the 16-bit weights that are not in use.
-        link: copies gradients to the host and stepped weights to the device.
+        inner: the torch optimizer whose parameters are `HostWeight.wide`; it updates one parameter per call.
+        masters: weight -> its `HostWeight`, which stores the master and the summed gradient.
+        weights: stores the 16-bit weights, on the device or in host memory.
+        link: copies gradients to the host and updated weights to the device.
     """
 
     def __init__(
@@ -49,35 +53,36 @@ class HostOptimizer(WindowOptimizer):
         super().__init__(inner)
         self.masters, self.weights, self.link = masters, weights, link
         self._group = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        self._reading = Reading()  # how to read this window's gradients
-        self._norms: list[Tensor] = []  # norm of each unscaled gradient of this window
-        self._steps_early = False  # True: this run steps masters inside backward
-        self._not_finite: str | None = None  # name of the parameter whose gradient prevented the last step
+        self._reading = Reading()  # unscales and clips this window's gradients when they are applied
+        self._norms: list[Tensor] = []  # L2 norm of each unscaled gradient of this window
+        self._steps_early = False  # True: this run updates masters inside backward
+        self._not_finite: str | None = None  # name of the first parameter whose gradient was not finite in `finish`
 
     # --- inside backward ------------------------------------------------------------------------------------------
 
     def collect(self, p: nn.Parameter) -> None:
-        """Sends a gradient that backward has just computed to the host, and frees the device's copy. With
-        weights.order=by_layer only the sum over all micro-batches is sent."""
+        """Sends a gradient that backward has just computed to the host, and frees the gradient on the device. With
+        weights.order=by_layer the gradients of a block's weight are summed on the device first, and only the sum over
+        all micro-batches is sent."""
         self._fetch(p, self.masters[p].add)
 
     def collect_and_step(self, p: nn.Parameter, clip_value: float | None) -> None:
-        """Sends a parameter's last gradient of the window to the host, which steps the master once it has arrived.
+        """Sends a parameter's last gradient of the window to the host, and queues the update of the master.
 
         Args:
             p: the weight on the device.
             clip_value: clamps gradient elements to this absolute value; None: off.
 
         Raises:
-            NotFinite: a gradient is not finite, and earlier steps of this window cannot be undone. On a card, where the
-                host thread steps, a later call raises the error.
+            NotFinite: a gradient is not finite, and earlier updates of this window cannot be undone. On a card the
+                host thread finds the error, and a later call raises it.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)
         self.step_early(p, clip_value)
 
     def step_early(self, p: nn.Parameter, clip_value: float | None) -> None:
-        """Queues the step of a parameter whose gradients of this window have all been sent. Args and Raises: see
+        """Queues the update of a parameter whose gradients of this window have all been sent. Args and Raises: see
         `collect_and_step`."""
         self._steps_early = True
         self._submit(self.masters[p], _limited(Reading(), clip_value), early=True)
@@ -91,8 +96,8 @@ class HostOptimizer(WindowOptimizer):
     # --- after backward -------------------------------------------------------------------------------------------
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Waits until all gradients are on the host, and computes their norms. If masters step early, `MasterWeights`
-        has already checked that the loss is finite."""
+        """Waits until all gradients are on the host, and computes their norms. With early updates the norm is None, and
+        the loss counts as finite, because `MasterWeights` has already checked the loss."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -104,6 +109,7 @@ class HostOptimizer(WindowOptimizer):
         return Gradients(self._norm(), self._not_finite is None, self._steps_early or bool(loss.isfinite()))
 
     def _norm(self) -> Tensor | None:
+        """Returns the global norm of the window's gradients; None: early updates, or no gradients."""
         if self._steps_early or not self._norms:
             return None
         with host_side():
@@ -113,8 +119,8 @@ class HostOptimizer(WindowOptimizer):
         return self._not_finite
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Stores the limit and the factor in `_reading`, which each step applies. The stored gradients do not
-        change."""
+        """Stores the clip value and the clip factor in `_reading`, which each update applies. The gradients in host
+        memory do not change."""
         collected, self._reading = self._collected(), _limited(self._reading, value)
         if largest is None or not collected:
             return
@@ -126,26 +132,26 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Queues all masters that have not stepped inside backward for the host thread, and returns immediately. Each
-        module waits for its own weights before its next forward pass (`MasterWeights`)."""
+        """Queues the updates of all masters without an early update for the host thread, and returns immediately (on a
+        CPU after the updates). Each module waits for its own weights before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
     def drop_gradients(self, stepped: bool) -> None:
-        """Discards the gradients of a skipped step. After a step this does nothing: the host thread frees each gradient
-        once it has been applied."""
+        """Discards the gradients of a skipped step. After a step this is a no-op: the host thread releases each
+        gradient as soon as the gradient has been applied (`HostWeight.used`)."""
         for master in () if stepped else self._collected():
             master.complete = False
 
     def _collected(self) -> list[HostWeight]:
-        """Returns the masters that have a gradient of this window, in the model's order: weights that the next forward
-        pass reads first are stepped first."""
+        """Returns the masters whose gradient of this window has not been applied yet, in the model's order. So weights
+        that the next forward pass reads first are updated first."""
         return [master for master in self.masters.values() if master.complete]
 
     # --- one master -----------------------------------------------------------------------------------------------
 
     def _submit(self, master: HostWeight, reading: Reading, early: bool = False) -> None:
-        # A copy of the group: the learning-rate schedule may change the group while the host still steps.
+        # Copy the group, since the learning rate schedule may change the group before the host thread runs the update.
         group = {**self.param_groups[self._group[master.wide]]}
         step = partial(self._step, master, group, reading, early)
         if master.host_block is None:
@@ -156,14 +162,15 @@ class HostOptimizer(WindowOptimizer):
     def _step(
         self, master: HostWeight, group: dict, reading: Reading, early: bool, narrow: Tensor | None = None
     ) -> None:
-        """Steps one weight; runs in the link's host thread.
+        """Updates one weight; runs in the link's host thread.
 
         Args:
-            master: the weight to step.
-            group: options of its parameter group.
-            reading: how to unscale and clip the gradient.
-            early: the step runs inside backward.
-            narrow: host tensor that receives the new 16-bit weight; None: the weight's own host memory.
+            master: the weight to update.
+            group: options of the weight's parameter group.
+            reading: unscales and clips the gradient.
+            early: this is an early update, inside backward.
+            narrow: host tensor that receives the new 16-bit weight. If None, the weight is streamed, and its host
+                memory receives the new weight.
         """
         gradient = master.gradient()
         if early and not finite(gradient):
@@ -182,7 +189,7 @@ class HostOptimizer(WindowOptimizer):
     # --- what the host stores -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Returns the inner optimizer's state, once the host thread has done all queued steps."""
+        """Waits for all queued updates, and returns the inner optimizer's state."""
         self.link.finish()
         return super().state_dict()
 
@@ -191,7 +198,8 @@ class HostOptimizer(WindowOptimizer):
             yield from master.tensors()
 
     def gradients_on_host(self) -> Iterator[Tensor]:
-        sums = (master.sum for master in self.masters.values())  # read each once: the host thread may set it to None
+        # read each `sum` only once, since the host thread may set `sum` to None at any time
+        sums = (master.sum for master in self.masters.values())
         return (buffer for buffer in sums if buffer is not None)
 
     def stored_beside(self) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
@@ -202,8 +210,9 @@ class HostOptimizer(WindowOptimizer):
         return master.weight, master.name, master.master_tensors() | self.state.get(master.wide, {})
 
     def mark_used(self, early: bool) -> None:
-        """Releases gradients as a step would, without a step. The planner calls this to measure the memory that remains
-        after a step. Args: early: gradients were applied inside backward."""
+        """Releases the gradients as an optimizer step does, but updates no weight. The planner calls this method to
+        compute the memory that remains allocated after a step. Args: early: as if gradients were applied inside
+        backward."""
         for master in self._collected():
             master.used(early)
 

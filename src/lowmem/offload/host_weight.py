@@ -1,14 +1,14 @@
-"""Stores one weight, its master and its summed gradient on the host; `host_optimizer.py` steps these objects.
+"""Stores the master and the summed gradient of one weight in host memory. `HostOptimizer` updates these objects.
 
     class                   master on the host                          16-bit weight
     HostWeight              fp32, 4 bytes per parameter                 on the device, or in a `HostBlock` if streamed
     SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the upper 16 bits of fp32
-    StochasticHostWeight    no master                                   bf16; each step is rounded up or down at random
+    StochasticHostWeight    no master                                   bf16; updates are rounded up or down at random
 
-The inner optimizer's parameter is `wide` (fp32). In the last two classes `wide` has data only during a step; between
-steps it is a placeholder that has the right shape. On a card the link's host thread calls `add`, `use`, `use_rows`,
-`gradient`, `step` and `used`. The training thread may read `tensors` at the same time; it calls all other methods only
-while the host thread is idle.
+The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` has data only
+during an update; between updates `wide` is a placeholder with the shape of the weight. On a card the link's host thread
+calls `add`, `use`, `use_rows`, `gradient`, `step` and `used`. The training thread may read `tensors` and `sum` at the
+same time; it calls all other methods only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -26,40 +26,42 @@ from lowmem.step.stochastic import stochastically
 
 
 class HostWeight:
-    """An fp32 master in host memory, for one 16-bit weight. Base class of the other forms.
+    """An fp32 master in host memory, for one 16-bit weight. Base class of the other two classes.
 
     Args:
         name: the parameter's name.
-        weight: the parameter; its data is rounded to `dtype`.
+        weight: the parameter. The constructor rounds its data to `dtype`.
         dtype: dtype of the weight on the device.
     """
 
-    rest: Tensor | None = None  # int16, lower half of the fp32 weight; None: `checkpoint_tensor` has all bits
+    rest: Tensor | None = None  # int16, lower half of the fp32 weight; None: `checkpoint_tensor` has the full value
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the parameter of the inner optimizer
         self.host_block: HostBlock | None = None  # stores the 16-bit weight, if it is streamed
-        self.sum: Tensor | None = None  # flat; sum of the window's gradients, still multiplied by the loss scale
+        # flat; sum of the window's gradients, still multiplied by the loss scale. Kept as a buffer between windows.
+        self.sum: Tensor | None = None
         self.complete = False  # True: `sum` contains at least one full gradient of this window
-        self.single_gradient = False  # True: `sum` is a single gradient
-        self.borrowed = False  # True: `sum` is not a reusable buffer, so `used` drops it
+        self.single_gradient = False  # True: `sum` contains a single gradient of this window
+        self.borrowed = False  # True: `sum` is the tensor that `use` received, so `used` drops `sum`
         self._round_weight(dtype)
 
     def _round_weight(self, dtype: torch.dtype) -> None:
-        """Rounds the weight to 16 bits. After an earlier fit it already has 16 bits."""
+        """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. After an earlier fit the
+        weight already has this dtype."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = rounded_to(self.wide.data, dtype)
 
     def leave_file(self) -> None:
-        """Copies a master that may still be a view of a memory-mapped weight file. A file's pages stay resident as long
-        as one tensor refers to the file."""
+        """Copies the master, which may be a view of a memory-mapped weight file. The pages of such a file stay in host
+        memory as long as any tensor refers to the file."""
         with host_side():
             self.wide.data = self.wide.data.clone()
 
     def moved(self, host_block: HostBlock | None) -> None:
-        """Called after the 16-bit weight has moved. Args: host_block: stores the weight now; None: the weight is on the
-        device."""
+        """Called after the 16-bit weight has moved. Args: host_block: stores the weight from now on; None if the weight
+        is on the device."""
         self.host_block = host_block
 
     @property
@@ -74,26 +76,26 @@ class HostWeight:
 
     @property
     def checkpoint_tensor(self) -> Tensor:
-        """Returns the tensor that a checkpoint stores, besides `rest`. It shares memory with the stored weight, but has
-        a separate storage object (`by_itself`)."""
+        """Returns the tensor that a checkpoint stores under the weight's name: the master, or in a subclass without a
+        full master the 16-bit weight. The tensor is not a copy (`by_itself`). A checkpoint also stores `rest`."""
         return self.full_precision
 
     def master_tensors(self) -> dict[str, Tensor]:
-        """Returns the master, or its lower half, by name. Empty if there is no master."""
+        """Returns name -> the master, or the lower half of the master; empty if the weight has no master."""
         return {"master": self.wide}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the host tensors, except `sum` and the memory of the `HostBlock`."""
+        """Yields the tensors in host memory, except `sum` and the memory of the `HostBlock`."""
         yield self.wide
 
     # --- its gradient ---------------------------------------------------------------------------------------------
 
     def add(self, start: int, piece: Tensor) -> None:
-        """Adds a piece of a gradient. The first gradient of a window keeps its dtype. When a second gradient arrives,
-        the sum is converted to fp32, as it is when `by_layer.py` sends a sum over micro-batches in fp32.
+        """Adds a piece of a gradient to `sum`. A new `sum` has the dtype of the gradient. `sum` is converted to fp32
+        for the second gradient of a window, and for an fp32 gradient (a sum over micro-batches, see `by_layer.py`).
 
         Args:
-            start: index of the first element; the pieces of a gradient come in order.
+            start: index of the first element of the piece; the pieces of a gradient come in order.
             piece: flat, in host memory.
         """
         with host_side():
@@ -110,18 +112,19 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """Like `add`, for a full gradient that is stepped immediately: the first gradient of a window is not copied."""
+        """Like `add`, but without a copy, for a full gradient that is applied immediately. The copy is left out only if
+        there is no `sum` yet."""
         if self.sum is None:
             self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding (V, H) that is zero except in some rows. The sum is dense.
+        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all rows.
 
         Args:
-            at: (N,), row numbers; rows with equal numbers are added up.
-            rows: (N, H), their gradients.
+            at: (N,), row numbers. The gradients of equal row numbers are summed.
+            rows: (N, H), the gradients of these rows.
         """
         with host_side():
             if self.sum is None:
@@ -135,14 +138,16 @@ class HostWeight:
         self.single_gradient, self.complete = not self.complete, True
 
     def gradient(self) -> Tensor:
-        """Returns the window's gradient as stored: multiplied by the loss scale, in 16 or 32 bits."""
+        """Returns the window's gradient in the shape of the weight, still multiplied by the loss scale, in 16 or 32
+        bits."""
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Called after a step: marks the gradient as applied. The buffer is kept for the next window, unless it has a
-        single gradient that was borrowed or stepped inside backward. Then the next window needs no buffer either.
+        """Called after an update: marks the gradient as applied. `sum` is kept as a buffer for the next window, unless
+        it contains a single gradient that was borrowed or applied inside backward. Then `sum` is freed: such gradients
+        are applied one by one, so few of them are in host memory at the same time.
 
-        Args: early: the step ran inside backward.
+        Args: early: the update ran inside backward.
         """
         if self.single_gradient and (early or self.borrowed):
             self.sum = None
@@ -151,8 +156,8 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: WindowOptimizer, step: Step) -> None:
-        """Steps the weight. Args: optimizer: the `HostOptimizer`; step: describes a step of `wide`, and
-        `step.narrow` receives the new 16-bit weight."""
+        """Updates the weight. Args: optimizer: the `HostOptimizer`; step: the arguments of the update. `step.narrow`
+        receives the new 16-bit weight."""
         if isinstance(optimizer.inner, OnePass):
             optimizer.inner.step_from(step, self.rest)
         else:
@@ -161,15 +166,15 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Called before a step: writes the fp32 weight into `wide`."""
+        """Called before an update: a subclass whose `wide` is a placeholder writes the fp32 weight into `wide`."""
 
     def _write(self, narrow: Tensor) -> None:
-        """Called after a step: rounds `wide` into `narrow`, and stores the master."""
+        """Called after an update: rounds `wide` into `narrow`, and stores the master."""
         fp32_halves.round_into(self.wide.data, narrow)
 
     def _forget(self) -> None:
-        """Replaces the data of `wide` by a placeholder without memory. The placeholder is on the CPU, because torch
-        restores optimizer state to the parameter's device."""
+        """Replaces the data of `wide` by a placeholder that takes no memory. The placeholder is on the CPU, because
+        torch moves restored optimizer state to the parameter's device."""
         self.wide.data = nowhere(self.wide, torch.float32, "cpu")
 
     def _stepped(self, optimizer: WindowOptimizer, step: Step) -> None:
@@ -180,7 +185,7 @@ class HostWeight:
 
 class SplitHostWeight(HostWeight):
     """An fp32 master in two halves: the upper 16 bits are the streamed bf16 weight itself, the lower 16 bits are
-    `rest`. The fp32 value is exact, and the host stores 4 bytes per parameter instead of 6."""
+    `rest`. The fp32 value is exact. The host stores 4 bytes per parameter instead of 6."""
 
     def _round_weight(self, dtype: torch.dtype) -> None:
         with host_side():
@@ -214,15 +219,15 @@ class SplitHostWeight(HostWeight):
 
 
 class StochasticHostWeight(HostWeight):
-    """A bf16 weight without a master: each step is rounded up or down at random, so that the mean is right.
+    """A bf16 weight without a master: each update is rounded up or down at random, which is right on average.
 
-    The random numbers depend only on the seed, the parameter's name and the number of its roundings, so neither the
-    order of updates nor other random numbers change them.
+    The random numbers depend only on the seed, the parameter's name and the number of earlier updates of the parameter.
+    So neither the order of updates nor random numbers that are drawn elsewhere change the result.
 
     Args:
         name, weight, dtype: see `HostWeight`.
         seed: the run's seed.
-        steps: number of earlier roundings of this weight.
+        steps: number of earlier updates of this weight, all of which were rounded.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype, seed: int = 0, steps: int = 0) -> None:
@@ -283,13 +288,13 @@ def rounded_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same memory but a separate storage. `torch.save` writes full storages, and the storage
-    of a block also contains frozen weights, which a checkpoint must not store. Args: tensor: contiguous, in host
-    memory."""
+    """Returns a tensor that shares memory with `tensor`, but has a storage of only its own bytes. `torch.save` writes
+    full storages, and the storage of a `HostBlock` also contains frozen weights, which a checkpoint must not store.
+    Args: tensor: contiguous, in host memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def drawing(*key: int | str) -> torch.Generator:
-    """Returns a CPU generator whose seed (32 bits) is a hash of all arguments."""
+    """Returns a CPU random number generator whose seed (32 bits) is a hash of all arguments."""
     return torch.Generator().manual_seed(int.from_bytes(sha256(repr(key).encode()).digest()[:4]))

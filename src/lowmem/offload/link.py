@@ -1,20 +1,25 @@
-"""Copies gradients from the device to the host, runs optimizer steps there, and copies new weights back.
+"""Copies gradients from the device to the host, runs the updates of the weights on the host in a thread, and copies the
+new weights back. `HostOptimizer`, `MasterWeights` and `Edge` use the link.
 
     thread           work                                                                          copy stream
     autograd's       `fetch`: copies a gradient, in pieces, into free pinned staging slots         device to host
-    "host-step"      receives each piece once it has arrived, and frees the slot (`Receive`);
-                     steps weights (`update`, `update_block`);
-                     sends new weights through other staging slots (`Staging`)                     host to device
-    "gradients"      only if `ahead` is set: does the copies of `fetch`, which returns earlier     device to host
+    "host-step"      receives each piece once it is on the host, and frees the slot (`Receive`);
+                     updates weights (`update`, `update_block`);
+                     copies new weights through other staging slots (`Staging`)                    host to device
+    "gradients"      only if `ahead` is set: launches the copies of `fetch` in its place           device to host
     training         `wait`: makes the device wait for one weight before a module reads it
 
-The staging slots have a fixed total size. A device that is faster than the host waits for a free slot, so gradients
-cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), up to `ahead` bytes of them may queue on the
-device instead. Jobs have one order, the order of the calls: if the "gradients" thread exists, all jobs pass through its
-queue first. Streamed weights are not sent back after a step: they are stepped in place in their `HostBlock`, and copied
-from there before their block computes.
+The other modules of this folder call "host-step" the host thread. With weights.order=by_layer the thread of the
+micro-batch runs backward and calls `fetch`, instead of autograd's thread.
 
-On a CPU, device and host share their memory: `Link` does the same work immediately and in place, without copies or
+The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
+so gradients cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), the "gradients" thread waits
+for the slots instead, and `fetch` returns once at most `ahead` bytes of gradients are queued on the device. The host
+thread runs all jobs in the order of the calls. If the "gradients" thread exists, all jobs pass through its queue first.
+Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied from
+there before their block computes.
+
+On a CPU, device and host share their memory. `Link` does the same work immediately and in place, without copies or
 threads.
 """
 
@@ -34,53 +39,70 @@ from lowmem.offload.host_block import HostBlock
 from lowmem.system.scratch_file import PAGE
 from lowmem.system.scratch_file import pages as full_pages
 
-# size and number of staging slots in each direction; torch's pinned allocator rounds sizes up to a power of two
+# Size in bytes and number of the staging slots in each direction. The size is a power of two, because torch's allocator
+# of pinned memory rounds sizes up to a power of two.
 SLOT_BYTES, SLOTS = 1 << 25, 4
 
-Receive = Callable[[int, Tensor], None]  # receives (index of the first element, flat piece in host memory)
-Compute = Callable[[Tensor], None]  # writes the new weight into its argument
+Receive = Callable[[int, Tensor], None]  # called with (index of the first element, flat piece in host memory)
+Compute = Callable[[Tensor], None]  # writes the new 16-bit weight into its argument, a host tensor
 Job = Callable[[], None]  # work for the host thread
 
 
 class Link:
-    """The link of a CPU, which is device and host: all work is done in place, before the call returns."""
+    """The interface of a link, and the link of a CPU. The CPU is both device and host, so all work is done in place,
+    before the call returns."""
 
-    lends = False  # True: pieces are in staging memory, which is overwritten once `receive` has returned
-    # bytes of gradients that may queue on the device for a staging slot; set before the first gradient is sent
+    # True: `Receive` gets pieces of staging memory, which is overwritten after the call, so the receiver must copy them
+    lends = False
+    # bytes of gradients that may be queued on the device until a staging slot is free; set before the first `fetch`
     ahead = 0
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
-        """Sends a gradient to the host. Args: gradient: the gradient on the device; receive: receives its pieces, in
-        order."""
+        """Copies a gradient to the host.
+
+        Args:
+            gradient: the gradient on the device.
+            receive: called for each piece of the gradient, in order; on a card by the host thread.
+        """
         receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Computes a new weight on the host after all work queued before, and copies it to the device. Args: weight: on
-        the device; compute: writes the new weight into its argument, a host tensor of the weight's shape and
-        dtype."""
+        """Computes the new value of a weight on the host, after all work that was queued earlier, and copies the value
+        to the device.
+
+        Args:
+            weight: the weight on the device.
+            compute: writes the new value into its argument, a host tensor of the weight's shape and dtype.
+        """
         compute(weight.detach())
 
     def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
-        """Updates weights in place in their host block, after all work queued before. Nothing is copied to the
-        device."""
+        """Updates weights in place in their host block, after all work that was queued earlier and after the last copy
+        of the block. Nothing is copied to the device."""
         host_block.steps += 1
         if host_block.last_copy is not None:
             host_block.last_copy.synchronize()
         compute()
 
     def wait(self, weight: Tensor) -> None:
-        """Makes the device wait until the weight's last update has arrived."""
+        """Blocks until the host has computed the last update of the weight, then makes the device wait for the copy of
+        the new weight."""
 
     def finish(self) -> None:
-        """Waits until the host has done all queued work. Raises the first error of that work."""
+        """Blocks until the host has done all queued work. Raises the first error that this work raised."""
 
     def close(self) -> None:
-        """Finishes the queued work and ends the threads."""
+        """Finishes the queued work, ends the threads, and makes the device wait for the copies of new weights."""
 
 
 class Gradient(NamedTuple):
-    """A gradient to send. Args: flat: the gradient on the device, one-dimensional; receive: receives its pieces on the
-    host; complete: reached once the device has computed the gradient."""
+    """A gradient that `StagedLink` copies to the host.
+
+    Args:
+        flat: the gradient on the device, one-dimensional.
+        receive: called by the host thread for each piece.
+        complete: reached once the device has computed the gradient.
+    """
 
     flat: Tensor
     receive: Receive
@@ -88,17 +110,17 @@ class Gradient(NamedTuple):
 
 
 class FileBytes(Protocol):
-    """Bytes that are read from a file instead of memory."""
+    """The bytes of a tensor that is in a file instead of host memory."""
 
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned at both
-        ends."""
+        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned, a multiple of
+        the page size."""
 
 
 class Staging:
-    """Copies memory that is not pinned, or bytes of a file, to the device: in pieces, through pinned staging slots.
+    """Copies host memory that is not pinned, or bytes of a file, to the device in pieces, through pinned staging slots.
 
     Args:
         lane: the device's copy streams.
@@ -111,15 +133,15 @@ class Staging:
         self._slots = deque((_from_a_page(lane, slot_bytes), lane.mark()) for _ in range(slots))
 
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
-        """Copies a tensor to the device; blocks while no slot is free.
+        """Copies a tensor to the device. Blocks until the last piece is in a slot.
 
         Args:
-            source: in host memory.
-            to: on the device, contiguous, of the same size and dtype.
-            after: the first copy starts once this mark is reached.
+            source: the tensor in host memory.
+            to: the target on the device, contiguous, with the size and dtype of `source`.
+            after: the first copy to the device starts once this mark is reached.
 
         Returns:
-            A mark that is reached when the last piece has arrived.
+            A mark that is reached when the last piece is on the device.
         """
         target = to.detach().view(-1)
         for start, piece in pieces(source, self.slot_bytes):
@@ -131,7 +153,8 @@ class Staging:
         return after
 
     def read(self, source: FileBytes, to: Tensor, after: Mark) -> Mark:
-        """Copies the bytes of a source to the device, like `send`. Args: to: (bytes,), on the device."""
+        """Copies bytes of a file to the device, like `send`. Args: source: the bytes; to: (bytes,), on the device;
+        after: see `send`."""
         for start, piece in pieces(to, self.slot_bytes):
             slot, free = self._slots.popleft()
             free.synchronize()
@@ -142,7 +165,7 @@ class Staging:
 
 
 def _from_a_page(lane: Lane, size: int) -> Tensor:
-    """Returns page-aligned staging memory. Pinned memory of a card is always page-aligned."""
+    """Returns page-aligned staging memory. Pinned memory is always page-aligned, staging memory of a CPU is not."""
     memory = lane.staging(size)
     if memory.data_ptr() % PAGE == 0:
         return memory
@@ -152,18 +175,18 @@ def _from_a_page(lane: Lane, size: int) -> Tensor:
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (index of the first element, flat piece of at most `size` bytes) until the tensor ends."""
+    """Yields (index of the first element, flat piece of at most `size` bytes) for all pieces of a tensor, in order."""
     flat, step = tensor.reshape(-1), size // tensor.element_size()
     return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
 
 class StagedLink(Link):
-    """The link to a device with separate memory: pinned staging slots, and a host thread that does all work in the
-    order of the calls. The docstring of the module describes the threads.
+    """The link to a device with separate memory. Copies use pinned staging slots, and a host thread does all work in
+    the order of the calls. The docstring of the module describes the threads.
 
     Args:
         lane: the device's copy streams.
-        slot_bytes: size of a staging slot.
+        slot_bytes: size of a staging slot in bytes.
         slots: number of staging slots in each direction.
     """
 
@@ -175,14 +198,18 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        self._coming: dict[int, Future[Mark]] = {}  # id of a weight -> reached once its update is on the device
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # queue of "host-step": pieces and updates
-        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # queue of "gradients"
-        self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of each gradient that "gradients" has sent
-        self._waiting = 0  # bytes on the device of gradients that are queued in `_leaving`
-        self._failed: BaseException | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._threads: list[threading.Thread] = []  # running from the first job to `close`; restarted for a second fit
+        # id of a weight -> future of a mark, which is reached once the updated weight is on the device
+        self._coming: dict[int, Future[Mark]] = {}
+        # queues of the two threads; None ends the thread
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates
+        self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
+        # bytes of each gradient whose copies the "gradients" thread has launched
+        self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._waiting = 0  # bytes of the gradients that are still queued on the device
+        self._failed: BaseException | None = None  # the first error of a thread
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # memory of `_landing`
+        # running from the first job until `close`; a second fit starts new threads
+        self._threads: list[threading.Thread] = []
 
     def _start(self) -> None:
         if self._threads:
@@ -197,7 +224,7 @@ class StagedLink(Link):
         (self._leaving if self.ahead else self._jobs).put(job)
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
-        flat = gradient.reshape(-1)  # may copy, so the mark is made after this line
+        flat = gradient.reshape(-1)  # may launch a copy on the device, so the mark must come after this line
         leaving = Gradient(flat, receive, self.lane.mark())
         if self.ahead:
             self._ask(leaving)
@@ -217,7 +244,7 @@ class StagedLink(Link):
             self._jobs.put(partial(self._receive, gradient.receive, start, host, landed, slot))
 
     def _send_all(self) -> None:
-        """The loop of the thread "gradients": sends gradients, and forwards other jobs to "host-step", in order."""
+        """The loop of the "gradients" thread: sends gradients, and forwards all other jobs to "host-step", in order."""
         while (job := self._leaving.get()) is not None:
             if not isinstance(job, Gradient):
                 self._jobs.put(job)
@@ -227,7 +254,7 @@ class StagedLink(Link):
             except BaseException as error:
                 self._failed = self._failed or error
             self._sent.put(job.flat.nbytes)
-            del job  # the allocator may reuse the gradient's memory as soon as the copy is done
+            del job  # so that the allocator can reuse the gradient's memory as soon as the copy is complete
         self._jobs.put(None)
 
     def _receive(self, receive: Receive, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
@@ -240,7 +267,7 @@ class StagedLink(Link):
 
     def update(self, weight: Tensor, compute: Compute) -> None:
         assert id(weight) not in self._coming, "a forward pass did not wait for this weight's last update"
-        read, coming = self.lane.mark(), Future()  # the device may still be reading the old weight
+        read, coming = self.lane.mark(), Future()  # `read`: the device no longer reads the old weight
         self._coming[id(weight)] = coming
 
         def job() -> None:
@@ -276,7 +303,8 @@ class StagedLink(Link):
         self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
-        """Returns scratch memory in the weight's shape and dtype. All weights share this memory."""
+        """Returns host scratch memory with the weight's shape and dtype. All weights share this memory, because the
+        host thread updates one weight at a time."""
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -301,7 +329,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # the next call raises the error; later jobs are skipped
+            except BaseException as error:  # the next call of the link raises the error, and later jobs do nothing
                 self._failed = self._failed or error
 
     def close(self) -> None:
@@ -312,7 +340,7 @@ class StagedLink(Link):
             self._threads = []
         for coming in self._coming.values():
             if coming.exception() is None:
-                self.lane.hold(coming.result())  # later code reads weights without calling `wait`
+                self.lane.hold(coming.result())  # code that runs after `close` reads weights without calling `wait`
         self._coming.clear()
 
 

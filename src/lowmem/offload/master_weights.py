@@ -1,9 +1,9 @@
-"""Keeps 16-bit weights on the device and their fp32 masters on the host. This callback connects both to the training
-loop.
+"""The callback that keeps 16-bit weights on the device and their fp32 masters on the host, and connects the masters to
+the training loop.
 
 The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only for the blocks that compute).
-The host keeps the fp32 masters (`host_weight.py` has other forms for streamed weights), the optimizer state, and the
-gradients of an optimizer step. In the order of a run this callback
+Host memory keeps the fp32 masters (streamed weights have other forms of masters, see `host_weight.py`), the optimizer
+state, and the gradients of an optimizer step. In the order of a run, the callback
 
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`
@@ -11,9 +11,9 @@ gradients of an optimizer step. In the order of a run this callback
     makes each block wait for its own updated weights                                        `on_fit_start`
     saves the masters under the names of the weights                                         `on_save_checkpoint`
 
-Masters are stored per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source:
-Micikevicius et al. 2018, arXiv 1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for keeping them on the
-host.
+Masters are stored per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source
+for masters: Micikevicius et al. 2018, arXiv 1710.03740. Source for masters on the host: Ren et al. 2021, arXiv
+2101.06840.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +39,9 @@ ROUNDINGS = "random_roundings"  # key of a checkpoint: name -> number of random 
 class MasterWeights(Callback):
     """Updates 16-bit weights on the device from fp32 masters on the host.
 
-    With `Update.early` each master steps as soon as the last gradient of its weight in this window has arrived. The
-    step then overlaps with backward, and gradients need no buffer in host memory.
+    With `Update.early` each master is updated as soon as the last gradient of its weight in this window is on the host.
+    The update then overlaps with backward. With one micro-batch per window, or by layer, the gradients of the blocks
+    then need no buffer in host memory that outlives the update.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class MasterWeights(Callback):
         self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, loaded from a checkpoint
         self._roundings: Mapping[str, int] = {}  # name -> number of random roundings, loaded from a checkpoint
         self._hooks: list = []
-        self._loss: Tensor | float = 0.0  # sum over this window's micro-batches so far; only if masters step early
+        self._loss: Tensor | float = 0.0  # sum over this window's micro-batches so far; used only with early updates
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         module.masters = self
@@ -57,7 +58,7 @@ class MasterWeights(Callback):
 
     def connect(self, precision: Precision, weights: WeightsOnDevice) -> None:
         """Creates the link, and registers `make` with the precision. Args: precision: declares the dtype of the weights
-        on the device; weights: stores the weights."""
+        on the device; weights: stores the 16-bit weights."""
         self.precision, self.weights = precision, weights
         self.device = torch.device(precision.device)
         self.link = link_to(self.device)
@@ -66,15 +67,16 @@ class MasterWeights(Callback):
     # --- masters and their optimizer ------------------------------------------------------------------------------
 
     def make(self, module: nn.Module) -> None:
-        """Creates the masters and moves the weights to where they are stored. The precision calls this once the weights
-        are loaded or restored."""
+        """Creates the masters and moves the 16-bit weights to the device or to host memory. The precision calls this
+        after the weights have been loaded or restored from a checkpoint."""
         for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
                 p.data = p.data.to(self.precision.dtype)
             elif p not in self.masters:
                 is_copied = p.dtype != torch.float32
                 self.masters[p] = master = self._new(name, p)
-                if self.weights.streams and type(master) is HostWeight and not is_copied:  # other classes store copies
+                # an fp32 `HostWeight` may still be a view of the weight file; the other classes store copies
+                if self.weights.streams and type(master) is HostWeight and not is_copied:
                     master.leave_file()
                 if name in self.rests:
                     master.rest.copy_(self.rests[name])
@@ -91,17 +93,18 @@ class MasterWeights(Callback):
         if self.precision.steps_on_host == "always":
             split = dtype == torch.bfloat16 and self.weights.waits_on_host(p)
             return (SplitHostWeight if split else HostWeight)(name, p, dtype)
-        if p.dtype != dtype:  # a module that an adapter keeps in fp32 is not rounded
+        if p.dtype != dtype:  # a weight of a module that an adapter keeps in fp32, so it is not rounded
             return HostWeight(name, p, p.dtype)
         return StochasticHostWeight(name, p, dtype, torch.initial_seed(), self._roundings.get(name, 0))
 
     def optimizer(self, make: Callable[..., Optimizer], model: nn.Module) -> HostOptimizer:
-        """Creates the optimizer of the masters. Args: make: a `MakeOptimizer`; model: has the weights."""
+        """Creates the optimizer of the masters. Args: make: a `MakeOptimizer`; model: the model with the weights."""
         inner = make(model, lambda p: self.masters[p].wide, self._restored)
         return HostOptimizer(inner, self.masters, self.weights, self.link)
 
     def _restored(self, inner: Optimizer, wide: nn.Parameter) -> None:
-        """Stores the optimizer state that a checkpoint has restored for one weight."""
+        """Hands the optimizer state of one weight to `weights` after a checkpoint has restored it, so that a drive can
+        store it."""
         master = next(master for master in self.masters.values() if master.wide is wide)
         self.weights.bring_in(master.weight)
         self.weights.put(master.weight, master.name, inner.state[wide])
@@ -116,7 +119,7 @@ class MasterWeights(Callback):
                 optimizer.step_early(p, clip_value)
 
         def send(p: nn.Parameter) -> None:
-            if p.grad is None:  # the `GradientSink` has already sent it
+            if p.grad is None:  # an `Edge` has already sent the gradient through the `GradientSink`
                 return
             if early and module.last_micro_batch:
                 optimizer.collect_and_step(p, clip_value)
@@ -136,17 +139,18 @@ class MasterWeights(Callback):
             self._hooks.append(reader.register_forward_pre_hook(wait_for(parameters)))
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.weights.start()  # an evaluation without training
+        self.weights.start()  # for an evaluation without training; during training this is a no-op
 
     def on_predict_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.weights.start()  # computes the reference model's log-probabilities
+        self.weights.start()  # for the reference model's log-probabilities, which are computed before training
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._loss = 0.0
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Checks that the window's loss is finite, before the backward pass in which the first master may step. Masters
-        step only in the last micro-batch, so the loss is read from the card once per window. Raises: NotFinite."""
+        """With early updates, checks that the window's loss is finite before any master is updated. Masters are updated
+        only during the backward pass of the last micro-batch, so the host reads the loss from the card once per window.
+        Raises: NotFinite: the loss is not finite."""
         if not module.update.early:
             return
         self._loss = self._loss + loss.detach()
@@ -169,7 +173,7 @@ class MasterWeights(Callback):
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Ends the host thread once its queued work is done. The link is None if an earlier callback's `setup`
+        """Waits for all queued work and ends the host thread. The link is None if the `setup` of an earlier callback
         failed."""
         if self.link is not None:
             self.link.close()
@@ -177,7 +181,7 @@ class MasterWeights(Callback):
     # --- weights, read outside of a forward pass ------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Waits until all weights have the values of the last step."""
+        """Waits until all weights, masters and optimizer state have the values of the last optimizer step."""
         self.link.finish()
         self.weights.finish()
         for p in self.masters:
@@ -194,9 +198,9 @@ class MasterWeights(Callback):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """Saves the masters under the names of the weights, so that a run with any other precision can resume. Masters
-        that are split are saved as upper halves, with the lower halves under "rests" (`CausalLM.load_state_dict`), so
-        saving needs no full copy."""
+        """Saves the masters under the names of the weights, so that a run with any other precision can resume from the
+        checkpoint. The two halves of split masters are saved separately, the lower halves under the key "rests"
+        (`CausalLM.load_state_dict` joins them), so saving needs no full copy."""
         self.arrived()
         # a tied weight is listed once
         tensors = {id(p): self.masters[p].checkpoint_tensor for _, p in trainable(module)}
@@ -209,14 +213,14 @@ class MasterWeights(Callback):
         checkpoint[ROUNDINGS] = {master.name: master.steps for master in rounded}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        # earlier versions stored the counts in the precision's state; a run that stepped on the device has no counts
+        # Earlier versions stored the counts in the precision's state. A run whose optimizer was on the device has none.
         earlier = checkpoint.get(type(trainer.precision_plugin).__qualname__, {}).get("steps", {})
         self._roundings = checkpoint.get(ROUNDINGS, earlier)
 
 
 def _readers(module: LightningModule) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yields (module, trained parameters for which the module's forward pass has to wait). A block waits for all of its
-    parameters, because compiled blocks and fused kernels read a child's weight without calling the child."""
+    """Yields (module, trained parameters whose updates the module's forward pass waits for). A block waits for all of
+    its parameters, because compiled blocks and fused kernels read a child's weight without calling the child."""
     stack = set(stack_of(module.model))
     inside = {child for block in stack for child in block.modules()}
     for reader in module.modules():

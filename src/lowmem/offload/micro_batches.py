@@ -1,14 +1,15 @@
 """Gives each micro-batch of a window its own random number generator state, so that dropout masks do not depend on the
 order of execution.
 
-A window is the group of micro-batches of one optimizer step. By default they run one after the other; with
-weights.order=by_layer they take turns at every block. Both orders must draw the same random numbers. So
+A window is the group of micro-batches of one optimizer step. By default the micro-batches run one after the other. With
+weights.order=by_layer they alternate: all micro-batches compute a block before any computes the next block. Both orders
+must draw equal random numbers, so each state begins as follows:
 
-    micro-batch 0           continues from the generators' current state
-    micro-batch n > 0       starts from a seed: a SHA-256 digest of n and of the states at the beginning of the window
-    the next window         continues from the state that micro-batch 0 has left
+    micro-batch 0           the generators' current state
+    micro-batch n > 0       a seed: a SHA-256 digest of n and of the states at the beginning of the window
+    the next window         the state at the end of micro-batch 0 (`CausalLM.run_window` restores this state)
 
-A window of one micro-batch neither saves nor restores a state.
+In a window of one micro-batch no state is saved or restored.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ class Generators:
 
     Args:
         device: the device that computes.
-        states: the initial state of each micro-batch; None: its state is neither restored nor saved.
+        states: the initial state of each micro-batch. If an item is None, the micro-batch uses the generators as they
+            are, and its state is not saved.
     """
 
     def __init__(self, device: torch.device, states: Sequence[States | None]) -> None:
@@ -32,7 +34,8 @@ class Generators:
 
     @classmethod
     def of_window(cls, device: torch.device, count: int) -> "Generators":
-        """Returns the initial states of a window's micro-batches. Args: count: number of micro-batches."""
+        """Returns the initial states of the micro-batches of a training window. Args: count: number of
+        micro-batches."""
         if count == 1:
             return cls(device, [None])
         now = captured(device)
@@ -40,17 +43,17 @@ class Generators:
 
     @classmethod
     def alike(cls, device: torch.device, count: int, seed: int | None) -> "Generators":
-        """Returns equal initial states for `count` forward passes. Args: seed: None: the passes draw no random
+        """Returns equal initial states for `count` forward passes. Args: seed: None if the passes draw no random
         numbers."""
         return cls(device, [None if seed is None else seeded(seed, device)] * count)
 
     def resume(self, number: int) -> None:
-        """Restores the generators' state for a micro-batch that starts or continues."""
+        """Sets the generators to the state of a micro-batch that starts or continues."""
         if (states := self.states[number]) is not None:
             restored(states, self.device)
 
     def pause(self, number: int) -> None:
-        """Saves the generators' state of a micro-batch that stops, for its next `resume`."""
+        """Saves the generators' state when a micro-batch pauses or ends, for its next `resume`."""
         if self.states[number] is not None:
             self.states[number] = captured(self.device)
 
@@ -59,4 +62,4 @@ def _seeded(now: States, number: int, device: torch.device) -> States:
     digest = sha256(number.to_bytes(8))
     for state in now:
         digest.update(state.numpy())
-    return seeded(int.from_bytes(digest.digest()[:4]), device)  # a CPU's generator reads 32 bits of a seed
+    return seeded(int.from_bytes(digest.digest()[:4]), device)  # torch's CPU generator uses only 32 bits of a seed

@@ -1,13 +1,15 @@
-"""Defines where idle weights are stored, and in which order micro-batches run through the blocks.
+"""Defines the interface `WeightsOnDevice`: where weights are stored while they are not in use, and in which order the
+micro-batches run through the blocks.
 
-`WeightsOnDevice` is both the default (all weights stay on the device) and the interface. `StreamedWeights`
-(`streamed.py`) overrides its methods. In the order of a run:
+`WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides its
+methods. The training loop and the optimizer call the methods in this order:
 
-    move_in                         once the model has its final dtypes
+    move_in                         once, after the model has its final dtypes
     start, stop                     before the first forward pass, after the last pass
-    run_micro_batches               each window: the order of its micro-batches
-    take_gradient                   each gradient, right after backward has computed it
-    bring_in, put, finish           around each weight's update on the host (swapping with a drive)
+    run_micro_batches               for each window: runs its micro-batches
+    take_gradient                   for each gradient, right after backward has computed it
+    bring_in, put                   before and after each weight's update on the host (swapping with a drive)
+    finish                          before code reads the host tensors: waits for the drive
     *_tensors, staging_buffers      for code that measures memory
 """
 
@@ -23,21 +25,21 @@ from lowmem.system.scratch_file import Drive
 
 
 class WeightsOnDevice:
-    """Keeps all weights on the device; subclasses keep some in host memory. Code that updates, measures or saves
-    weights calls these methods."""
+    """Keeps all weights on the device. Subclasses keep some weights in host memory. Code that updates, measures or
+    saves weights calls these methods."""
 
-    streams = False
-    overlaps = False  # True: several micro-batches of a window may be in progress at once
+    streams = False  # True: weights of blocks are on the device only while their block computes
+    overlaps = False  # True: several micro-batches of a window may be in progress at the same time
 
     def __init__(self) -> None:
         self.host_blocks: list[HostBlock] = []
-        self.edges: list = []  # weights outside the blocks that are in host memory (`edges.py`)
-        self.under_way = 0  # index of the micro-batch that computes
-        self.last = False  # True: that micro-batch is the last of its window
+        self.edges: list = []  # `Edge` objects: weights outside the blocks that are in host memory (`edges.py`)
+        self.under_way = 0  # index in its window of the micro-batch that computes now
+        self.last = False  # True: the micro-batch that computes now is the last micro-batch of its window
 
     def move_in(self, device: torch.device) -> None:
-        """Moves the weights to where they are stored. Called once every weight has its final dtype. Args: device: the
-        device that computes."""
+        """Moves the weights to the device, or to host memory if they are streamed. Called after every weight has its
+        final dtype. Args: device: the device that computes."""
 
     def start(self, sink: object = None) -> None:
         """Called before the first forward pass. Args: sink: receives the gradients of the embedding and the head
@@ -66,33 +68,34 @@ class WeightsOnDevice:
 
         Args:
             runs: functions that each compute one forward pass.
-            at_once: number of passes that are given to `run_micro_batches` together; with weights.order=by_layer they
-                go through the blocks together.
+            at_once: number of passes that form a group for `run_micro_batches`. With weights.order=by_layer all passes
+                of a group compute a block before any computes the next block.
             device: the device that computes.
-            seed: every pass starts from this seed; None: the passes draw no random numbers.
+            seed: seed at the beginning of every pass; None if the passes draw no random numbers.
         """
         for start in range(0, len(runs), at_once):
             together = runs[start : start + at_once]
             self.run_micro_batches(together, Generators.alike(device, len(together), seed))
 
     def enter(self, number: int, count: int) -> None:
-        """Called when a micro-batch starts or continues. Args: number: its index; count: micro-batches in the
-        window."""
+        """Called when a micro-batch starts or continues. Args: number: the index of the micro-batch; count: number of
+        micro-batches in the window."""
         self.under_way, self.last = number, number == count - 1
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Takes the gradient that backward has just computed from `p.grad`. Returns: the gradient to send to the host;
-        None: later micro-batches add to it first."""
+        """Removes the gradient that backward has just computed from `p.grad`. Returns: the gradient to send to the
+        host, or None if the gradient is summed on the device over the window's micro-batches, and this is not the last
+        micro-batch."""
         gradient, p.grad = p.grad, None
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Reads the master and optimizer state of a weight into host memory. Called before the host updates the
-        weight."""
+        """Reads the master and optimizer state of a weight from the drive, if one is used, into host memory. Called
+        before the host updates the weight."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        """Hands over the host tensors of a weight once they are created, restored or updated. They may be swapped to
-        the drive at the next `bring_in` of another weight.
+        """Called when the host tensors of a weight have been created, restored or updated. From the next `bring_in` of
+        another weight on, these tensors may be swapped to the drive.
 
         Args:
             p: the weight.
@@ -101,19 +104,20 @@ class WeightsOnDevice:
         """
 
     def finish(self) -> None:
-        """Waits until all tensors given to `put` are stored. Raises the error of a write that failed."""
+        """Waits until the drive, if one is used, has stored all tensors of earlier `put` calls. Raises: DriveFailed: a
+        write failed."""
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Context in which a checkpoint or export reads all host tensors."""
+        """Context in which a checkpoint or an export reads all host tensors, which may be on a drive."""
         yield
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
-        """Returns True if a weight is stored in host memory after `move_in`."""
+        """Returns True if `move_in` moves a weight to host memory."""
         return False
 
     def host_block(self, p: nn.Parameter) -> HostBlock | None:
-        """Returns the `HostBlock` that stores a weight; None: the weight is on the device."""
+        """Returns the `HostBlock` that stores a weight, or None if the weight is on the device."""
         return None
 
     def stored(self, p: nn.Parameter) -> Tensor:
@@ -122,24 +126,24 @@ class WeightsOnDevice:
         return p.data if host_block is None else host_block.tensor(p)
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors on the device that are not the parameters' own data."""
+        """Returns tensors on the device that store weights, in addition to the data of the parameters."""
         return ()
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Returns the host memory of weights."""
+        """Returns the host memory that stores 16-bit weights."""
         return (host_block.flat for host_block in self.host_blocks)
 
     def staging_buffers(self) -> Iterable[Tensor]:
-        """Returns host memory through which weights pass on their way to the device, or to and from a drive."""
+        """Returns host buffers through which weights are copied to the device, or to and from a drive."""
         return ()
 
     @property
     def drive(self) -> Drive | None:
-        """Returns the drive that stores `drive_tensors`, which also counts bytes read and written; None: no drive is
-        used."""
+        """Returns the drive that stores `drive_tensors`, or None if no drive is used. The `Drive` also counts the bytes
+        that are read and written."""
         return None
 
     def drive_tensors(self) -> Iterable[Tensor]:
-        """Returns the tensors that are stored on a drive: their data is a view of a memory-mapped file while they are
-        not in memory."""
+        """Returns the tensors that are stored on a drive. While such a tensor is swapped out, its data is a view of a
+        memory-mapped file."""
         return ()

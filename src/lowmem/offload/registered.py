@@ -1,17 +1,19 @@
-"""Pins existing host memory with cudaHostRegister, so that the device copies streamed weights directly from it.
+"""Pins the host memory of streamed weights with cudaHostRegister, and copies weights from it to the device.
+`StreamedWeights` (`streamed.py`) uses this module.
 
-Registering memory in place needs no second copy, and does not round sizes up to a power of two as torch's allocator of
-pinned memory does. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow them.
-On a machine with several NUMA nodes, copies are fastest from the card's node: start the run under
+Memory that is registered in place needs no second copy, and its size is not rounded up to a power of two, as in torch's
+allocator of pinned memory. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow
+them. On a machine with several NUMA nodes, copies are fastest from memory of the card's node: start the run under
 `numactl --cpunodebind=N --membind=N`.
 
 Memory that cannot be registered, and weights on a drive, need one more thread:
 
-    registered        host memory -----------------------------------------> device    started by the training thread
-    not registered    host memory or drive -> two pinned staging buffers --> device    done by the thread "staging"
+    registered        host memory -----------------------------------------> device    started by the calling thread
+    not registered    host memory or drive -> two pinned staging buffers --> device    started by the "staging" thread
 
-The staging thread copies piece by piece, so the training thread never waits for a copy on the host. It then starts
-all copies, also from registered memory, so that copies keep their order.
+The "staging" thread copies piece by piece, so `copy` returns immediately. `hold` blocks the calling thread until the
+"staging" thread has started the last piece. If the "staging" thread exists, it also starts the copies from registered
+memory, so that all copies keep their order.
 """
 
 import logging
@@ -27,22 +29,22 @@ from lowmem.system.torch_private import storage_key
 from lowmem.system.units import GIB, MIB
 
 log = logging.getLogger(__name__)
-SLOTS = 2  # the host fills one staging buffer while the device reads the other buffer
+SLOTS = 2  # number of staging buffers: the host fills one while the device reads the other
 
 
 class Registered:
-    """A `Lane` for copies from pinned host memory to the device.
+    """A `Lane` for copies of weights from host memory or a drive to the device.
 
     Args:
         lane: the device's copy streams.
-        memory: host memory to register until `close`.
-        slot_bytes: size of each staging buffer.
-        reads: some sources are on a drive, not in memory.
+        memory: host tensors to register. They stay registered until `close`.
+        slot_bytes: size of each staging buffer in bytes.
+        reads: some weights are on a drive, so copies need the "staging" thread.
     """
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._last = lane.mark()  # reached when all copies are complete, since they keep their order
+        self._last = lane.mark()  # the last copy's mark: since copies keep their order, all copies are then complete
         results = [(tensor, lane.register(tensor)) for tensor in memory if lane.registers]
         self._memory = [tensor for tensor, why in results if why is None]
         refused = [(tensor, why) for tensor, why in results if why is not None]
@@ -67,7 +69,7 @@ class Registered:
         return self.lane.mark()
 
     def copy(self, to: Tensor, source: Tensor | FileBytes, after: Mark) -> Mark:
-        if self._through_thread:  # one thread does all copies, so that they keep their order
+        if self._through_thread:  # one thread starts all copies, so that the copies keep their order
             self._last = Coming(self._thread.submit(self._send, to, source, after))
         else:
             self._last = self.lane.copy(to, source, after)
@@ -84,7 +86,7 @@ class Registered:
         self.lane.hold(_queued(until))
 
     def close(self) -> None:
-        """Waits for all copies, then unregisters the memory."""
+        """Waits for all copies, ends the "staging" thread, and unregisters the memory."""
         try:
             self._last.synchronize()
         finally:
@@ -95,7 +97,8 @@ class Registered:
 
 
 class Coming:
-    """A `Mark` for a copy that the staging thread may not have started yet. Args: queued: the copy's own mark."""
+    """A `Mark` for a copy that the "staging" thread may not have started yet. Args: queued: future of the mark that the
+    lane returns for the copy."""
 
     def __init__(self, queued: Future[Mark]) -> None:
         self.queued = queued

@@ -1,26 +1,26 @@
-"""Streams weights: each block's 16-bit weights stay in host memory, and are copied to the device just before the block
-computes.
+"""Streams weights: each block's 16-bit weights are stored in host memory, and copied to the device just before the
+block computes.
 
-    compute stream    | block 0      | block 1      | block 2      |      forward; backward runs the other way
+    compute stream    | block 0      | block 1      | block 2      |      forward; backward runs from last to first
     copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
-    slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: one computes,
-    slot 1            | -> block 1   | block 1      | -> block 3   |      one receives the next block
+    slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: from one slot a block computes,
+    slot 1            | -> block 1   | block 1      | -> block 3   |      into the other the next block is copied
 
-Hooks do all work, in the thread that runs the forward or backward pass:
+Hooks do all this work, in the thread that runs the forward or backward pass:
 
     forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
-In backward, the gradient of a block's output is computed after all later blocks are done and before anything in the
-block is recomputed. So this one hook works with every kind of activation checkpointing.
+Backward computes the gradient of a block's output after all later blocks have finished backward, and before anything in
+the block is recomputed. So a single hook works with every kind of activation checkpointing.
 
-A `HostBlock` (`host_block.py`) owns the weights; a `Slot` has a copy of them. `_bind` points a block's parameters into
-its slot. At all other times each parameter is a single NaN expanded to its shape, so code that reads a weight too early
-or too late gets NaN instead of a plausible number.
+A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
+`_bind` makes a block's parameters views of the slot. At all other times each parameter is a single NaN expanded to its
+shape, so code that reads a weight too early or too late gets NaN instead of a plausible number.
 
-Saves 2 bytes of device memory per parameter in blocks. Copies 4 bytes per parameter and micro-batch to the device: 2 in
-forward and 2 in backward (with `by_layer.py` per window instead of per micro-batch). The copies take no extra time if
-each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren
+Saves 2 bytes of device memory per parameter of the blocks. Copies 4 bytes per parameter and micro-batch to the device:
+2 in forward and 2 in backward (with weights.order=by_layer 4 bytes per window instead). The copies take no extra time
+if each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren
 et al. 2021, arXiv 2101.06840.
 """
 
@@ -48,7 +48,7 @@ from lowmem.system.torch_private import in_backward, tree_leaves
 
 
 class Layout(NamedTuple):
-    """Lists the weights that are streamed."""
+    """The weights that are streamed."""
 
     blocks: list[nn.Module]  # streamed blocks, in the order of a forward pass
     weights: list[list[Tensor]]  # the weights of each streamed block
@@ -61,11 +61,12 @@ class Slot:
 
     def __init__(self, memory: Tensor, free: Mark) -> None:
         self.memory = memory  # (bytes of the largest block,)
-        self.host_block: HostBlock | None = None  # the block whose weights are in this slot, or are being copied
+        # the block whose weights are in this slot, or are being copied into this slot; None: the slot is free
+        self.host_block: HostBlock | None = None
         self.steps = 0  # `HostBlock.steps` at the time of the copy
-        self.landed = free  # reached when the weights have arrived
-        self.free = free  # reached when no kernel reads the slot any more
-        self.bound = False  # True: parameters point into this slot's memory
+        self.landed = free  # reached when the copy into the slot is complete
+        self.free = free  # reached when no kernel or copy uses the slot any more
+        self.bound = False  # True: the block's parameters are views of `memory`
 
 
 class StreamedWeights(WeightsOnDevice):
@@ -77,8 +78,8 @@ class StreamedWeights(WeightsOnDevice):
     Args:
         layout: the weights that are streamed.
         slots: number of blocks whose weights are on the device at the same time.
-        by_layer: all micro-batches of a window pass through a block before any enters the next block.
-        drive: stores masters and optimizer state; None: host memory stores them.
+        by_layer: all micro-batches of a window compute a block before any computes the next block.
+        drive: stores masters and optimizer state. If None, they are in host memory.
         drive_weights: the drive also stores the blocks' 16-bit weights.
     """
 
@@ -96,18 +97,18 @@ class StreamedWeights(WeightsOnDevice):
         self.blocks, self._owned, self.edges, self._in_blocks = layout
         self.slot_count = min(slots, len(self.blocks))
         self.overlaps = by_layer
-        self._window: ByLayer | None = None  # the window that is being computed; only with `by_layer`
+        self._window: ByLayer | None = None  # runs the current window; None if not `by_layer` or between windows
         self._sink: GradientSink | None = None
         self._on_host = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self._holds_weights = drive_weights
         self._reads = drive is not None and drive_weights  # the blocks' 16-bit weights are read from the drive
         self._on_drive = None if drive is None else self._stored_by(drive)
         self.lane: Lane | None = None
-        self._up: Registered | None = None  # copies from host memory, or the drive, to the device
+        self._up: Registered | None = None  # copies weights from host memory, or from the drive, to the device
         self._host_block_of: dict[Tensor, HostBlock] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # index of the first block that needs a gradient; backward fetches no block before it
+        self._lowest = 0  # index of the first block through which backward goes; earlier blocks are not prefetched
         self.fetched = 0  # number of block copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class StreamedWeights(WeightsOnDevice):
             p.data = nowhere(p, p.dtype, self.device)
         if self._reads and weights[0] in self._in_blocks:
             self._on_drive.put_weights(weights[0], host_block.flat)
-        trim()  # otherwise freed small weights fragment the heap
+        trim()  # return the memory of the freed weights to the operating system, to avoid fragmentation of the heap
         return host_block
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
@@ -140,7 +141,7 @@ class StreamedWeights(WeightsOnDevice):
         yield from (edge.staging for edge in self.edges if edge.staging is not None)
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Yields the host memory from which weights are copied to the device."""
+        """Yields the host memory that stores 16-bit weights."""
         yield from () if self._reads else super().host_tensors()
         yield from (self._host_block_of[edge.weight].flat for edge in self.edges if edge.weight in self._host_block_of)
 
@@ -158,8 +159,8 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes that the host tensors have, or would have, on a drive. Args: host_tensors: the arguments of
-        `put` for each weight."""
+        """Returns the sizes that the host tensors have on a drive, or would have if a drive were used. Args:
+        host_tensors: the arguments of `put` for each weight."""
         on_drive = self._stored_by(None)
         for p, name, tensors in host_tensors:
             on_drive.put(p, name, tensors)
@@ -191,7 +192,7 @@ class StreamedWeights(WeightsOnDevice):
     def device_tensors(self) -> Iterator[Tensor]:
         return (slot.memory for slot in self._slots)
 
-    # never in inference mode: threads outside of inference mode write into the tensors that are created here
+    # not in inference mode, because threads outside of inference mode write into the tensors that are created here
     @torch.inference_mode(False)
     def start(self, sink: GradientSink | None = None) -> None:
         if self._hooks or not self.host_blocks:
@@ -200,9 +201,10 @@ class StreamedWeights(WeightsOnDevice):
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
-            share_heap()  # otherwise each micro-batch's thread has its own heap: 1.8 GiB for 8 x 256 tokens, GPT-2 XL
-            # Let gradients of the size of one block's 16-bit weights queue on the card: the fp32 sums of a block have
-            # twice this size, and are sent in one burst.
+            # Without a shared heap each micro-batch's thread has its own: 1.8 GiB more for GPT-2 XL at 8 x 256 tokens.
+            share_heap()
+            # Let gradients of the size of one block's 16-bit weights be queued on the card. The fp32 sums of a block
+            # have twice this size, and are sent in one burst.
             sink.link.ahead = max(host_block.flat.numel() for host_block in self.host_blocks)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:
@@ -210,7 +212,7 @@ class StreamedWeights(WeightsOnDevice):
         for number, block in enumerate(self.blocks):
             self._hooks += [
                 block.register_forward_pre_hook(lambda *_, number=number: self._enters(number)),
-                # always_call: a block's slot is released after an error too
+                # always_call: release the block's slot after an error, too
                 block.register_forward_hook(
                     lambda _, __, output, number=number: self._leaves(number, output), always_call=True
                 ),
@@ -221,7 +223,7 @@ class StreamedWeights(WeightsOnDevice):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        # the code that waited has already seen the error; `stop` must still finish
+        # the error has already been raised where code waited for the work, so `stop` ignores the error and completes
         ignoring_errors = suppress(Exception)
         if self._up is not None:
             with ignoring_errors:
@@ -247,7 +249,8 @@ class StreamedWeights(WeightsOnDevice):
             window.run()
         finally:
             self._window = None
-        for p, gradient in window.sums.items():  # weights without a gradient in the last micro-batch
+        # sums whose weight had no gradient in the last micro-batch have not been sent yet
+        for p, gradient in window.sums.items():
             self._sink.link.fetch(gradient, self._sink.sum_of(p).add)
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
@@ -258,7 +261,7 @@ class StreamedWeights(WeightsOnDevice):
     # --- before and after a block -----------------------------------------------------------------------------------
 
     def _enters(self, number: int) -> None:
-        # The block is being recomputed. `_reached` has bound its weights already, unless the block is inside a
+        # In backward the block is recomputed. `_reached` has already bound its weights, unless the block is part of a
         # checkpointed segment of several blocks.
         if in_backward():
             self._bind(number)
@@ -268,7 +271,7 @@ class StreamedWeights(WeightsOnDevice):
         coming = range(number + 1, number + self.slot_count)
         if torch.is_grad_enabled():
             coming = [ahead for ahead in coming if ahead < len(self.blocks)]
-        else:  # no backward pass follows: prefetch for the next forward pass
+        else:  # no backward pass follows, so after the last blocks prefetch the first blocks of the next forward pass
             coming = [ahead % len(self.blocks) for ahead in coming]
         self._release(lambda other, slot: other != number and (slot.bound or other not in coming))
         self._bind(number)
@@ -295,8 +298,8 @@ class StreamedWeights(WeightsOnDevice):
             self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """Called in backward when the gradient of a block's output is computed, so that all later blocks are done.
-        Frees the later blocks' slots, binds this block's weights, and prefetches earlier blocks while slots are
+        """Called in backward when the gradient of a block's output exists, so all later blocks have finished backward.
+        Frees the later blocks' slots, binds this block's weights, and prefetches earlier blocks as long as slots are
         free."""
         if self._window is not None:
             self._window.barrier(("backward", number))
@@ -315,18 +318,20 @@ class StreamedWeights(WeightsOnDevice):
         return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
-        """Returns the slot with a block's current weights; None: they are not on the device, or out of date."""
+        """Returns the slot with a block's current weights, or None if no slot has the block's weights or the copy in
+        the slot is older than the block's last update."""
         block = self.host_blocks[number]
         return next((slot for slot in self._slots if slot.host_block is block and slot.steps == block.steps), None)
 
     def _fetch(self, number: int) -> bool:
-        """Starts to copy a block's weights into a free slot. Returns: False if no slot is free."""
+        """Starts to copy a block's weights into a free slot, unless a slot already has them. Blocks until the host has
+        done all queued updates of the block. Returns: False if no slot is free."""
         if self._slot_of(number) is not None:
             return True
         for slot in self._slots:
             if slot.host_block is self.host_blocks[number]:
                 assert not (slot.bound and in_backward()), "a block was updated while backward still reads its weights"
-                self._free(slot)  # its copy is older than the last step
+                self._free(slot)  # the copy in this slot is older than the last update
         slot = next((slot for slot in self._slots if slot.host_block is None), None)
         if slot is None:
             return False
@@ -339,14 +344,15 @@ class StreamedWeights(WeightsOnDevice):
         return True
 
     def _source(self, host_block: HostBlock) -> Tensor | FileBytes:
-        """Returns a block's weights: a host tensor, or a reader of the drive."""
+        """Returns a block's weights as a host tensor, or an object that reads the weights from the drive."""
         if not self._reads:
             return host_block.flat
         return self._on_drive.weights(next(iter(host_block.spans)))
 
     def _bind(self, number: int) -> None:
-        """Makes the device wait for a block's copy, and points the block's parameters into its slot."""
-        if not self._fetch(number):  # a segment of several blocks is recomputed and needs all of its weights
+        """Makes the device wait for a block's copy, and makes the block's parameters views of the slot. If no slot is
+        free, a new slot is allocated."""
+        if not self._fetch(number):  # a checkpointed segment of several blocks needs the weights of all its blocks
             self._slots.append(self._new_slot())
             self._fetch(number)
         slot = self._slot_of(number)
@@ -357,8 +363,8 @@ class StreamedWeights(WeightsOnDevice):
             slot.bound = True
 
     def _release(self, which: Callable[[int, Slot], bool]) -> None:
-        """Frees slots. Args: which: called with (index of a block, the slot with its weights); returns True if the slot
-        is to be freed."""
+        """Frees the slots for which a function returns True. Args: which: the function; called with (index of a block,
+        slot of this block)."""
         for slot in self._slots:
             if slot.host_block is not None and which(self.host_blocks.index(slot.host_block), slot):
                 self._free(slot)
@@ -369,5 +375,5 @@ class StreamedWeights(WeightsOnDevice):
                 p.data = nowhere(p, p.dtype, self.device)
             slot.free = self._up.mark()
         else:
-            slot.free = slot.landed  # the next copy into the slot must not start before this copy is complete
+            slot.free = slot.landed  # the next copy into the slot must wait until the unused copy is complete
         slot.host_block, slot.bound = None, False

@@ -1,4 +1,5 @@
-"""Builds the data loaders and the model of a run: the data first, the weights last.
+"""Builds the data loaders and the model of a run. The data come first, so that errors in the data are found before the
+weights are loaded.
 
 Several techniques replace the `forward` of a module or register hooks. This list has all of them, in the order of a
 run. A later replacement wraps the earlier replacements:
@@ -13,8 +14,8 @@ run. A later replacement wraps the earlier replacements:
         strategy/stages.py, pipeline.py         forward of modules of other stages; hooks on the first block
         strategy/fsdp.py                        a hook on the model, around torch's own
     before the first step
-        report/expert_balance.py                hooks on the experts of a mixture: count their tokens
-        optim/in_backward.py                    hooks on gradients: each steps its parameter
+        report/expert_balance.py                hooks on the experts of a mixture: count the tokens of each expert
+        optim/in_backward.py                    hooks on gradients: each updates its parameter
         strategy/ddp.py                         hooks on gradients, for one window
         offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
         offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
@@ -67,24 +68,26 @@ from lowmem.training.module import CausalLM, Placement, Update
 
 log = logging.getLogger(__name__)
 
-DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}  # attribute names in transformers' layers
-OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}  # keys of a model's config that change no output
-FEW = 10  # validation documents; with fewer, a single document changes an accuracy by more than 0.1
-BPE_VOCABULARY = 4096  # maximum; also limited by the model's vocabulary
+# names of the attributes of transformers' layers that contain a dropout probability
+DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}
+# keys of a model's config that do not change the model's output
+OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}
+FEW = 10  # with fewer validation documents, a single document changes an accuracy by more than 0.1
+BPE_VOCABULARY = 4096  # maximum size of a BPE vocabulary; also limited by the size of the model's vocabulary
 
 
 class Texts(NamedTuple):
-    """The tokenized data of a run. The data depend neither on the batch size nor on techniques, so they are opened
-    once."""
+    """The tokenized data of a run. These data do not depend on the batch size or on techniques, so the data are opened
+    once, before batch_size=auto is resolved."""
 
-    described: Described  # the model, whose tokenizer made the tokens
+    described: Described  # the config and the tokenizer of the model
     tokens: Tokens
     train: Rows
-    val: dict[str, Rows]  # name of a set -> its rows; the loss on the first set selects the best checkpoint
+    val: dict[str, Rows]  # name -> rows of a validation set; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
-        """Returns the number of optimizer steps in `run.epochs` epochs. Works with batch_size=auto, because the number
-        of steps depends only on the effective batch size."""
+        """Returns the number of optimizer steps in `run.epochs` epochs. With batch_size=auto the number is known before
+        the batch size, because it depends only on the effective batch size."""
         return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
@@ -93,7 +96,7 @@ class Texts(NamedTuple):
 
 
 class Data(NamedTuple):
-    """This rank's share of the data, in micro-batches, and the description of the model."""
+    """The loaders of this rank's micro-batches, and the description of the model."""
 
     described: Described
     tokens: Tokens
@@ -137,8 +140,8 @@ def data(
     Args:
         run: the settings.
         saved: the checkpoint to continue from.
-        ranks: the strategy; its ranks divide the rows.
-        texts: the run's data, already open; None: it is opened here.
+        ranks: the strategy; each rank reads a share of the rows.
+        texts: the run's data, if already open. If None, the data are opened here.
     """
     texts = texts or open_texts(run)
     train = texts.windows(run, ranks, saved.position if saved else START)
@@ -151,7 +154,8 @@ def data(
 
 
 def _tell_cut(val: ValidationLoader) -> None:
-    """Logs that an evaluation reads only the first rows, whose documents depend on packing and sequence length."""
+    """If an evaluation reads only the first rows of a set, logs that the documents in these rows depend on packing and
+    on the sequence length."""
     every = len(val.sequences)
     if val.count < every and not isinstance(val.sequences, Joined):
         log.info(
@@ -162,8 +166,8 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 
 def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
-    """Logs that a validation set is too small for meaningful results. Args: data: the arguments of the source; train:
-    the training rows."""
+    """If a validation set is too small for meaningful results, logs how to make it larger. Args: val: the set; data:
+    the arguments of the source; train: the training rows."""
     units = val.sequences.counted
     count = val.sequences.report.get("documents", len(val.sequences))
     if count >= FEW or "val_fraction" not in data:
@@ -184,7 +188,7 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Creates a source for each validation set, by name. All sources have the same training text."""
+    """Returns name of a validation set -> a source that reads the set. All sources have the same training text."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -197,8 +201,8 @@ def _source(data: Node, **more: object) -> Openable:
 
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
-    """Returns the token ids of the prompts for samples, (1, T) each: sample_prompts (as a user's message if the data
-    are chats), or the beginning of the validation split."""
+    """Returns the token ids of the prompts for samples, (1, T) each. The prompts are sample_prompts (each as a user's
+    message if the data are chats), or the beginning of the validation split."""
     if not run.sample_tokens:
         return []
     if run.sample_prompts is None:
@@ -221,11 +225,12 @@ def module(
         data: the loaders and the description of the model.
         saved: the checkpoint to continue from.
         ranks: the strategy.
-        trains: the model is trained, not exported. With a complete checkpoint its weights may then be read in 16 bits.
+        trains: True if the model is trained, not evaluated or exported. With a complete checkpoint the weights may then
+            be created in 16 bits.
     """
     complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
-    # 16 bits suffice: the checkpoint contains the masters, or their lower halves.
+    # 16 bits suffice, because the checkpoint replaces all weights, and contains the full masters or both halves.
     built = causal_lm(run, described, partial(_check, run), ranks, in_16_bits=complete and trains)
     if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
         load(built.model, path)
@@ -257,9 +262,9 @@ def _check(run: Run, network: PreTrainedModel) -> None:
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
-    """Returns a digest of the initial model, its weights and its config, as a cache key of reference log-probabilities.
-    An adapter that starts at zero does not change the model and is left out, so all runs with new adapters share the
-    reference."""
+    """Returns a digest of the initial model's weights and config, for the cache key of reference log-probabilities. A
+    new adapter starts at zero and does not change the model. So the digest leaves the adapter out, and all runs with
+    new adapters share the cached log-probabilities."""
     begins_with_zeros = run.adapter_class.freezes_base and not run.adapter.arguments.get("path")
     weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
     settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}
@@ -273,7 +278,7 @@ def causal_lm(
     ranks: OneDevice = ONE_DEVICE,
     in_16_bits: bool = False,
 ) -> CausalLM:
-    """Builds the model with its techniques, in this order: load, adapter and frozen weights, compiled blocks,
+    """Builds the model with its techniques, in this order: loaded weights, adapter and frozen weights, compiled blocks,
     activation checkpointing, slices of tokens, streamed weights.
 
     Args:
@@ -281,7 +286,7 @@ def causal_lm(
         described: the model's config and tokenizer.
         check: called with the loaded model on ranks that load weights.
         ranks: the strategy.
-        in_16_bits: a checkpoint will replace the weights, so they are loaded in 16 bits.
+        in_16_bits: a checkpoint will replace the weights, so that 16 bits suffice until then (`loading.read_in`).
     """
     loss = _loss(run)
     dtype = loading.read_in(run, described, in_16_bits)
@@ -293,7 +298,7 @@ def causal_lm(
         read = stored or base_dtype(folder) or dtype
         network = loading.load(described, read, run.adapter_class.while_loading(folder))
         if stored is not None and any(buffer.dtype == stored for buffer in network.buffers()):
-            # buffers that the model computes, such as Gemma's embedding scale, would be rounded: load in `dtype`
+            # Load in `dtype`, because buffers that the model computes, such as Gemma's embedding scale, were rounded.
             network, stored = loading.load(described, dtype), None
         if stored is not None:
             ranks.widen(stored, dtype)
@@ -340,8 +345,8 @@ def _loss(run: Run) -> Loss:
 
 
 def without_dropout(network: PreTrainedModel) -> None:
-    """Sets dropout to 0. The reference is computed without dropout, so dropout would only add noise to the
-    difference."""
+    """Sets the dropout probability of all layers to 0. Reference log-probabilities are computed without dropout, so
+    dropout during training would only add noise to the comparison."""
     for module in network.modules():
         for name in DROPOUT & vars(module).keys():
             if isinstance(getattr(module, name), float):
@@ -355,8 +360,8 @@ def choose_trained(run: Run, network: PreTrainedModel) -> None:
 
 
 def optimizer(run: Run) -> MakeOptimizer:
-    """Returns a factory of the optimizer. Keys of lowmem are removed from the yaml's arguments; all other keys are
-    arguments of the library's class."""
+    """Returns a factory of the optimizer. Keys in the yaml that lowmem defines are removed; all other keys are
+    arguments of the optimizer's class."""
     node = run.optim.plain()
     ours = {key: node[key] for key in ("embedding_bits",) if key in node}
     return MakeOptimizer(instantiate({key: value for key, value in node.items() if key not in OPTIM_KEYS}), **ours)

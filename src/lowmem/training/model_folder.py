@@ -1,6 +1,8 @@
-"""Writes model/ of a run: the trained model or its adapter, with a model card. Uploads the folder if push= is set.
+"""Writes the folder model/ of a run: the trained model or its adapter, with a model card. Also converts the model to
+GGUF (export_format=gguf) and uploads the folder (push=). `fit.py` calls this module.
 
-The folder is written last, because it needs the most disk space: if the disk is full, all other files are complete.
+The folder is written after all other files, because it needs the most disk space. So if the disk becomes full, all
+other files are complete.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from lowmem.training.training import Training
 
 
 def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the model, on every rank that has a shard of it.
+    """Writes the folder. All ranks call this function; if the model is not sharded, only rank 0 writes.
 
     Raises:
         Refused: the folder cannot be written, or a weight does not fit into `export_dtype`. The message says what to
@@ -44,7 +46,8 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
 
 
 def convert(command: Command) -> None:
-    """Converts model/ to a GGUF file. Raises: NotPublished: the conversion failed; the rest of the run is complete."""
+    """Converts model/ to a GGUF file. Raises: NotPublished: the conversion failed, but the rest of the run is
+    complete."""
     try:
         gguf.write(command.folder / "model")
     except (Refused, OSError) as error:
@@ -57,7 +60,8 @@ def convert(command: Command) -> None:
 
 
 def upload(command: Command) -> None:
-    """Uploads model/ to the hub. Raises: NotPublished: the upload failed; the rest of the run is complete."""
+    """Uploads model/ to the Hugging Face hub. Raises: NotPublished: the upload failed, but the rest of the run is
+    complete."""
     push(command.folder / "model", command.run.push, _export_again(command))
 
 
@@ -66,11 +70,11 @@ def _export_again(command: Command) -> str:
 
 
 def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the folder.
+    """Writes the folder. Every rank that has a shard of the model takes part, and raises the errors below.
 
     Raises:
-        OSError: the folder cannot be written; raised on every rank that has a shard.
-        OverflowError: a weight does not fit into `export_dtype`; raised on every rank that has a shard.
+        OSError: the folder cannot be written.
+        OverflowError: a weight does not fit into `export_dtype`.
     """
     run, ranks = command.run, training.module.ranks
     if not ranks.divides and ranks.rank:
@@ -90,7 +94,8 @@ def _wider(dtype: str) -> str:
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
-    """Writes only the weights, which need less disk space than a checkpoint, and then the other results if they fit.
+    """Called after a checkpoint could not be written, which has ended training. Writes only the weights, which need
+    less disk space than a checkpoint, and then the other results if they fit.
 
     Returns:
         The error that ends the run. Its message says what was written and how to continue.
@@ -113,7 +118,7 @@ def without_checkpoint(training: Training, command: Command, summary: Mapping[st
         written = f"only the weights were written, to {folder}"
         ways += [in_shell("evaluate", folder), f"{start} to start another run from these weights"]
     if ranks.rank == 0:
-        with suppress(OSError):  # only the weights have to be written
+        with suppress(OSError):  # the other results are optional: the disk may be full
             results.report(training, command, summary)
             results.draw(training, command, summary)
     if checkpoints := checkpoint.complete(training.saves.folder):

@@ -1,10 +1,10 @@
-"""The LightningModule: each `training_step` gets a window of micro-batches and does one optimizer step.
+"""Defines the LightningModule of a run, whose `training_step` does one optimizer step for each window of micro-batches.
 
 A window is the group of micro-batches of one optimizer step (gradient accumulation). One Lightning batch is one window,
-so all checkpoints are saved between windows. The step is written out in `training_step` with manual optimization,
-because Lightning's automatic optimization counts steps that the loss scaler skipped, weights a short last window
-wrongly, and saves checkpoints inside a window. Techniques are reached through interfaces, never by name.
-docs/one-step.md shows in which thread and stream each part of a step runs.
+so all checkpoints are saved between windows. `training_step` uses Lightning's manual optimization, because automatic
+optimization counts steps that the loss scaler skipped, weights a short last window wrongly, and saves checkpoints
+inside a window. The module calls techniques through interfaces, never by name. docs/one-step.md shows in which thread
+and stream each part of a step runs.
 """
 
 import logging
@@ -48,23 +48,23 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
     clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
-    early: bool = False  # masters on the host step inside backward, as their gradients arrive
-    skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, it ends the run
+    early: bool = False  # early updates: masters on the host are updated inside backward, as soon as possible
+    skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, the run ends
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a model computes: by default on one device, with all weights on it."""
+    """Where and how a model computes: by default on one device that stores all weights."""
 
-    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores weights that are not in use
-    tiles: Tiles | None = None  # modules that are computed in slices of tokens
+    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores the weights, on the device or host
+    tiles: Tiles | None = None  # modules that are computed in slices of tokens; None: no slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
-    at_once: int = 1  # forward passes of an evaluation that go through each block together
+    at_once: int = 1  # number of an evaluation's forward passes in a group that runs by layer
 
 
 @dataclass
 class LossSums:
-    """Running sums of the losses of a window's micro-batches."""
+    """Sums of the loss, and of the auxiliary loss, over the micro-batches of a window so far."""
 
     loss: Tensor
     auxiliary: Tensor | None = None
@@ -75,7 +75,7 @@ class CausalLM(LightningModule):
 
     Args:
         model: a Hugging Face causal language model.
-        loss: (model, micro-batch) -> summed fp32 loss.
+        loss: a function of (model, micro-batch) that returns the summed fp32 loss.
         update: optimizer, schedule and gradient clipping.
         placement: where and how the model computes; None: on one device.
     """
@@ -93,22 +93,23 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        self.masters: MasterWeights | None = None  # set by this callback if the host runs the optimizer
-        self.optimizer: WindowOptimizer | None = None  # the optimizer that Lightning sees
+        self.masters: MasterWeights | None = None  # if the host runs the optimizer: this callback, which sets itself
+        self.optimizer: WindowOptimizer | None = None  # created in `configure_optimizers`
         self.at_once = placement.at_once
-        # checkpoints do not contain frozen weights; `Saved.check` compares their digest with the run's
+        # Checkpoints do not contain frozen weights. Instead `Saved.check` compares a digest of the frozen weights.
         self.strict_loading = trains_everything(model)
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
-        self.position = Position()  # after the last completed window
-        # number of computed tokens, and of tokens with a label, in all windows including skipped steps
+        self.position = Position()  # position in the training data after the last completed window
+        # numbers of computed tokens and of tokens with a label, in all windows so far, including skipped steps
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
-        # global norm of the last window before clipping; None: not finite, or unknown because masters step early
+        # global norm of the last window's gradients before clipping; None: not finite, or not computed (early updates)
         self.gradient_norm: Tensor | None = None
         self.identity: dict[str, str] = {}  # digests of the tokenizer and other parts, stored in every checkpoint
-        self._drawn: dict | None = None  # the loaded checkpoint's data, with random states to restore
-        # lower halves of the weights that `load_state_dict` loads next, see `step/fp32_halves.py`
+        # the "lowmem" entry of the loaded checkpoint, from which `on_train_start` restores the random states
+        self._drawn: dict | None = None
+        # name -> lower half of a weight that `load_state_dict` loads next, see `step/fp32_halves.py`
         self._rests: dict[str, Tensor] = {}
 
     @property
@@ -118,32 +119,32 @@ class CausalLM(LightningModule):
 
     @property
     def device(self) -> torch.device:
-        """Returns the device that computes. Lightning's property is wrong for a sharded module, which Lightning does
-        not move to a device."""
+        """Returns the device that computes. Lightning's own property is wrong for a sharded module, because Lightning
+        does not move such a module to a device."""
         return self.ranks.place if self.ranks.divides else super().device
 
     # --- training ------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns the summed loss."""
+        """Returns the loss of a micro-batch, summed over its tokens or pairs."""
         if self.auxiliary_loss is not None:
             self.auxiliary_loss.count(micro_batch.real)
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
-        """Does one optimizer step, or skips it if the loss or a gradient is not finite. Returns: loss and counts of the
-        window, for callbacks."""
-        if not window.weight:  # no label counts: a step would only apply weight decay and old momentum
+        """Does one optimizer step, or skips the step if the loss or a gradient is not finite. Returns: loss and counts
+        of the window, for callbacks."""
+        if not window.weight:  # no token counts in the loss, so a step would only apply weight decay and old momentum
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
 
-        # Forward and backward of each micro-batch: one after the other, layer by layer, or in stages. Masters with
-        # clip=null and optim.in_backward=true change weights in here, each as soon as its last gradient exists.
+        # Computes forward and backward of each micro-batch: one after the other, by layer, or in pipeline stages. With
+        # early updates or optim.in_backward=true each weight is updated here, as soon as its last gradient exists.
         loss_sum, auxiliary_sum = (ranks.run_window or self.run_window)(window)
         ranks.gather_gradients()
 
         loss = loss_sum / window.weight
-        gradients = optimizer.finish(loss, precision.gradient_scale)  # waits for the device, once per window
+        gradients = optimizer.finish(loss, precision.gradient_scale)  # the host waits for the device, once per window
         precision.update_scale(gradients.finite)
         self.gradient_norm = gradients.norm if gradients.finite else None
         stepped = self._usable(gradients, loss, window)
@@ -160,8 +161,8 @@ class CausalLM(LightningModule):
         """Computes forward and backward of all micro-batches.
 
         Returns:
-            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses (None: the model has
-            no auxiliary loss).
+            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses. The second is None
+            if the model has no auxiliary loss.
         """
         sums = LossSums(torch.zeros((), device=self.device))
         runs = [partial(self._run_micro_batch, each, window.weight, sums) for each in window.micro_batches]
@@ -185,7 +186,7 @@ class CausalLM(LightningModule):
 
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
         """Returns True if loss and gradients are finite, so that the optimizer can step. Raises: NotFinite: a value is
-        not finite, and such steps are not skipped."""
+        not finite, and the settings do not allow to skip this step."""
         loss_is_finite = gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # several ranks compute the same micro-batch's loss
             loss_is_finite = not self.ranks.any(not loss_is_finite)
@@ -193,7 +194,7 @@ class CausalLM(LightningModule):
         if usable:
             self.faults.in_a_row = 0
         elif not (loss_is_finite and self.trainer.precision_plugin.lowered_scale):
-            # not counted as a fault: an overflow after which the loss scale was lowered
+            # An overflow of scaled gradients, after which the loss scale was lowered, is not a fault.
             self.faults.meet(self, loss, window)
         return usable
 
@@ -215,8 +216,8 @@ class CausalLM(LightningModule):
 
     @property
     def phase_after_backward(self) -> str:
-        """Returns the phase that begins after a micro-batch's backward pass: "step" after the last micro-batch
-        (starting with the gradient norm), otherwise "forward", or "backward" if micro-batches overlap."""
+        """Returns the phase that begins after a micro-batch's backward pass. After the last micro-batch this is "step",
+        which includes the gradient norm. After other micro-batches it is "forward", or "backward" by layer."""
         if self.last_micro_batch:
             return "step"
         return "backward" if self.weights.overlaps else "forward"
@@ -234,14 +235,14 @@ class CausalLM(LightningModule):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Waits until all weights have the values of the last step. Call this before reading weights outside of a
-        forward pass."""
+        """Waits until all weights have the values of the last optimizer step. Call this before reading weights outside
+        of a forward pass."""
         if self.masters is not None:
             self.masters.arrived()
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns the current value of a weight, on the device or in host memory. Call `arrived` first. The data of a
-        streamed parameter itself is only valid while its block computes."""
+        """Returns the current value of a weight, on the device or in host memory. Call `arrived` first. Do not read
+        `p.data`, which is valid for a streamed weight only while its block computes."""
         return (self.masters or self.weights).stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
@@ -251,15 +252,16 @@ class CausalLM(LightningModule):
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_model_zero_grad(self) -> None:
-        """Overridden to do nothing: gradients are already freed, or kept as zeroed buffers by `ranks`."""
+        """Does nothing, instead of freeing gradients as Lightning would: gradients are already freed, or the strategy
+        keeps them as zeroed buffers."""
 
     def on_validation_epoch_start(self) -> None:
         sets = len(self.trainer.num_val_batches)
         self._val_figure_sums: list[dict[str, Tensor]] = [{} for _ in range(sets)]
         self._val_loss_sums = torch.zeros(sets, device=self.device, dtype=torch.float64)  # one sum per set
         self._val_weights, self._val_batches = [0] * sets, 0
-        self.val_losses: list[float] = []  # one per set; empty if the evaluation was cut short
-        self.val_figures: list[dict[str, float | None]] = []  # one per set: further metrics of the loss
+        self.val_losses: list[float] = []  # one loss per set; empty if the evaluation did not read all batches
+        self.val_figures: list[dict[str, float | None]] = []  # per set: name -> value of the loss's other metrics
 
     def validation_step(self, micro_batches: Sequence[MicroBatch], _: int, dataloader_idx: int = 0) -> None:
         def evaluate(micro_batch: MicroBatch) -> None:
@@ -273,8 +275,12 @@ class CausalLM(LightningModule):
         self._val_batches += 1
 
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
-        """Runs forward passes without gradients, in groups of `Placement.at_once`. Args: computations: functions that
-        each compute one forward pass; seed: every pass starts from this seed; None: no pass draws random numbers."""
+        """Runs forward passes without gradients, in groups of `Placement.at_once`.
+
+        Args:
+            computations: functions that each compute one forward pass.
+            seed: seed at the beginning of every pass; None if the passes draw no random numbers.
+        """
         self.weights.run_forward_passes(computations, self.at_once, self.device, seed)
 
     def on_validation_epoch_end(self) -> None:
@@ -282,7 +288,8 @@ class CausalLM(LightningModule):
             weights = self.ranks.all_sum(torch.tensor(self._val_weights))
             sums = zip(self.ranks.all_sum(self._val_loss_sums).tolist(), weights.tolist(), strict=True)
             losses = [loss / weight if weight else math.nan for loss, weight in sums]
-            self.val_losses = self.ranks.broadcast(losses)  # all ranks must make equal decisions to save and stop
+            # broadcast, because all ranks must make equal decisions about the best checkpoint and early stopping
+            self.val_losses = self.ranks.broadcast(losses)
             figures = [
                 {name: self._mean(value, weight) for name, value in sums.items()}
                 for sums, weight in zip(self._val_figure_sums, weights.tolist(), strict=True)
@@ -290,21 +297,28 @@ class CausalLM(LightningModule):
             self.val_figures = self.ranks.broadcast(figures)
 
     def _mean(self, value: Tensor, weight: int) -> float | None:
-        """Returns the mean of a metric of `Loss.figures`. Args: value: the metric's sum, and its count if it has one;
-        weight: the count of metrics without their own count. Returns: None: the set has no answer of the metric's
-            kind."""
+        """Returns the mean of a metric of `Loss.figures`, or None if the set has no answers that the metric counts.
+
+        Args:
+            value: the sum of the metric, or (sum, count).
+            weight: the count, if `value` does not contain one.
+        """
         total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
         return None if count == [0] else total / ((count[0] if count else weight) or math.nan)
 
     @property
     def val_loss(self) -> float | None:
-        """Returns the loss of the first validation set, which selects the best checkpoint and controls early stopping.
-        None: unknown or NaN."""
+        """Returns the loss of the first validation set, or None if it is unknown or NaN. This loss selects the best
+        checkpoint and controls early stopping."""
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
-        """Returns the log-probabilities of the answers of each micro-batch, in host memory: (pairs, 2), or (answers, 2)
-        for rated answers, with the own and with the mismatched prompt."""
+        """Returns the log-probabilities of each micro-batch's answers, in host memory.
+
+        Returns:
+            One tensor per micro-batch: (pairs, 2) for pairs, with the chosen and the rejected answer; (answers, 2) for
+            rated answers, with the answer's own prompt and with a mismatched prompt.
+        """
         found: list[list[Tensor]] = [[] for _ in micro_batches]
 
         def read(batch: MicroBatch, columns: list[Tensor]) -> None:
@@ -354,8 +368,8 @@ class CausalLM(LightningModule):
         optimizer.load_state_dict(by_name.optimizer_state(self, optimizer, checkpoint))
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
-        """Loads the weights of a checkpoint, whose masters may be split into two halves. Sharded models and sharded
-        checkpoints are loaded one weight at a time."""
+        """Loads the weights of a checkpoint. The lower halves of split masters come from the checkpoint's "rests". If
+        the model or the checkpoint is sharded, one weight is loaded at a time."""
         if self.ranks.divides or isinstance(state_dict, CheckpointTensors):
             by_name.load_weights(self, state_dict, self._rests)
             self._rests = {}
@@ -376,8 +390,8 @@ class CausalLM(LightningModule):
         return loaded
 
     def on_train_start(self) -> None:
-        """Restores the random states of a checkpoint directly before the first window, after all other code has drawn
-        its random numbers."""
+        """Restores the random states of a checkpoint. Directly before the first window, so that no other code draws
+        random numbers in between."""
         self.model.train()
         self.ranks.before_training(self)
         if self._drawn is not None:

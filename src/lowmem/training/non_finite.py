@@ -1,8 +1,9 @@
-"""Reports a loss or gradient that is not finite, and ends a run that has skipped too many such steps.
+"""Reports a loss or gradient that is not finite, and ends a run that has skipped too many such steps in a row.
 
-A single number per window is checked: the sum of the loss and the gradient norm, read from the device before the step.
-The norm is also used for clipping; with clip=null it is computed only for this check. The host waits for the device
-once per window, as with any loss scaler. Only if the check fails, the parameter and the sequences are looked up.
+`CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. On a device that
+check reads a single number per window: the sum of the loss and the gradient norm. So the host waits for the device once
+per window, as with any loss scaler. The norm is also used for clipping; with clip=null it is computed only for this
+check. This module then looks up the parameter and the sequences of the failed step.
 """
 
 import logging
@@ -15,19 +16,19 @@ from lowmem.system.errors import NotFinite
 
 log = logging.getLogger(__name__)
 
-IN_A_ROW = 20  # consecutive skipped steps after which the run ends, because it no longer learns
+IN_A_ROW = 20  # maximum number of consecutive skipped steps; then the next fault ends the run, which no longer learns
 
 
 class NonFiniteSteps:
-    """Counts consecutive steps whose loss or gradients are not finite. Args: skips: skip such a step and continue; if
-    False, it ends the run."""
+    """Counts consecutive steps whose loss or gradients are not finite. Args: skips: skip such a step and continue. If
+    False, the first such step ends the run."""
 
     def __init__(self, skips: bool = False) -> None:
         self.skips, self.in_a_row = skips, 0
 
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
-        """Logs a step that is not finite. Raises: NotFinite: such steps are not skipped, or too many were skipped in a
-        row."""
+        """Counts and logs a step whose loss or gradients are not finite. Raises: NotFinite: such steps are not skipped,
+        or too many were skipped in a row."""
         self.in_a_row += 1
         message = describe(module, loss, window)
         if not self.skips:

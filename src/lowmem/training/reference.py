@@ -1,14 +1,14 @@
-"""Computes the reference model's log-probabilities of a preference data set, before the first step.
+"""Computes the reference model's log-probabilities of a preference data set, before the first optimizer step.
 
 DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
-a reference model: the model that training starts from. Other libraries keep the reference in memory during training.
-Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen, rejected) or per
-rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). They are stored in the token cache, 16
-bytes per pair, and the model is loaded again for training. Resumed runs and other jobs of a sweep reuse the stored
-values.
+a reference model: the model that training starts from. Other libraries keep the reference model in memory during
+training. Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen and
+rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). Then the model
+is loaded again for training. The log-probabilities are stored in the token cache, 16 bytes per pair, and reused by
+resumed runs and by other jobs of a sweep.
 
 The cache key contains a digest of the weights (which checkpoints store too), the precision, the tokens and their
-packing into rows. So a changed model, template or seq_len is computed again.
+packing into rows. So after a change of the model, the template or seq_len the log-probabilities are computed again.
 """
 
 import gc
@@ -37,7 +37,7 @@ from lowmem.training.module import CausalLM
 
 log = logging.getLogger(__name__)
 
-STORED_EVERY = 60  # seconds between writes during the pass
+STORED_EVERY = 60  # seconds between writes to the cache file during the pass
 
 
 class ReferenceLogProbs:
@@ -47,7 +47,7 @@ class ReferenceLogProbs:
         rows: the rows of the split.
         name: "train" or "val".
         indices: indices of the rows that the run reads.
-        key: the parts of the cache key that are equal for all splits.
+        key: the items of the cache key that are equal for all splits.
     """
 
     def __init__(self, rows: AnswerRows, name: str, indices: np.ndarray, key: list) -> None:
@@ -68,15 +68,16 @@ class ReferenceLogProbs:
         return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
-        """Returns the indices of rows that contain a pair without log-probabilities."""
+        """Returns the indices of the rows in which at least one pair, or rated answer, has no log-probabilities."""
         unknown = np.isnan(self.rows.reference).any(1)
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
     def store(self, numbers: np.ndarray) -> None:
-        """Writes log-probabilities to the cache file, and keeps values that another run has stored in the meantime.
+        """Writes log-probabilities to the cache file. Values that are NaN here keep the value in the file, which
+        another run may have stored in the meantime.
 
         Args:
-            numbers: (pairs or answers, 2); NaN where unknown.
+            numbers: (pairs or answers, 2); NaN if not computed.
 
         Raises:
             Refused: the file cannot be written.
@@ -95,8 +96,8 @@ class ReferenceLogProbs:
 
 
 def _loaded(file: Path) -> np.ndarray:
-    """Returns the array of a file. Files of earlier versions have no checksum. Raises: ValueError: the checksum is
-    wrong."""
+    """Returns the array of a cache file. Files of earlier versions have no checksum. Raises: ValueError: the checksum
+    does not match."""
     with file.open("rb") as stream:
         array, checksum = np.load(stream), stream.read()
     if checksum not in (b"", _checksum(array)):
@@ -109,17 +110,17 @@ def _checksum(array: np.ndarray) -> bytes:
 
 
 def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:
-    """Returns the module to train. If its loss compares with a reference model, the rows of `data` get the reference
-    log-probabilities first. Only one model is in memory at any time.
+    """Returns the module to train. If its loss compares with a reference model, first stores the reference
+    log-probabilities in the rows of `data`. At most one model is in memory at any time.
 
     Args:
         run: the settings.
-        data: the loaders, whose rows get the log-probabilities.
-        saved: the checkpoint to continue from; None: a new run.
-        again: builds the module from a checkpoint, or (None) the initial model.
+        data: the loaders. Their rows receive the log-probabilities.
+        saved: the checkpoint to continue from; None for a new run.
+        again: builds the module. Called with a checkpoint, or with None for the initial model.
 
     Raises:
-        Refused: the initial model is not known, or differs from the initial model of the run.
+        Refused: the initial model of the run is unknown, or is not the initial model that the settings produce now.
     """
     built = again(saved)
     if not built.own_loss.compares:
@@ -144,7 +145,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
             )
     for split, rows in unknown:
         if not ranks.divides:
-            built.cpu()  # the pass over the first split has moved it to the card; masters are created in host memory
+            # The pass over the first split has moved the module to the card, but masters are created in host memory.
+            built.cpu()
         _compute(run, built, split, rows)
     del built
     gc.collect()
@@ -173,7 +175,8 @@ def _wanted(run: Run, data: build.Data, start: str) -> Iterator[ReferenceLogProb
 
 
 def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
-    """Returns the indices of the rows that max_steps reach; all rows if steps may be skipped."""
+    """Returns the indices of the rows that training reads in max_steps steps, or of all rows if steps may be
+    skipped."""
     every = np.arange(len(train.sequences))
     if run.scales_loss or run.on_nonfinite == "skip":
         return every
@@ -184,7 +187,8 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 
 def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.ndarray) -> None:
-    """Computes the log-probabilities of the missing rows, divided among the ranks."""
+    """Computes the log-probabilities of the rows `missing` and stores them in the rows and in the cache file. Each rank
+    computes a share of the rows."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:
@@ -192,7 +196,7 @@ def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.nd
             f"Computing the reference model's log-probabilities of {computed.size:,} {rows.batch.UNIT} of the "
             f"{split.name} split before training; they are stored."
         )
-        split.store(known)  # fail now if the folder is not writable
+        split.store(known)  # raises an error now, before the long pass, if the folder is not writable
     rows.reference = None
     batches = _Batches(rows, missing, build.share_of(run, ranks), built.at_once)
     collector = _Collector(split, known, batches)
@@ -222,8 +226,8 @@ def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.nd
 
 
 class _Collector(Callback):
-    """Collects the log-probabilities of this rank. Rank 0 stores its values every `STORED_EVERY` seconds, because the
-    pass may take hours."""
+    """Callback that collects the log-probabilities that this rank computes. Rank 0 writes its values to the cache file
+    every `STORED_EVERY` seconds, because the pass may take hours."""
 
     def __init__(self, split: ReferenceLogProbs, known: np.ndarray, batches: "_Batches") -> None:
         self.split, self.known, self.batches = split, known, batches
@@ -239,13 +243,13 @@ class _Collector(Callback):
 
 
 class _Batches:
-    """Yields groups of micro-batches of rows with similar lengths.
+    """Yields groups of micro-batches. The rows of a micro-batch have similar lengths.
 
     Args:
         rows: all rows of a split.
         indices: indices of the rows to yield.
         share: this rank's share of each batch.
-        at_once: micro-batches per group.
+        at_once: number of micro-batches per group.
 
     Attributes:
         units: for each yielded micro-batch, the indices of its pairs or rated answers.

@@ -1,4 +1,4 @@
-"""Writes the results of a finished run: summary.json, the table on the terminal, memory.png."""
+"""Collects and writes the results of a finished run: summary.json, the table on the terminal, and memory.png."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,8 @@ from lowmem.training.training import Training
 
 
 def summary(training: Training, command: Command, predicted: dict | None = None) -> dict:
-    """Collects the contents of summary.json. A collective call: all ranks gather their memory peaks."""
+    """Returns the contents of summary.json. All ranks must call this function, because it gathers the memory peaks of
+    all ranks."""
     typed = {"overrides": list(command.typed), "predicted": predicted}
     return _numbers(training, command.run) | _recipe(training, command) | typed
 
@@ -38,12 +39,13 @@ def _numbers(training: Training, run: Run) -> dict:
         "first_step_seconds": metrics.first_step_seconds,
         "train_loss": metrics.train_loss,
         "lr": run.lr,
-        "highest_lr": metrics.highest_lr,  # since the run started or was resumed
+        "highest_lr": metrics.highest_lr,  # highest since the run started or was resumed
         "auxiliary_loss": metrics.auxiliary_loss,
         "val_loss": metrics.val_loss,
         "bits_per_byte": metrics.evaluated[0].get("bits_per_byte") if metrics.evaluated else None,
-        "validation": metrics.evaluated,  # per set
-        "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],  # per set
+        "validation": metrics.evaluated,  # one entry per validation set
+        # one number per validation set
+        "validation_sequences": [val.micro_batches.count for val in training.trainer.val_dataloaders or ()],
         "metric": dict(metrics.own),
         "peak_bytes": meter.peak_bytes,
         "device_bytes": run.device_bytes,
@@ -68,7 +70,7 @@ def _numbers(training: Training, run: Run) -> dict:
 
 
 def _measured(training: Training) -> dict:
-    """Returns the measured bytes, under the keys that the planner's prediction uses too."""
+    """Returns the measured bytes, under the keys of the planner's prediction."""
     meter, drive = training.watchers.meter, training.module.weights.drive_tensors()
     rows = {"temporaries" if name == "other" else name: size for name, size in meter.by_category().items()}
     return {
@@ -81,8 +83,8 @@ def _measured(training: Training) -> dict:
 
 
 def _stepped_by(optimizer: WindowOptimizer | None) -> str | None:
-    """Returns the optimizer's class name and, if the optimizer has several implementations, the implementation in use.
-    None: no training."""
+    """Returns the name of the optimizer's class and, if the optimizer has several implementations, of the
+    implementation in use. Returns None if the run did not train."""
     if optimizer is None:
         return None
     optimizer = optimizer.inner
@@ -106,7 +108,7 @@ def _recipe(training: Training, command: Command) -> dict:
 
 
 def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the results to the loggers, to summary.json and to the terminal."""
+    """Writes the results to the loggers, to summary.json and to the terminal, with the last sample."""
     for logger in training.loggers:
         logger.log_metrics(plan_ratios(summary), step=summary["steps"])
     write(command.folder / "summary.json", summary)

@@ -1,6 +1,7 @@
-"""Decides what a command does: train, show the data, evaluate or export an earlier run or model, or nothing.
+"""Decides what a command does: train, show the data, evaluate a run or an exported model, export a run, or nothing.
 
-resume= of a run that has done all its steps does the remaining work: the last evaluation, or the export.
+If resume= names a run that has done all its steps, the command does the remaining work: the last evaluation, or the
+export.
 """
 
 import json
@@ -24,7 +25,7 @@ Work = Literal["train", "evaluate", "export", "show", "nothing"]
 
 
 class Task(NamedTuple):
-    """The work of a command, and the checkpoint to start from; None: no checkpoint."""
+    """The work of a command, and the checkpoint from which the work starts (None: no checkpoint)."""
 
     work: Work
     saved: Saved | None = None
@@ -42,7 +43,8 @@ TRAIN = Task("train")
 
 
 def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Saved | None:
-    """Returns the checkpoint to start from, or None. Rank 0 finds and verifies the checkpoint for all ranks.
+    """Returns the checkpoint from which the command starts, or None if it needs no checkpoint. Rank 0 finds and
+    verifies the checkpoint for all ranks.
 
     Raises:
         Refused: the checkpoint cannot be used.
@@ -69,7 +71,8 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 
 def find_task(run: Run, saved: Saved | None) -> Task:
-    """Returns the work to do. Args: saved: the checkpoint to start from. Raises: Refused: the run is already done."""
+    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: all steps of the run
+    to resume are already done."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:
@@ -80,22 +83,22 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
-    """Returns overrides that keep the tokens of a run from an earlier version of lowmem, which added no beginning-of-
-    text token."""
+    """Returns overrides for a checkpoint of an earlier version of lowmem, which added no beginning-of-text token. With
+    these overrides the data are tokenized as in that version."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}
 
 
 def is_model(named: str) -> bool:
-    """Returns True for the folder of an exported model or adapter."""
+    """Returns True if a path is the folder of an exported model or adapter."""
     folder = Path(named).expanduser()
     return (folder / "config.json").is_file() or holds_adapter(folder)
 
 
 def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
-    """Returns the run with its model replaced by the exported model in a folder, or by the adapter in a folder and the
-    adapter's base model. The tokenizer comes from the folder too.
+    """Returns the run with its model and tokenizer replaced by the exported model in a folder. If the folder contains
+    an adapter, the run gets the adapter, the adapter's base model, and the tokenizer in the folder.
 
     Args:
         run: the settings.
@@ -119,8 +122,8 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
 
 
 def summary_of(saved: Saved) -> dict:
-    """Returns summary.json of a checkpoint's run if that run ended at this checkpoint's step and was not interrupted;
-    otherwise an empty dict."""
+    """Returns the contents of summary.json of a checkpoint's run. Returns an empty dict if the file is missing, if the
+    run was interrupted, or if it did not end at the step of the checkpoint."""
     try:
         summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}

@@ -1,5 +1,5 @@
-"""Builds, trains and evaluates one run. `training_session` yields the trained model and the objects that observed the
-training, and frees them at its end."""
+"""Builds, trains and evaluates one run. The context manager `training_session` yields the trained model and the
+callbacks that observed the training, and frees the model at its end. `fit` and the benchmarks use it."""
 
 import logging
 import re
@@ -44,8 +44,13 @@ log = logging.getLogger(__name__)
 
 
 class DidNotFit(Exception):
-    """Out of memory. Args: side: "device" or "host"; held: its bytes by category (for a device at the highest measured
-    point)."""
+    """Raised if a run is out of memory.
+
+    Args:
+        side: "device" or "host".
+        held: bytes by category on this side: for a device at the highest measured point, for the host the current
+            bytes.
+    """
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:
         super().__init__(f"Out of memory on the {side}.")
@@ -54,7 +59,7 @@ class DidNotFit(Exception):
 
 @dataclass
 class Training:
-    """A trained model, and the objects that observed its training."""
+    """A trained model, and the trainer, loggers and callbacks of its training."""
 
     module: CausalLM
     tokens: Tokens
@@ -62,12 +67,13 @@ class Training:
     loggers: list[Logger]
     watchers: Watchers
     saves: checkpoint.Checkpoints
-    rss_before_model: int = 0  # bytes
+    rss_before_model: int = 0  # bytes of resident host memory before the model was built
     resumed_from: Path | None = None
 
     @property
     def stopped_early(self) -> bool:
-        """Returns True if a callback such as early stopping ended training before its last step."""
+        """Returns True if a callback such as early stopping ended training before its last step. Returns False after a
+        stop signal, and after a checkpoint could not be written."""
         trainer = self.trainer
         ended = self.watchers.stop.interrupted or self.saves.ended_by
         return trainer.should_stop and trainer.global_step < trainer.max_steps and not ended
@@ -82,11 +88,11 @@ class Training:
         for logger in self.loggers:
             logger.finalize("success" if self.trainer.state.finished else "failed")
             if isinstance(logger, WandbLogger):
-                logger.experiment.finish()  # otherwise the next job of a multirun would log to this run
+                logger.experiment.finish()  # otherwise the next job of a sweep would log to the same W&B run
 
     def free_card(self) -> None:
-        """Frees weights, gradients and optimizer state. After an error in a notebook, the traceback would keep them
-        alive, and the next run needs their memory."""
+        """Frees weights, gradients and optimizer state, because the next run in a notebook needs their memory. After an
+        error the traceback would otherwise keep them alive."""
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -110,18 +116,19 @@ def training_session(
         task: the work to do.
         keeps: write checkpoints into `output_dir`.
         ranks: the strategy.
-        texts: the run's data, already open; None: it is opened here.
+        texts: the run's data, if already open. If None, the data are opened here.
 
     Raises:
-        DidNotFit: out of memory, also for errors inside the `with`.
-        Refused: an error in the data, the weights or a checkpoint that was not found earlier.
+        DidNotFit: the run is out of memory, here or inside the `with` block.
+        Refused: the data, the weights or a checkpoint have an error that earlier checks did not find; or training
+            failed because of a drive, Lightning's settings, or a loss or gradient that is not finite.
     """
     training = network = None
-    saved, settings = task.saved, ExitStack()  # settings of the process, restored at the end
+    saved, settings = task.saved, ExitStack()  # `settings`: settings of the process, restored at the end
     try:
         if run.drive_folder is not None:
-            settings.enter_context(process.allow_open_files())  # a drive needs two file descriptors per swap file
-        with ranks.rank_0_first("read the data"):  # other ranks read the files that rank 0 writes
+            settings.enter_context(process.allow_open_files())  # each swap file needs two file descriptors
+        with ranks.rank_0_first("read the data"):  # the other ranks read cache files that rank 0 writes
             data = build.data(run, saved, ranks, texts)
         if ranks.several:
             _compare(data, ranks)
@@ -171,7 +178,7 @@ def training_session(
 
 
 def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:
-    """Builds the module, after computing the reference log-probabilities if the loss needs them."""
+    """Builds the module. If the loss needs reference log-probabilities, they are computed first."""
 
     def again(saved: checkpoint.Saved | None) -> CausalLM:
         seed_everything(run.seed, verbose=False)  # directly before weights are initialized
@@ -183,8 +190,8 @@ def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalL
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:
-    """Checks that all ranks have equal data. Each rank reads its own files, and a copy may be out of date. Raises:
-    Refused: the data differ."""
+    """Checks that all ranks have equal data. Each rank reads the files on its own machine, where a copy may be out of
+    date. Raises: Refused: the data differ."""
 
     def rows(sequences: Rows) -> str | None:
         if not sequences.numbered:  # the `order` of a stream already contains digests of its files
@@ -211,18 +218,18 @@ def _work(training: Training, data: build.Data, task: Task) -> None:
         trainer.fit(module, data.train, val, **start)
         return
     if saved:
-        trainer.fit_loop.load_state_dict(saved.progress)  # results are reported for the checkpoint's step
+        trainer.fit_loop.load_state_dict(saved.progress)  # so that results are reported for the checkpoint's step
     if task.work == "evaluate":
         trainer.validate(module, val, verbose=False, **start)
         return
-    trainer.strategy.connect(module)  # global_step counts the optimizer steps of this module
+    trainer.strategy.connect(module)  # `global_step` reads the number of optimizer steps from the connected module
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(saved.path)
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=module.strict_loading)
 
 
 def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
-    """Returns a log line with the number of sequences that are evaluated for each text."""
+    """Returns a log line with the number of evaluated sequences of each validation set."""
     counts = ", ".join(
         f"{loader.count:,} of {len(loader.sequences):,} sequences{f' of {loader.name}' if loader.name else ''}"
         for loader in sets
@@ -262,7 +269,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
     callbacks = _callbacks(run, module.own_loss, watchers, saves if keeps else None)
     loggers = _loggers(run, task, module.ranks)
     module.identity["tokenizer"] = checkpoint.fingerprint(data.tokens.tokenizer)
-    for logger in loggers:  # before training starts, so that failed runs have logged them too
+    for logger in loggers:  # log the settings before training starts, so that a failed run has logged them, too
         logger.log_hyperparams(run.as_dict())
         if isinstance(logger, WandbLogger):
             module.identity["wandb"] = logger.version  # a resumed run logs to the same W&B run
@@ -275,7 +282,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
         "val_check_interval": run.val_every,
         "check_val_every_n_epoch": None,
         "inference_mode": not module.ranks.several,  # fully_shard needs version counters of tensors
-        "num_sanity_val_steps": 1,  # an evaluation that runs out of memory fails before the first step
+        "num_sanity_val_steps": 1,  # an evaluation that needs too much memory then fails before the first step
         "default_root_dir": folder,
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
@@ -286,8 +293,8 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
 
 
 def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
-    """Refuses early stopping on validation data without labels, whose loss is NaN: Lightning would end training at the
-    first evaluation. Raises: Refused."""
+    """Checks that the first validation set has tokens that count in the loss. Otherwise its loss is NaN, and early
+    stopping would end training at the first evaluation. Raises: Refused: no token counts."""
     if not ranks.any(any(micro_batch.weight for micro_batch in val)):
         raise Refused(
             f"early_stop.patience={run.early_stop.patience}: the first {val.count:,} validation sequences have no "
@@ -300,7 +307,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
     """Returns the callbacks in the order in which Lightning calls them. Raises: Refused: the loss does not report the
     metric early_stop.watch."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *build.callbacks(run)]
-    callbacks += loss.callbacks()  # after the callbacks that start a window's measurements
+    callbacks += loss.callbacks()  # must come after the callbacks that start the measurements of a window
     callbacks.append(Verified(with_positions(run.data.arguments)))
     if run.early_stop.patience is not None:
         watch = run.early_stop.watch
@@ -310,7 +317,7 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
                 "early_stop.watch=val_loss, or train on pairs: data=preference loss=dpo."
             )
         mode = "min" if watch == "val_loss" else "max"
-        # not strict: the accuracy is missing if all answers of a set have one label
+        # strict=False, because the accuracy is missing if all answers of a set have the same rating
         callbacks.append(EarlyStopping(watch, patience=run.early_stop.patience, mode=mode, strict=False))
     return [*callbacks, *filter(None, [saves, watchers.own, watchers.samples])]
 
@@ -318,11 +325,12 @@ def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Check
 def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
     if task.work == "export":
         return []
-    if ranks.rank:  # some Lightning callbacks need a logger on all ranks or on none
+    if ranks.rank:  # some Lightning callbacks need loggers either on all ranks or on no rank
         return [DummyLogger() for _ in run.logger]
     if task.resumes and task.saved.wandb and "wandb" in run.logger:
         run = run.knowing(logger={"wandb": {"run_id": task.saved.wandb}})
-    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]  # None: not installed
+    # a factory returns None if the logger's package is not installed
+    return [logger for logger in map(instantiate, run.logger.values()) if logger is not None]
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ class Watchers(NamedTuple):
     meter: MemoryMeter
     metrics: Metrics
     samples: Samples
-    own: OwnMetric | None  # a user's metric
+    own: OwnMetric | None  # the user's metric function; None: no `metric=`
 
     @classmethod
     def for_run(cls, run: Run, data: Data, folder: Path, resumed_at: int, keeps: bool) -> "Watchers":
@@ -31,9 +31,10 @@ class Watchers(NamedTuple):
         Args:
             run: the settings.
             data: the run's loaders and tokenizer.
-            folder: the callbacks write their files here.
-            resumed_at: existing files keep their rows up to this step.
-            keeps: the run writes checkpoints.
+            folder: the folder for the callbacks' files.
+            resumed_at: the step of the checkpoint to resume; 0 for a new run. Existing files keep their rows up to this
+                step, and later rows are removed.
+            keeps: True if the run writes checkpoints.
         """
         stop, limit = Stop(keeps), run.limit if run.device == "cpu" else None
         meter = MemoryMeter(folder / "memory.csv", run.log_every, limit, resumed_at, run.device_bytes)

@@ -1,11 +1,12 @@
-"""Converts between shards and the full tensors of a checkpoint, by parameter name.
+"""Converts between the shards of a process and the full tensors of a checkpoint, by parameter name. Checkpoints of
+sharded models are saved and loaded through this module.
 
 A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each
-parameter, and the matching shard of the optimizer state, as plain tensors (`local` of
-`techniques/strategy/contract.py`). When saving, each shard is placed in the full tensor; when loading, each process
-reads its shard of a full tensor from a file or a folder. Where the elements of a shard are in another order than the
-model's (fused layers), `as_dtensor` gathers one tensor at a time, both when saving and when loading a folder. Nothing
-else is sent while loading, and no process holds a second model.
+parameter, and the matching shard of the optimizer state, as plain tensors (`OneDevice.local` in
+`techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor. When loading, each
+process reads its shard of a full tensor from a file or a folder. In fused layers the elements of a shard have another
+order than in the model. For such layers `as_dtensor` gathers one full tensor at a time, both when saving and when
+loading a folder. Loading needs no other communication, and no process holds a second copy of the model.
 """
 
 import logging
@@ -32,13 +33,13 @@ WEIGHTS, STATE = "weights/", "optimizer/"
 
 
 def stepped(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) in the order in which the optimizer numbers its state."""
+    """Returns (name, parameter) for all trained parameters, in the order in which the optimizer numbers its state."""
     names = {id(p): name for name, p in module.named_parameters()}
     return [(names[id(p)], p) for group in parameter_groups(module.model) for p in group["params"]]
 
 
 def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
-    """Returns this process's shard of a parameter or of a buffer, in the same memory."""
+    """Returns this process's shard of a parameter, or a buffer, as a plain tensor that shares the memory."""
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()
     return (ranks.local(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
@@ -51,7 +52,8 @@ def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[st
     """Separates a checkpoint's tensors from its other values. All processes must call this function.
 
     Returns:
-        The tensors by name (an argument of `checkpoint_folder.save`), and the checkpoint without its tensors.
+        The tensors by name (the argument `tensors` of `checkpoint_folder.save`), and the checkpoint without these
+        tensors (the argument `content`).
     """
     tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))
@@ -74,14 +76,14 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
             continue
         if name in parameters:
             p = parameters[name]
-            # the optimizer's shard, which may be another object than `tensor`
+            # save the shard that the optimizer updates, which may not share memory with `tensor`
             yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor
 
 
 def _tied(module: LightningModule) -> dict[str, str]:
-    """Returns each additional name of a tied parameter -> its first name."""
+    """Returns additional name of a tied parameter -> its first name."""
     first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}
@@ -91,14 +93,14 @@ def _tied(module: LightningModule) -> dict[str, str]:
 
 
 def load(folder: Path) -> dict:
-    """Returns the checkpoint whose parts `tensors_and_rest` separated.
+    """Returns the checkpoint that `tensors_and_rest` and `checkpoint_folder.save` have written.
 
-    Its tensors have no memory and are read when a shard needs them: `state_dict` is a `CheckpointTensors`, and so is
-    `stored` in the optimizer's state.
+    Its tensors are not in memory: `state_dict`, and `stored` in the optimizer's state, are `CheckpointTensors`, which
+    read a tensor from the folder when a shard needs it.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
-        if WEIGHTS + first_name not in stored.tensors:  # frozen
+        if WEIGHTS + first_name not in stored.tensors:  # the weight is frozen, so the checkpoint does not contain it
             continue
         stored.tensors[WEIGHTS + name] = stored.tensors[WEIGHTS + first_name]
         own = f"{STATE}{first_name}/"
@@ -111,7 +113,7 @@ def load(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
-    """Loads weights into this process's shards, one by one. Args: rests: the lower halves of split weights."""
+    """Loads weights into this process's shards, one by one. Args: rests: name -> lower half of a split weight."""
     parameters, tied = dict(module.named_parameters()), _tied(module)
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
@@ -132,10 +134,15 @@ def _fill(
     ranks: OneDevice,
     widened: Callable[[Tensor], Tensor] = lambda saved: saved,
 ) -> None:
-    """Copies this process's shard of a saved tensor into `shard`. The saved tensor has the layout of the parameter `p`.
+    """Copies this process's shard of a saved tensor into `shard`.
 
     Args:
-        widened: joins the upper and lower halves of a weight, if a checkpoint file stores them separately.
+        shard: receives the values.
+        p: the parameter whose layout the saved tensor has.
+        name: name of the saved tensor.
+        tensors: the saved tensors: of a folder (`CheckpointTensors`), or of a file.
+        ranks: the strategy that shards the tensor.
+        widened: joins the upper and lower halves of a weight if a checkpoint file stores them separately.
     """
     if not isinstance(tensors, checkpoint_folder.CheckpointTensors):
         shard.copy_(ranks.shard_of(p, widened(tensors[name])))
@@ -143,12 +150,13 @@ def _fill(
     placed = ranks.as_dtensor(p, shard)
     tensors.read(name, placed)
     read = placed.to_local() if isinstance(placed, DTensor) else ranks.shard_of(p, placed)
-    if read.data_ptr() != shard.data_ptr():  # `as_dtensor` has made a copy in other memory
+    if read.data_ptr() != shard.data_ptr():  # `as_dtensor` has returned a copy instead of the shard's own memory
         shard.copy_(read)
 
 
 class LazyState(Mapping[str, object]):
-    """The optimizer state of one parameter. Each access reads the tensor from the checkpoint again."""
+    """The optimizer state of one parameter. Each access to a key reads the tensor from the checkpoint again. Args:
+    readers: key -> function that reads the value."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -164,10 +172,11 @@ class LazyState(Mapping[str, object]):
 
 
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
-    """Returns the argument of the optimizer's `load_state_dict`: this process's shard of the saved state. From the
-    schedules in `checkpoint`, it drops values of parameter groups that this process does not have."""
+    """Returns this process's shard of the saved optimizer state, as the argument of the optimizer's `load_state_dict`.
+    Also changes the learning rate schedules in `checkpoint`: values of parameter groups that this process does not have
+    are removed."""
     (theirs,) = checkpoint["optimizer_states"]
-    names = checkpoint["lowmem"].get("stepped")  # None: written by one device, before this key existed
+    names = checkpoint["lowmem"].get("stepped")  # None: written on one device by an earlier version without this key
     ours = stepped(module)
     if "stored" not in theirs and not module.ranks.divides and names in (None, [name for name, _ in ours]):
         return theirs
@@ -183,7 +192,7 @@ def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: d
     )
     here = ((number, name, p) for number, (name, p) in enumerate(ours) if not p.is_meta)
     state = {number: LazyState(readers_of(name, p, module.ranks)) for number, name, p in here}
-    if hasattr(optimizer, "get_config"):  # bitsandbytes restores only dicts
+    if hasattr(optimizer, "get_config"):  # an optimizer of bitsandbytes, which restores only dicts
         state = {number: dict(values) for number, values in state.items()}
     groups = {group["role"]: group for group in theirs["param_groups"]}
     own = optimizer.state_dict()["param_groups"]
@@ -204,7 +213,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        # False for optimizer state of another shape than the parameter, such as a scale per block or a mean per row
+        # False for optimizer state whose shape differs from the parameter's, such as a scale per block
         laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (
@@ -223,7 +232,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
 
 def _readers_from_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> ReadersOf:
-    # the names of a tied weight have one address
+    # all names of a tied weight have the same address
     names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
@@ -243,8 +252,8 @@ def _itself(value: object) -> object:
 
 
 def _keep_own_groups(schedules: list[dict], saved_roles: list[str], own_roles: list[str]) -> None:
-    """Keeps, in each list of a schedule with one value per parameter group, the values of this process's groups (in
-    place)."""
+    """Removes values of other processes' parameter groups from the schedules, in place. A schedule contains lists with
+    one value per saved parameter group; each list keeps the values of this process's groups."""
     for schedule in schedules if saved_roles != own_roles else ():
         for key, value in schedule.items():
             if isinstance(value, list) and len(value) == len(saved_roles):

@@ -1,8 +1,13 @@
-"""Writes checkpoints atomically and always between windows, and verifies them before they are used.
+"""Writes checkpoints atomically and always between windows, and verifies a checkpoint before it is used.
 
-A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`); any number of
-processes can read either. A checkpoint under its final name was complete when it was written. Later damage is found
-with the CRC-32 that torch writes for every tensor into the zip archive but never checks itself.
+    AtomicCheckpointIO    writes, reads and deletes one checkpoint, for Lightning
+    Checkpoints           callback: decides when to save, and deletes old checkpoints
+    newest, find          select and verify the checkpoint to start from
+    Saved                 the contents of that checkpoint, and checks that it belongs to this run
+
+A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`). Any number of
+processes can read both. A checkpoint that has its final name was written completely. Later damage is found with the
+CRC-32 of each tensor, which torch writes into the zip archive but never checks.
 """
 
 import hashlib
@@ -43,15 +48,15 @@ class AtomicCheckpointIO(CheckpointIO):
     """Writes checkpoints atomically. Lightning's own class builds the file in memory first and does not sync it.
 
     Args:
-        module: the module whose checkpoints are written and read; None: a single process.
+        module: the module whose checkpoints are written and read; None if there is only a single process.
     """
 
     def __init__(self, module: LightningModule | None = None) -> None:
         self.module = module
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        """Writes a checkpoint; all processes call this. Raises: OSError: on all processes, if one of them cannot
-        write."""
+        """Writes a checkpoint. All processes must call this method. Raises: OSError: a process cannot write; raised in
+        all processes."""
         ranks = self.module.ranks if self.module else OneDevice()
         if ranks.divides:
             checkpoint_folder.save(Path(path), *by_name.tensors_and_rest(checkpoint, self.module), ranks)
@@ -64,25 +69,28 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         if Path(path).is_dir():
             return by_name.load(Path(path))
-        # mmap: each tensor is read when it is copied into the model, so the checkpoint is never fully in memory
+        # mmap=True: a tensor is read when it is copied into the model, so the full checkpoint is never in memory
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path) -> None:
-        """Renames a checkpoint before it is deleted: a process that is killed meanwhile leaves a draft, and not a
+        """Renames a checkpoint and then deletes it. If the process is killed in between, it leaves a draft instead of a
         broken checkpoint."""
         if Path(path).exists():
             delete(Path(path).rename(draft_of(Path(path))))
 
 
 class Checkpoints(Callback):
-    """Saves every `every` optimizer steps or minutes, and at the end, and deletes old checkpoints.
+    """Callback that saves a checkpoint after every `every` optimizer steps or minutes and at the end of training, and
+    deletes old checkpoints.
 
     Args:
-        every: `save_every`: optimizer steps, or minutes as in 30min.
-        keep: "last": the newest two, in case one is damaged; "best": the newest and the one with the lowest validation
-            loss, which is saved after its evaluation; a number: that many of the newest.
-        metered: the memory meter's context around a save.
-        paused: the clock's context around a save, which does not count as part of a step.
+        folder: the folder for the checkpoints.
+        every: value of `save_every`: a number of optimizer steps, or a time such as 30min.
+        keep: which checkpoints to keep. "last": the newest two, in case one is damaged. "best": the newest checkpoint,
+            and the checkpoint with the lowest validation loss, which is saved after the evaluation. A number: this
+            number of newest checkpoints.
+        metered: returns a context in which the memory meter attributes memory to saving.
+        paused: returns a context whose time does not count as part of a step.
     """
 
     def __init__(
@@ -97,52 +105,54 @@ class Checkpoints(Callback):
         self.steps, self.seconds = steps_or_seconds(every)
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
-        self.ended_by: str | None = None  # why training ended: the checkpoint that could not be written
-        self._since = 0.0  # time of the last save, successful or not
+        # None, or if training ended because a checkpoint could not be written: the reason, for an error message
+        self.ended_by: str | None = None
+        self._since = 0.0  # time of the last attempt to save
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
-        drafts = self.folder.glob(".step-*.ckpt.writing")  # left by a process of this run that was killed in a save
+        drafts = self.folder.glob(".step-*.ckpt.writing")  # left by an earlier process that was killed while saving
         for draft in drafts if module.ranks.rank == 0 else ():
             delete(draft)
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         due = outputs["stepped"] and (trainer.global_step % self.steps == 0 or self._late(module.ranks))
-        if due or trainer.should_stop:  # at the end, and after a signal, before the last evaluation
+        if due or trainer.should_stop:  # should_stop: at the end or after a signal, save before the last evaluation
             self.save(trainer)
 
     def _late(self, ranks: OneDevice) -> bool:
-        """Returns whether a save is due by the clock of rank 0, since the clocks of ranks differ."""
+        """Returns True if the time for the next save has come. Rank 0 decides for all ranks, whose clocks differ."""
         return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         training = (
             trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        )  # not evaluate=, which saves nothing
+        )  # False for evaluate=, which saves no checkpoint
         if self.keep != "best" or not training or module.val_loss is None or module.val_loss >= self.best_loss:
             return
         self.best_step, self.best_loss = trainer.global_step, module.val_loss
         self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step:  # training ended for another reason
+        if self.saved_step != trainer.global_step:  # training ended in a way that `on_train_batch_end` did not see
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for tensors in (checkpoint["state_dict"], checkpoint.get("rests", {})):
-            page_out(tensor for tensor in tensors.values() if not tensor.is_meta)  # the model has copied them
+            # the model has copied these tensors, so evict the mapped pages of the file
+            page_out(tensor for tensor in tensors.values() if not tensor.is_meta)
         self.saved_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict:
         return {"best_step": self.best_step, "best_loss": self.best_loss}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        if self._path(state_dict["best_step"]).exists():  # a resume may go on in another folder
+        if self._path(state_dict["best_step"]).exists():  # the run may have been resumed in another folder
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
     def save(self, trainer: Trainer) -> None:
-        """Saves a checkpoint. If it cannot be written, training ends, older checkpoints stay, and nothing more is
-        saved: the run then writes only its weights (`model_folder.without_checkpoint`).
+        """Saves a checkpoint. If the checkpoint cannot be written, training ends, older checkpoints are kept, and no
+        further checkpoint is saved. The run then writes only its weights (`model_folder.without_checkpoint`).
 
         Raises:
             NotFinite: a weight is inf or nan.
@@ -178,14 +188,14 @@ class Checkpoints(Callback):
 
 
 def _all_finite(trainer: Trainer) -> bool:
-    """Returns whether all weights of this process are finite."""
+    """Returns True if all weights of this process are finite."""
     module = trainer.lightning_module
     weights = (module.stored(module.ranks.local(p)) for p in module.parameters())
     return all(finite(weight) for weight in weights if not weight.is_meta)
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder that are complete, oldest first."""
+    """Returns the checkpoints in a folder that are complete, the oldest first. Their bytes are not verified."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -194,13 +204,14 @@ def _has_its_end(path: Path) -> bool:
         return checkpoint_folder.has_its_end(path)
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # not a readable zip archive
+    except zipfile.BadZipFile:  # a broken zip archive
         return False
 
 
 def _named(folder: Path) -> list[Path]:
+    """Returns the checkpoints in a folder, complete or not, the oldest first."""
     for old in folder.glob(".step-*.ckpt.old"):  # left by a process that was killed while it replaced a checkpoint
-        with suppress(OSError):  # the folder belongs to another user
+        with suppress(OSError):  # the folder may belong to another user
             put_back(folder / old.stem.removeprefix("."))
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
 
@@ -210,10 +221,10 @@ def _step(path: Path) -> int:
 
 
 def intact(path: Path) -> bool:
-    """Returns True if the file or folder has exactly the bytes that were written.
+    """Returns True if the CRC-32 of a checkpoint's file or folder shows no damage.
 
-    A CRC-32 finds any flipped bit and any changed run of up to four bytes; it misses one in 4 billion other errors,
-    such as a page of zeros. It reads 1 GB in 0.3 s; a cryptographic digest takes a second.
+    A CRC-32 detects any flipped bit and any change within four adjacent bytes. Of other errors, such as a page of
+    zeros, it misses one in 4 billion. Checking 1 GB takes 0.3 s; with a cryptographic digest it would take 1 s.
     """
     if path.is_dir():
         return checkpoint_folder.intact(path)
@@ -222,12 +233,13 @@ def intact(path: Path) -> bool:
             return archive.testzip() is None
     except PermissionError:
         raise
-    except Exception:  # zipfile raises half a dozen errors for broken tables
+    except Exception:  # zipfile raises many kinds of errors for a broken archive
         return False
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the newest intact checkpoint of the run's folder, which `resume=auto` uses, or None."""
+    """Returns the newest intact checkpoint of a run for `resume=auto`, or None if there is none. Args: folder: the run
+    folder."""
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
@@ -237,10 +249,15 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(named: str, key: str = "resume") -> Path:
-    """Returns the checkpoint that was typed for `key=`; for a run folder, its newest checkpoint.
+    """Returns the checkpoint that a value of resume=, evaluate= or export= names. For a run folder this is the newest
+    complete checkpoint.
+
+    Args:
+        named: the typed value: a checkpoint or a run folder.
+        key: the typed key, for error messages.
 
     Raises:
-        Refused: the checkpoint does not exist, is cut short or is damaged.
+        Refused: the checkpoint does not exist, is incomplete or is damaged.
     """
     path, typed = Path(named).expanduser(), f"{key}={named}"
     if path.is_dir() and not _is_one(path):
@@ -259,7 +276,7 @@ def find(named: str, key: str = "resume") -> Path:
 
 
 def _is_one(folder: Path) -> bool:
-    """Returns whether a folder is a checkpoint, and not a run folder."""
+    """Returns True if a folder is a checkpoint, False if it is a run folder."""
     return (folder / checkpoint_folder.INDEX).exists() or _NAME.fullmatch(folder.name) is not None
 
 
@@ -272,18 +289,19 @@ def _instead(key: str, broken: Path | None = None) -> str:
 
 
 class Saved:
-    """The content of a checkpoint, read from the mapped file or the folder's index before the model is built.
+    """The settings and counts in a checkpoint, read before the model is built. No tensor is read.
 
     Args:
-        key: the setting that named the checkpoint, for messages.
+        path: the checkpoint.
+        key: the key that named the checkpoint, for error messages.
 
     Raises:
-        Refused: the file is not a checkpoint, or belongs to another model, optimizer, tokenizer or order of the data.
+        Refused: the file is not a checkpoint of lowmem.
     """
 
     def __init__(self, path: Path, key: str = "resume") -> None:
         self.path, self.key, self.asked = path, key, f"{key}={path}"
-        self.run = path.absolute().parents[1]  # the run's folder, unless the checkpoint was moved
+        self.run = path.absolute().parents[1]  # the folder of the run, unless the checkpoint has been moved
         try:
             content = AtomicCheckpointIO().load_checkpoint(path)
             ours = content["lowmem"]
@@ -291,19 +309,21 @@ class Saved:
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
             self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # learning rate of the next step
-            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")  # None: the run did not save one
-            # begin tokens of every text; None: tokenized by an earlier version of lowmem
+            # digest of the tokenizer, and id of the W&B run; None: the run did not save this value
+            self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")
+            # tokens at the beginning of every text; None: tokenized as by earlier versions, without beginning tokens
             self.begin = ours.get("begin")
             self.template = ours.get("template")  # chat template; None: the run had no conversations
-            self.start = ours.get("start")  # digest of the initial weights, which a loss uses as reference
-            # digest of the weights that the checkpoint leaves out; None: it contains all weights
+            self.start = ours.get("start")  # digest of the initial model, if the loss has a reference model
+            # digest of the frozen weights, which the checkpoint leaves out; None: the checkpoint has all weights
             self.base = ours.get("base")
             self.shapes = {name: tuple(tensor.shape) for name, tensor in content["state_dict"].items()}
-        except Exception as error:  # torch raises a dozen kinds of errors for other files
+        except Exception as error:  # torch raises many kinds of errors for files that are not checkpoints
             raise Refused(f"{self.asked}: this is not a lowmem checkpoint ({type(error).__name__}).") from None
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Checks that the weights belong to this model, and that the model was trained with this tokenizer."""
+        """Checks that the weights fit this model, and that the saved run had the same frozen weights, tokenizer, chat
+        template and beginning tokens. Raises: Refused."""
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
@@ -342,7 +362,8 @@ class Saved:
         return "the trained weights of this run" if self._partial(module) else "this model"
 
     def check_training(self, module: LightningModule, train: WindowLoader) -> None:
-        """Checks that optimizer and data are unchanged, so that training continues where it stopped."""
+        """Checks that the optimizer and the order of the data are unchanged, so that training can continue where it
+        stopped. Raises: Refused."""
         if self.order != (order := _comparable(self.order, train.order)):
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
@@ -361,7 +382,7 @@ class Saved:
             )
 
 
-# Settings that determine the order of the data -> the key to type. Any other difference comes from data=.
+# Settings that determine the order of the data -> the key to type. All other differences come from data=.
 _TYPED = {
     "seq_len": "seq_len",
     "seed": "seed",
@@ -374,7 +395,8 @@ _TYPED = {
 
 
 def _comparable(saved: object, own: object) -> object:
-    """Returns `own` without the digests of texts if `saved`, of an older checkpoint, lacks them."""
+    """Returns `own` without digests of texts (keys "text") that `saved` lacks, because an older version of lowmem wrote
+    the checkpoint."""
     if isinstance(saved, dict) and isinstance(own, dict):
         return {key: _comparable(saved.get(key), value) for key, value in own.items() if key in saved or key != "text"}
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
@@ -383,7 +405,7 @@ def _comparable(saved: object, own: object) -> object:
 
 
 def _differences(saved: dict, own: dict) -> tuple[str, str]:
-    """Returns how two orders of data differ: a sentence, and the keys to type."""
+    """Returns (description of the differences between two orders of the data, keys to type), for an error message."""
     saved, own = ({"packing": "joined"} | order for order in (saved, own))
     shared = [key for key in _TYPED if key in saved and key in own and saved[key] != own[key]]
     differ = [f"{_TYPED[key]} was {saved[key]} in that run and is {own[key]} now" for key in shared]
@@ -394,5 +416,5 @@ def _differences(saved: dict, own: dict) -> tuple[str, str]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a digest that is equal for tokenizers that map tokens to the same ids."""
+    """Returns a digest of a tokenizer's vocabulary, which is equal for tokenizers with equal tokens and ids."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -1,15 +1,16 @@
-"""Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the shards it
-needs.
+"""Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the shards that it
+needs. `AtomicCheckpointIO` (`checkpoint.py`) uses such a folder if the model is sharded.
 
-torch's distributed checkpoint assigns pieces of tensors to processes when saving, and finds the pieces from which a
-reader assembles its shards. This module does the input and output, and no process holds more than its own shards:
+torch's distributed checkpoint assigns pieces of tensors to processes when saving. When loading, it finds the pieces
+that contain the shards of a process. This module writes and reads the bytes; no process needs memory for more than its
+own shards:
 
-    part-00000.bin ...   the bytes of tensors, one file per process; a reader maps it and copies what it needs
-    index.pt             everything else, and for each piece its offsets in the tensor, its file and its CRC-32
+    part-00000.bin ...   the bytes of tensors, one file per process; a reader maps a file and copies the bytes it needs
+    index.pt             all other values, and for each piece its offsets in the tensor, its file and its CRC-32
 
-torch's own storage holds a copy of everything it writes until the file is closed, reads full pieces, unpickles its
-index together with any code in it, and has no digests. Source: torch.distributed.checkpoint's `StorageWriter` and
-planners.
+torch's own storage format keeps a copy of all written tensors until the file is closed, always reads full pieces,
+unpickles an index that may contain code, and has no checksums. Source: torch.distributed.checkpoint's `StorageWriter`
+and planners.
 """
 
 import os
@@ -39,32 +40,35 @@ from lowmem.system.fail_together import Ranks, fail_together
 from lowmem.system.process import page_out
 
 INDEX = "index.pt"
-ALIGNED = 64  # bytes: alignment of pieces, suitable for every dtype
-AT_ONCE = 1 << 22  # bytes that are read at once for a digest
+ALIGNED = 64  # bytes: alignment of pieces in a file, suitable for every dtype
+AT_ONCE = 1 << 22  # bytes that are read at once to compute a CRC-32
 
 
 class Piece(NamedTuple):
-    """The location of a tensor's piece in a file."""
+    """The location of a piece of a tensor in a file."""
 
-    file: str
-    start: int  # bytes
-    bytes: int
-    crc: int
+    file: str  # name of the file in the folder
+    start: int  # offset in bytes
+    bytes: int  # size in bytes
+    crc: int  # CRC-32 of the bytes
 
 
 # --- written ---------------------------------------------------------------------------------------------------------
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks) -> None:
-    """Writes a checkpoint atomically; all processes call this. When it returns, `path` is complete and synced.
+    """Writes a checkpoint atomically. All processes must call this function. When it returns, `path` is complete and
+    synced to the disk.
 
     Args:
-        tensors: name -> tensor. Of a DTensor each process writes its shard (replicated shards are written once); a
-            plain tensor is equal in all processes.
-        content: further tensors and plain values; the content of rank 0 is written.
+        path: the folder to write.
+        tensors: name -> tensor. Each process writes its shard of a DTensor (a replicated shard is written once). A
+            plain tensor must be equal in all processes.
+        content: further tensors and plain values. Only the content of rank 0 is written.
+        ranks: the processes.
 
     Raises:
-        OSError: on every process, if any process cannot write. The draft is deleted, and `path` is unchanged.
+        OSError: some process cannot write; raised in every process. The draft is deleted, and `path` is unchanged.
     """
     with fail_together(ranks), ExitStack() as stack:
         with fail_together(ranks):
@@ -72,14 +76,15 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
             if ranks.rank == 0:
                 draft.mkdir()
         with fail_together(ranks), _one_error(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # torch warns about a single process
             planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(dict(tensors), storage_writer=_Writer(draft, ranks.rank, content), planner=planner)
 
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Raises the first of the processes' errors, which torch wraps in an error that is not an `Exception`."""
+    """Context that raises the first error of any process. torch wraps the errors of all processes in an error that is
+    not an `Exception`."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -87,15 +92,15 @@ def _one_error() -> Iterator[None]:
 
 
 class _Writer(dcp.StorageWriter):
-    """Writes the file of one process. Args: rank: rank of this process; content: written to the index besides the
-    pieces."""
+    """Writes the file of one process, and on rank 0 the index. Args: folder: an existing folder; rank: rank of this
+    process; content: values for the index, in addition to the locations of the pieces."""
 
     def __init__(self, folder: Path, rank: int, content: dict) -> None:
         self.folder, self.rank, self.content = folder, rank, content
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # the constructor gets the folder
+        return False  # torch passes no folder here; the constructor has received it
 
     def reset(self, checkpoint_id: object = None) -> None:
         """No-op: each checkpoint has a new writer."""
@@ -122,7 +127,7 @@ class _Writer(dcp.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index; rank 0 calls this once all processes have written."""
+        """Writes the index. torch calls this on rank 0 after all processes have written their files."""
         pieces = {result.index: tuple(result.storage_data) for some in results for result in some}
         tensors = {name: _entry(name, tensor, pieces) for name, tensor in metadata.state_dict_metadata.items()}
         index = self.folder / INDEX
@@ -134,7 +139,8 @@ class _Writer(dcp.StorageWriter):
 
 
 def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
-    """Writes a tensor and returns its location. Only one tensor is on the host at a time."""
+    """Writes a tensor and returns its location. Since tensors are written one by one, only one of them is copied from
+    the device to the host at a time."""
     numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     stream.write(bytes(-stream.tell() % ALIGNED))
     start = stream.tell()
@@ -143,7 +149,7 @@ def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
 
 
 def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex, tuple]) -> dict:
-    """Returns a tensor's entry in the index. Its pieces are (offsets in the tensor, shape, `Piece`)."""
+    """Returns a tensor's entry in the index: shape, dtype, and pieces as (offsets in the tensor, shape, `Piece`)."""
     chunks = ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks)
     placed = [(offsets, sizes, pieces[MetadataIndex(name, torch.Size(offsets))]) for offsets, sizes in chunks]
     return {"shape": tuple(tensor.size), "dtype": tensor.properties.dtype, "pieces": placed}
@@ -153,14 +159,20 @@ def _entry(name: str, tensor: TensorStorageMetadata, pieces: dict[MetadataIndex,
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """Maps names to the tensors of a folder, which have shape and dtype but no memory. `read` copies from the files."""
+    """Maps names to meta tensors with the shapes and dtypes of a folder's tensors. `read` copies the values.
+
+    Args:
+        folder: the checkpoint.
+        tensors: full name -> entry of the index.
+        prefix: removed from the full names.
+    """
 
     def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
         self.folder, self.tensors, self.prefix = folder, tensors, prefix
         self._mapped: dict[str, Tensor] = {}
 
     def under(self, prefix: str) -> Self:
-        """Returns the tensors whose names begin with a prefix, under their names without the prefix."""
+        """Returns the tensors whose names begin with a prefix, with the prefix removed from the names."""
         own = {name: entry for name, entry in self.tensors.items() if name.startswith(f"{self.prefix}{prefix}")}
         return type(self)(self.folder, own, f"{self.prefix}{prefix}")
 
@@ -175,9 +187,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fills a tensor from the files. Reads only the bytes that `into` needs, and sends nothing between processes.
+        """Fills a tensor from the files. Reads only the bytes that `into` needs, without communication.
 
         Args:
+            name: name of the saved tensor.
             into: a DTensor, whose local shard is filled, or a plain tensor of the full shape.
         """
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -198,7 +211,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns the piece that begins at `offsets`, and its full file, both as mapped memory."""
+        """Returns the piece that begins at `offsets`, and the full file of this piece, both as mapped memory."""
         entry = self.tensors[self.prefix + name]
         sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
         if piece.file not in self._mapped:
@@ -215,7 +228,7 @@ def load(folder: Path) -> tuple[dict, CheckpointTensors]:
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns whether every file has its full length, without reading a tensor."""
+    """Returns True if every file has its full length. Reads only the index."""
     try:
         if not zipfile.is_zipfile(folder / INDEX):
             return False
@@ -227,6 +240,7 @@ def has_its_end(folder: Path) -> bool:
 
 
 def _ends(stored: CheckpointTensors) -> dict[str, int]:
+    """Returns name of a file -> size in bytes that the file has at least."""
     ends: dict[str, int] = {}
     for piece in _pieces(stored):
         ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)
@@ -238,7 +252,7 @@ def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns True if all files have the CRC-32 with which they were written."""
+    """Returns True if the bytes of all files still have the CRC-32 that was stored when they were written."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:
             if archive.testzip() is not None:

@@ -1,8 +1,9 @@
-"""Writes a trained model as a folder in Hugging Face's format, file by file, without a second model in memory.
+"""Writes a trained model as a folder in Hugging Face's format, file by file, without a second copy in memory.
 
-transformers writes the folder from lazy tensors: each knows its shape and dtype, and is computed when its file is
-written. If transformers computes with a tensor earlier, as with fused experts that files store separately, the tensor
-is computed immediately. So the peak over the model is one file, and for a mixture of experts its experts.
+transformers writes the folder from lazy tensors. A lazy tensor has a shape and a dtype, and its values are computed
+when transformers writes its file. If transformers computes with a lazy tensor earlier, for example to split fused
+experts, the values are computed at that time. So the export takes memory for one file, and for a mixture of experts
+also for all experts, in addition to the model itself.
 
 If the model is sharded, the first process writes, and gathers one weight at a time from all processes (`Weights`).
 """
@@ -25,16 +26,17 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice
 
 CARD = "README.md"  # the hub shows it as the model card
 FILE_BYTES = 2 * 10**9  # maximum bytes per file, unless a single tensor is larger
-_SAYS = {  # queries that a tensor without memory can answer
+_SAYS = {  # functions that do not need the values of a lazy tensor
     *(Tensor.device.__get__, Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement),
     *(Tensor.element_size, Tensor.untyped_storage, Tensor.is_floating_point),
 }
 
 
 class Later(Tensor):
-    """A lazy tensor: its values are computed when an operation needs them."""
+    """A lazy tensor, whose values are computed when an operation needs them. The values are not stored, so each
+    operation computes them again."""
 
-    compute: Callable[[], Tensor]
+    compute: Callable[[], Tensor]  # returns the values
 
     @classmethod
     def computed_by(cls, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype) -> "Later":
@@ -51,12 +53,13 @@ class Later(Tensor):
 
 
 class Weights:
-    """Reads a model's weights at full precision. If the model is sharded, the first process gathers full weights into
+    """Reads a model's weights in full precision. If the model is sharded, the first process gathers full weights into
     host memory, one by one; the other processes take part in each gather within `writing`.
 
     Args:
-        shard: returns this process's shard of a parameter at full precision; any value, if the process has no shard of
-            it.
+        network: the model.
+        shard: returns this process's shard of a parameter in full precision. The result is not used if the process has
+            no shard of the parameter.
         ranks: the strategy that shards the model.
     """
 
@@ -67,15 +70,15 @@ class Weights:
         ranks: OneDevice = ONE_DEVICE,
     ) -> None:
         self.shard, self.ranks = shard, ranks
-        network.state_dict()  # makes a sharding engine free the full weights that it gathered for a forward pass
+        network.state_dict()  # a hook of FSDP frees the full weights that a forward pass has gathered
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        # parameter that replaces a parameter of the model -> function that computes its value
+        # parameter with which the export replaces the weight of an adapted layer -> function that returns its value
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
-        """Returns a full weight; the first process calls this. Parameters that do not belong to the model were created
-        by the export, and are complete."""
+        """Returns a full weight. Only the first process calls this. A parameter that is not in the model was created by
+        the export, and is not sharded."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._send_name(self._names[p]))
@@ -85,8 +88,8 @@ class Weights:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Yields True in the process that writes. The other processes take part in its gathers until the writer has
-        finished; if the writer fails, they fail with the same error."""
+        """Yields True in the first process, which writes. In the other processes, takes part in the gathers until the
+        first process has finished, then yields False. If the first process fails, all processes raise its error."""
         with fail_together(self.ranks):
             if self.ranks.rank == 0:
                 try:
@@ -99,8 +102,8 @@ class Weights:
                 yield False
 
     def _send_name(self, name: str | None) -> str | None:
-        """Returns the next parameter's name, which the first process sends; the other processes wait without a time
-        limit while it writes."""
+        """Sends the name of the next parameter from the first process to all processes, and returns the name. The other
+        processes wait without a time limit, since the first process may be writing a file."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)
@@ -111,12 +114,12 @@ class Weights:
 
 
 class ModelFolder(NamedTuple):
-    """A folder to write: its path, and its content except the weights."""
+    """The folder to write: its path, its content except the weights, and the dtype of the weights."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
     dtype: str | None = None  # dtype of the written weights, such as bfloat16; None: unchanged
-    card: str = ""  # README.md
+    card: str = ""  # content of README.md
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
@@ -133,7 +136,9 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     """Writes weights (safetensors), configuration and tokenizer, atomically.
 
     Args:
-        weights: reads the model's weights; None: the parameters are at full precision.
+        network: the model.
+        folder: the folder to write.
+        weights: reads the model's weights; None if the parameters themselves are in full precision.
 
     Raises:
         OverflowError: a weight is out of range of the folder's dtype.
@@ -143,7 +148,7 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     with folder.draft() as draft:
         tensors = network.state_dict() | _laters(network, rounding, weights)
         network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=FILE_BYTES)
-        # transformers has written the dtype of the parameters in memory
+        # write the configuration again, since transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)
         old_spelling.rewrite_config(draft, _is_tied(network))
@@ -152,14 +157,14 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
 
 
 def _is_tied(network: PreTrainedModel) -> bool | None:
-    """Returns whether embedding and output layer share their weight, whatever the configuration says; None if the model
-    has no output layer."""
+    """Returns True if embedding and output layer share their weight, even if the configuration says otherwise. Returns
+    None if the model has no output layer."""
     head = network.get_output_embeddings()
     return None if head is None else head.weight is network.get_input_embeddings().weight
 
 
 def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> dict[str, Later]:
-    """Maps each parameter name, tied names included, to a lazy tensor that is computed when its file is written."""
+    """Returns name -> lazy tensor for each parameter, under all names of tied parameters."""
 
     def later(name: str, p: nn.Parameter) -> Later:
         if rounding is None:
@@ -170,8 +175,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors without names that transformers ties to another name when it loads the folder. transformers
-    would compare both tensors, and so compute them."""
+    """Returns the tensors, without the additional names of tied weights. transformers restores these names when it
+    loads the folder. If they were kept, transformers would compare tied tensors, which would compute their values."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

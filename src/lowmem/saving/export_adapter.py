@@ -1,9 +1,9 @@
-"""Writes model/ of a run with an adapter: the adapter alone, or with merge=true the complete model with merged weights.
+"""Writes model/ of a run with an adapter: only the adapter, or with merge=true the complete model with merged weights.
 
-PEFT reads an adapter folder: adapter_model.safetensors, and adapter_config.json, which names the base model. Weights
-that were quantized to 4 bits differ from the published weights, and the adapter has learned to compensate for the
-difference. So the adapter is merged into the dequantized 4-bit weights, layer by layer, in fp32, and the sum is rounded
-once.
+The folder of an adapter has PEFT's format: adapter_model.safetensors, and adapter_config.json, which names the base
+model. A base model that was quantized to 4 bits differs from the published weights, and the adapter has learned to
+compensate for the difference. So the adapter is merged into the dequantized 4-bit weights instead of the published
+weights. Merging works layer by layer in fp32, and rounds each sum once.
 """
 
 import json
@@ -45,16 +45,20 @@ log = logging.getLogger(__name__)
 def export(
     network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
 ) -> None:
-    """Writes the adapter alone or the merged model, atomically. After merging, `network` has no adapter.
+    """Writes the adapter or the merged model, atomically. A model without an adapter is written unchanged. After
+    merging, `network` has no adapter.
 
     Args:
-        folder: where to write. If its dtype is not set, a merged model is written in fp32, the adapter's dtype,
-            because rounding to the base's 16 bits would change the outputs.
-        base: the published model or the folder that the network was loaded from; None: initialized at random.
-        weights: reads the model's weights; None: its parameters are at full precision.
+        network: the model.
+        folder: the folder to write. If its dtype is None, a merged model is written in fp32, because rounding to the 16
+            bits of the base model would change the outputs.
+        merged: merge the adapter. A base model that was initialized at random is always merged.
+        base: the published model or the folder from which the network was loaded; None if it was initialized at random.
+        weights: reads the model's weights; None if the parameters themselves are in full precision.
 
     Raises:
         OverflowError: a weight is out of range of the folder's dtype.
+        Refused: two adapted layers share a weight, so they cannot be merged.
     """
     weights = weights or Weights(network)
     if not is_adapted(network):
@@ -73,7 +77,7 @@ def export(
             return
         for _, p in trainable(network):
             p.data = weights.full(p)
-        network.cpu()  # the merged model in fp32 may not fit on the card
+        network.cpu()  # because the merged model in fp32 may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
     else:
@@ -90,8 +94,11 @@ def is_adapted(network: nn.Module) -> bool:
 
 @torch.no_grad()
 def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Merges the adapter in place, layer by layer, in fp32. 4-bit weights are dequantized. Args: dtype: dtype of the
-    merged weights.
+    """Merges the adapter in place, layer by layer, in fp32. 4-bit weights are dequantized.
+
+    Args:
+        network: the model, with all weights on this process.
+        dtype: dtype of all weights after merging.
 
     Raises:
         OverflowError: a weight is out of range of the dtype.
@@ -111,8 +118,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _refuse_shared(network: PreTrainedModel) -> None:
-    """Refuses to merge if adapted layers share a weight, as in Zamba: each layer has a separate adapter, and one weight
-    cannot contain several."""
+    """Refuses to merge if adapted layers share a weight, as in Zamba. Each of these layers has its own adapter, and a
+    shared weight cannot contain several adapters. Raises: Refused."""
     from peft.tuners.lora import LoraLayer
 
     tied = getattr(network, "all_tied_weights_keys", None) or {}
@@ -126,7 +133,7 @@ def _refuse_shared(network: PreTrainedModel) -> None:
 
 
 def _names(network: nn.Module) -> list[str]:
-    """Returns the names of the layers that merging replaces."""
+    """Returns the names of the layers that merging replaces: layers with an adapter, and 4-bit layers and experts."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # importing PEFT takes seconds
 
     names = [
@@ -134,11 +141,11 @@ def _names(network: nn.Module) -> list[str]:
         for name, module in network.named_modules()
         if isinstance(module, BaseTunerLayer) or _computes_weights(module)
     ]
-    return [name for name in names if not name.endswith(".base_layer")]  # replaced together with the layer around it
+    return [name for name in names if not name.endswith(".base_layer")]  # replaced with the adapter layer around it
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """Returns a layer without an adapter, with the merged weights in fp32."""
+    """Returns the layer that replaces an adapted or 4-bit layer: without an adapter, with merged weights in fp32."""
     if _computes_weights(layer):
         return layer.unpacked(torch.float32)
     base = layer.get_base_layer()
@@ -151,12 +158,12 @@ def _merged(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
-    """Replaces the adapted layers of a sharded model by ordinary layers, whose weights are gathered and merged when the
-    export reads them."""
+    """Replaces the adapted and 4-bit layers of a sharded model by ordinary layers. The weights of a new layer are
+    gathered and merged when the export reads them."""
 
     def gathered(layer: nn.Module, key: str) -> Tensor:
         full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
-        copy = deepcopy(layer, full_weights).cpu()  # gathered weights are on the CPU
+        copy = deepcopy(layer, full_weights).cpu()  # gathered weights are in host memory, so move buffers there too
         return getattr(_merged(copy), key).data
 
     _refuse_shared(network)
@@ -171,7 +178,8 @@ def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
 
 
 def _without_numbers(layer: nn.Module) -> nn.Module:
-    """Returns the layer that replaces an adapted layer: with its bias, and with a weight on the meta device."""
+    """Returns the layer that replaces an adapted or 4-bit layer, with its weight on the meta device. The bias keeps its
+    values."""
     base = layer if _computes_weights(layer) else layer.get_base_layer()
     if _computes_weights(base):
         return base.unpacked(torch.float32, "meta")
@@ -181,7 +189,8 @@ def _without_numbers(layer: nn.Module) -> nn.Module:
 
 
 def _computes_weights(module: nn.Module) -> bool:
-    """Returns True for a 4-bit layer, and for experts that are in 4 bits or have LoRA."""
+    """Returns True for a 4-bit layer, and for a stack of experts that is in 4 bits or has LoRA. Such layers compute
+    their full weights in each forward pass."""
     from lowmem.techniques.adapter.nf4 import NF4Linear  # importing bitsandbytes takes seconds
 
     return isinstance(module, ComputedExperts | NF4Linear)
@@ -191,8 +200,15 @@ def _computes_weights(module: nn.Module) -> bool:
 
 
 def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
-    """Writes the adapter alone, in PEFT's format. Args: folder: an existing folder; dtype: None: the dtype of the
-    adapter."""
+    """Writes the adapter in PEFT's format.
+
+    Args:
+        network: the model with the adapter.
+        folder: an existing folder.
+        dtype: dtype of the written weights; None: the dtype of the adapter.
+        base: the published model or the folder from which the network was loaded.
+        weights: reads the model's weights.
+    """
     adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in trainable(network)})
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
     if dtype:
@@ -211,8 +227,8 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
 
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns the entries about a quantized base for the header of the weight file; empty if the base is not
-    quantized."""
+    """Returns the entries of the weight file's header that describe a quantized base model. Returns an empty dict if
+    the base model is not quantized."""
     from lowmem.techniques.adapter.nf4 import NF4Stack
 
     packed_layers = [module for module in network.modules() if isinstance(module, Packed)]
@@ -224,7 +240,7 @@ def _base_of(network: PreTrainedModel) -> dict[str, str]:
 
 
 def _peft_config(network: PreTrainedModel, base: str) -> dict:
-    """Returns PEFT's configuration. Sets are sorted, so that equal adapters give equal files."""
+    """Returns PEFT's configuration. Sets become sorted lists, so that equal adapters give equal files."""
     (config,) = network.peft_config.values()
     settings = config.to_dict() | {
         "base_model_name_or_path": str(Path(base).expanduser().absolute())
@@ -239,7 +255,7 @@ def _peft_config(network: PreTrainedModel, base: str) -> dict:
 
 
 def _has_conv1d(network: PreTrainedModel) -> bool:
-    """Returns whether the base model's matrices are stored transposed, as in GPT-2."""
+    """Returns True if the base model stores matrices transposed, as GPT-2 does."""
     return any(
         isinstance(module, Conv1D) or (isinstance(module, Packed) and module.transposed) for module in network.modules()
     )
@@ -253,12 +269,13 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """Returns the base model of an adapter folder; None: the folder does not name a base model."""
+    """Returns the name or path of the base model that an adapter folder names, or None if it names no base model."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def adapter_config_of(folder: Path) -> dict:
-    """Returns the settings of `adapter=` that continue training the adapter in a folder."""
+    """Returns the contents of the `adapter=` yaml, and its `path`, with which a run continues from the adapter in a
+    folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))

@@ -1,8 +1,9 @@
-"""Writes an exported model folder as a GGUF file as well, for llama.cpp and programs based on it.
+"""Converts an exported model folder to a GGUF file, for llama.cpp and programs based on llama.cpp.
 
-The file is converted from the folder's own files, one tensor in memory at a time. Before the file is renamed to its
-final name, its log-probabilities in llama.cpp are compared with those of the folder in transformers: swapped rows or a
-wrong tokenizer give plausible nonsense and no error. If llama.cpp is not installed, the file name says "unverified".
+The tensors are read from the folder's files, one at a time, and the GGUF file is added to the folder. Before the file
+gets its final name, the log-probabilities that llama.cpp computes from the file are compared with the log-probabilities
+that transformers computes from the folder. Without this comparison, swapped rows or a wrong tokenizer would produce
+plausible nonsense without an error. If llama.cpp is not installed, the file name says "unverified".
 """
 
 import json
@@ -40,10 +41,10 @@ class Family(NamedTuple):
     Args:
         name: llama.cpp's name of the architecture.
         of_config: returns method of GGUFWriter -> its value, from the model's configuration.
-        fixed: key of the configuration -> the values that llama.cpp supports; a GGUF file cannot store any other.
-        transposed: suffixes of weights that transformers stores as (inputs, outputs).
-        pairs: rotary embeddings rotate adjacent elements, and not elements of the two halves, so rows of queries and
-            keys are reordered.
+        fixed: key of the configuration -> the values that llama.cpp supports. A GGUF file cannot store other values.
+        transposed: suffixes of the names of weights that transformers stores as (inputs, outputs).
+        pairs: llama.cpp's rotary embeddings rotate pairs of adjacent elements, while transformers' rotate pairs that
+            are half a head apart. So rows of queries and keys are reordered.
     """
 
     name: str
@@ -97,7 +98,7 @@ FAMILIES = {  # transformers' model_type -> how llama.cpp stores the model
 
 
 def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises Refused for a model that this module cannot convert. Called before training."""
+    """Checks, before training, that this module can convert a model. Raises: Refused: it cannot."""
     why, family = None, FAMILIES.get(config.model_type)
     if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
@@ -176,8 +177,14 @@ def _write(folder: Path, file: Path) -> None:
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of the GGUF file. Args: name: its name in transformers; dtype: its dtype in the file; read: returns its
-    values."""
+    """A tensor of the GGUF file.
+
+    Args:
+        name: the tensor's name in transformers.
+        shape: the tensor's shape in the file.
+        dtype: the tensor's dtype in the file.
+        read: returns the tensor's values, in any dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -190,7 +197,8 @@ class GgufTensor(NamedTuple):
 
 
 def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[GgufTensor]:
-    """Yields the tensors of the file, with the dtypes of the folder. Vectors are in fp32, as llama.cpp requires."""
+    """Yields the tensors of the GGUF file. Vectors are in fp32, as llama.cpp requires; other tensors keep their dtype
+    in the folder."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -216,8 +224,8 @@ def _read(file: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> T
 
 
 def _in_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Reorders rows of queries or keys for llama.cpp, where a rotated pair is adjacent. In transformers the two rows of
-    a pair are half a head apart."""
+    """Reorders the rows of a query or key projection for llama.cpp, where the two rows of a rotated pair are adjacent.
+    In transformers the two rows are half a head apart."""
     halves = tensor.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(tensor.shape)
 
@@ -230,8 +238,8 @@ def _rope(config: PreTrainedConfig) -> str:
 
 
 def _pre(tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns llama.cpp's name of a tokenizer's pre-tokenization (how it splits a text into words); None if it is not
-    supported here.
+    """Returns llama.cpp's name of a tokenizer's pre-tokenization, which splits a text into words. Returns None if this
+    module does not support the tokenizer.
 
     Args:
         tokenizer: the content of tokenizer.json.
@@ -254,8 +262,7 @@ def _pre(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
-    """Adds the tokenizer to a `GGUFWriter`. Embedding rows without a token are named [PAD0], [PAD1] and so on, by
-    id."""
+    """Adds the tokenizer to a `GGUFWriter`. An embedding row without a token gets the name [PAD<id>]."""
     import gguf
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -268,11 +275,12 @@ def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
     writer.add_tokenizer_pre(_pre(json.loads(tokenizer.backend_tokenizer.to_str())))
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types(kinds)
-    logging.getLogger("gguf").setLevel(logging.ERROR)  # it warns of default ids in config.json beyond the vocabulary
+    # gguf warns if config.json has default ids of special tokens that are outside of the vocabulary
+    logging.getLogger("gguf").setLevel(logging.ERROR)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
-    # otherwise llama.cpp uses the default of the tokenizer's kind
+    # say whether texts begin with a bos token; otherwise llama.cpp uses the default of the tokenizer's type
     special.add_special_token["bos"] = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     special.add_to_gguf(writer, quiet=True)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     if others := {*(ends if isinstance(ends, list) else [ends])} - {tokenizer.eos_token_id, None}:
-        writer.add_eot_token_id(min(others))  # the token that ends a turn of the chat template
+        writer.add_eot_token_id(min(others))  # the token that ends a turn of a chat

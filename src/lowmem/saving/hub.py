@@ -14,7 +14,7 @@ def push(folder: Path, name: str, again: str) -> None:
     Args:
         folder: model/ of a run.
         name: the repository on the hub.
-        again: the `export=` to type after an error.
+        again: the `export=` override that the error message tells the user to type.
 
     Raises:
         NotPublished: the upload failed. The message has the reason and the command to type.
@@ -25,7 +25,7 @@ def push(folder: Path, name: str, again: str) -> None:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
-    except Exception as error:  # network, token, permission, quota or name: each raises another class
+    except Exception as error:  # errors of network, token, permission, quota and name have different classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotPublished(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "

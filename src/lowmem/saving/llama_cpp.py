@@ -1,8 +1,8 @@
-"""Compares a GGUF file in llama.cpp with the folder it was converted from in transformers: tokens and
-log-probabilities.
+"""Compares the tokens and log-probabilities that llama.cpp computes from a GGUF file with the tokens and
+log-probabilities that transformers computes from the original folder. `gguf.py` calls `compare`.
 
-llama.cpp runs in a separate process, because an error in native code ends its process. Both models are in host memory;
-the model in transformers is in fp32.
+llama.cpp runs in a separate process, because an error in native code would end this process. Both models are in host
+memory; the model in transformers is in fp32.
 """
 
 import json
@@ -20,14 +20,14 @@ from lowmem.system.errors import Refused
 
 # words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # compared per position: the largest log-probabilities
-# Rounding explains some difference: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits, and reads
-# GELU from a table in fp16. Its size depends on the model, so the tolerance is FACTOR times the difference between fp32
-# and 16-bit matmuls in transformers.
+TOP = 20  # number of log-probabilities, the largest, that are compared per position
+# Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
+# and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
+# times the difference between an fp32 model and a 16-bit model in transformers.
 FACTOR = 2.0
 CONTEXT = 512  # context length of llama.cpp, in tokens
-PARTS = 6  # number of prefixes of TEXT that llama.cpp tokenizes itself
-SAME = 1e-3  # nats: tolerance between two results of llama.cpp for equal tokens in batches of different sizes
+PARTS = 6  # number of prefixes of TEXT whose tokenization by llama.cpp is checked
+SAME = 1e-3  # nats: tolerance between two results of llama.cpp for equal tokens, which may run in different batches
 
 
 def is_installed() -> bool:
@@ -36,6 +36,10 @@ def is_installed() -> bool:
 
 def compare(file: Path, folder: Path) -> None:
     """Compares the tokens of TEXT, and the log-probabilities of the next token at each position.
+
+    Args:
+        file: the GGUF file.
+        folder: the folder from which the file was converted.
 
     Raises:
         Refused: llama.cpp cannot open the file, splits TEXT into other tokens, or its log-probabilities differ by more
@@ -69,7 +73,7 @@ def compare(file: Path, folder: Path) -> None:
 def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
     """Returns prefixes of TEXT and their tokens. TEXT is shortened until its tokens fit the model's context."""
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    text = TEXT + (tokenizer.eos_token or "")  # special tokens are not built from characters
+    text = TEXT + (tokenizer.eos_token or "")  # add a special token, since tokenizers do not split special tokens
     while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
         text = text[: len(text) // 2]
     texts = [text[: len(text) * part // PARTS] for part in range(1, PARTS + 1)]
@@ -77,15 +81,16 @@ def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
 
 
 def _apart(one: dict, other: dict) -> float:
-    """Returns the largest difference between log-probabilities of tokens that are in both answers. llama.cpp returns no
-    log-probabilities if the next token is an incomplete character."""
+    """Returns the largest difference between the log-probabilities of tokens that are in both results. If the next
+    token is an incomplete character, llama.cpp returns no log-probabilities, and the difference is 0."""
     theirs = dict(other["top"])
     return max((abs(value - theirs[token]) for token, value in one["top"] if token in theirs), default=0.0)
 
 
 @torch.no_grad()
 def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the next token, (T, vocabulary) each, computed in fp32 and in 16 bits."""
+    """Returns the log-probabilities of the next token from an fp32 model and from a 16-bit model, (T, vocabulary)
+    each."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     stored_in_bf16 = AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
@@ -96,7 +101,7 @@ def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor
     return exact, rounded
 
 
-# llama.cpp's server listens on a free port of 127.0.0.1; the child process both starts and queries it
+# The child process starts llama.cpp's server, which listens on a free port of 127.0.0.1, and sends it the prompts.
 _CHILD = """
 import json, sys
 import xllamacpp as llama

@@ -1,7 +1,7 @@
-"""Writes README.md of model/: what the model is, its data and recipe, and its measurements.
+"""Builds the text of README.md in model/, the model card: base model, data, results, command and recipe.
 
-The card depends on summary.json alone. The device is the only detail of the machine in it, and paths are shortened to
-their last component.
+All values come from summary.json. The only detail of the machine in the card is the name of the device, and paths are
+shortened to their last component.
 """
 
 import re
@@ -16,11 +16,13 @@ from lowmem.report.summary import predicted_and_measured
 from lowmem.system.units import byte_size
 
 NOT_SHOWN = (*FOLDERS, "output_dir", "resume", "evaluate", "export", "push", "hydra.")
-PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")  # a path on a machine; a hub id begins with a name
+# a path on a machine: it begins with /, ~/, ./ or ../, while a hub id begins with a name
+PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")
 
 
 def card(summary: Mapping) -> str:
-    """Returns the model card: the front matter that the hub reads, then Markdown."""
+    """Returns the model card: front matter in YAML for the hub, then Markdown. Args: summary: contents of
+    summary.json."""
     head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
     head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
     known = {name: value for name, value in head.items() if value is not None}
@@ -83,17 +85,18 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def command(overrides: list[str]) -> str:
-    """Returns the command that repeats the run, without local folders. A file or folder is shown as its name in <>, for
-    the reader to replace."""
+    """Returns the command that repeats the run, without local folders. Instead of a path the command has the name of
+    the file or folder in <>, which readers replace by their own path."""
     typed = set(map(key, overrides))
-    # set to null because the other key of the pair was typed
+    # overrides that set a key to null only because the other key of its pair is typed
     implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}
     lines = [line for line in overrides if not key(line).startswith(NOT_SHOWN) and line not in implied]
     return shlex.join(["python", "train.py", *(without_place(line, "data=hub" in lines) for line in lines)])
 
 
 def without_place(line: str, data_of_hub: bool) -> str:
-    """Returns an override without local folders. Hub ids are kept."""
+    """Returns an override in which local paths are replaced by names in <>. Hub ids are kept. Args: line: the override;
+    data_of_hub: True if data.path is a hub id."""
     name, equals, value = line.partition("=")
     if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
         return f"{name}{equals}<{PurePath(value).name}>"

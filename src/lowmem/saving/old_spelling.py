@@ -1,8 +1,8 @@
-"""Rewrites the files of an exported folder so that older programs can read them, too.
+"""Rewrites config.json and tokenizer_config.json of an exported folder so that older programs can read them, too.
 
-transformers 5 writes names that transformers 4, and servers and converters of that time, do not know: they fail, or use
-a default silently. config.json gets the old keys in addition to the new keys; in tokenizer_config.json old keys replace
-new keys. transformers 5 reads both.
+transformers 5 writes keys that transformers 4, and servers and converters of that time, do not know. Such programs
+fail, or silently use a default. So config.json gets the old keys in addition to the new keys, and in
+tokenizer_config.json old keys replace new keys. transformers 5 reads old and new keys.
 """
 
 import json
@@ -14,16 +14,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
-PLAIN = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in transformers 4 and 5
-_NEW = {"TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend"}  # since transformers 5
-_ALSO = {  # older names of keys, by model_type
+PLAIN = "PreTrainedTokenizerFast"  # class that reads tokenizer.json unchanged, in transformers 4 and 5
+# names of tokenizer classes that transformers 4 does not have
+_NEW = {"TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend"}
+_ALSO = {  # model_type -> older key -> newer key
     "gpt2": {"n_ctx": "n_positions"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
 _PLAIN_ROTARY = {"rope_theta": ("rope_theta",), "partial_rotary_factor": ("partial_rotary_factor",)}
 _OF_NEOX = {"rotary_emb_base": ("rope_theta",), "rotary_pct": ("partial_rotary_factor",)}
 _OF_GEMMA = {"rope_theta": ("rope_theta",), "rope_local_base_freq": ("sliding_attention", "rope_theta")}
-_ROTARY = {  # model_type -> older key -> its place in rope_parameters; other models use _PLAIN_ROTARY
+_ROTARY = {  # model_type -> older key -> path of keys in rope_parameters; other models use _PLAIN_ROTARY
     "gpt_neox": _OF_NEOX,
     "gpt_neox_japanese": _OF_NEOX,
     "gemma3_text": _OF_GEMMA,
@@ -34,13 +35,14 @@ _ROTARY = {  # model_type -> older key -> its place in rope_parameters; other mo
     },
     "olmo3": _PLAIN_ROTARY,
 }
-_PREDICTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # layers that predict later tokens
-_ON_TOKENIZERS = ("is_local", "local_files_only")  # how this machine found the tokenizer
+# keys with the number of layers for multi-token prediction
+_PREDICTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_ON_TOKENIZERS = ("is_local", "local_files_only")  # keys that describe how this machine found the tokenizer
 
 
 def rewrite_config(folder: Path, tied: bool | None) -> None:
-    """Rewrites config.json. Args: tied: whether embedding and output layer share their weight; None: no output
-    layer."""
+    """Rewrites config.json. Args: tied: True if embedding and output layer share their weight; None if the model has no
+    output layer."""
 
     def rewritten(config: dict) -> dict:
         return old_config(config if tied is None else _with_tie(config, tied))
@@ -49,8 +51,8 @@ def rewrite_config(folder: Path, tied: bool | None) -> None:
 
 
 def old_config(config: dict) -> dict:
-    """Returns the configuration with the older keys added, also in a nested text configuration. The number of
-    multi-token prediction layers is set to 0, because no causal model class holds their weights."""
+    """Returns the configuration with the older keys added, also in nested configurations. The number of layers for
+    multi-token prediction is set to 0, because the classes of causal models do not load the weights of these layers."""
     config = {key: old_config(value) if _is_config(value) else value for key, value in config.items()}
     config |= {old: config[new] for old, new in _ALSO.get(config.get("model_type"), {}).items() if new in config}
     config |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
@@ -72,7 +74,7 @@ def _rotary(config: dict) -> dict:
     """Returns the older keys of rotary position embeddings."""
     rope, names = config.get("rope_parameters"), _ROTARY.get(config.get("model_type"))
     if not rope or (names is None and any(isinstance(value, dict) for value in rope.values())):
-        return {}  # rope_parameters per layer type: the architecture is newer than transformers 4
+        return {}  # rope_parameters have an entry per layer type, so the architecture is newer than transformers 4
     main, keys = rope.get("full_attention", rope), {}
     for name, (*kinds, key) in (names or _PLAIN_ROTARY).items():
         place = rope[kinds[0]] if kinds else main
@@ -81,7 +83,7 @@ def _rotary(config: dict) -> dict:
 
 
 def _scaling(rope: dict, config: dict) -> dict | None:
-    """Returns the older `rope_scaling`, or None if positions are not scaled."""
+    """Returns the value of the older key `rope_scaling`, or None if positions are not scaled."""
     rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     kind = rest.pop("rope_type", "default")
     if kind == "default" and not rest:
@@ -92,9 +94,9 @@ def _scaling(rope: dict, config: dict) -> dict | None:
 
 
 def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrites tokenizer_config.json. The tokenizer keeps its original class if that class opens the folder as the same
-    tokenizer; otherwise the class is `PLAIN`."""
-    if not tokenizer.is_fast:  # its class reads other files
+    """Rewrites tokenizer_config.json. The tokenizer's class becomes `PLAIN`, unless its original class opens the folder
+    as an identical tokenizer."""
+    if not tokenizer.is_fast:  # the class of a slow tokenizer does not read tokenizer.json
         return
     came_with = _class_of(tokenizer)
     _rewrite(folder / TOKENIZER, lambda config: old_tokenizer(config, tokenizer, came_with))
@@ -103,20 +105,21 @@ def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the class named in the tokenizer's original folder, or `PLAIN` if the name was introduced by transformers
-    5."""
-    said, place = None, tokenizer.name_or_path  # "" if the tokenizer was made by this run
-    with suppress(OSError):  # its folder has been deleted
+    """Returns the class that the tokenizer's original folder names. Returns `PLAIN` if the folder names no class, or a
+    class that transformers 4 does not have."""
+    said, place = None, tokenizer.name_or_path  # "" if this run has trained the tokenizer
+    with suppress(OSError):  # the original folder may have been deleted
         said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None
     return PLAIN if said is None or said in _NEW else said
 
 
 def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -> dict:
-    """Returns tokenizer_config.json with old keys. Args: name: the tokenizer's class."""
+    """Returns the content of tokenizer_config.json with old keys. Args: config: the content with new keys; name: the
+    tokenizer's class."""
     config = {key: value for key, value in config.items() if key not in _ON_TOKENIZERS} | {"tokenizer_class": name}
     if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 expects a dict of names
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if name != PLAIN:  # some classes of transformers 4 read these keys, and not tokenizer.json
+    if name != PLAIN:  # some classes of transformers 4 read these keys instead of tokenizer.json
         ids = tokenizer("a").input_ids
         config |= {"add_bos_token": ids[:1] == [tokenizer.bos_token_id]}
         config |= {"add_eos_token": ids[-1:] == [tokenizer.eos_token_id]}
@@ -124,7 +127,7 @@ def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -
 
 
 def _opens_as(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the folder opens as a tokenizer identical to `tokenizer`."""
+    """Returns True if transformers opens the folder as a tokenizer that is identical to `tokenizer`."""
     opened = AutoTokenizer.from_pretrained(folder)
     return opened.is_fast and opened.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
@@ -136,5 +139,6 @@ def _rewrite(file: Path, change: Callable[[dict], dict]) -> None:
 
 
 def _number(value: dict) -> dict | float:
-    """Converts transformers 5's objects for inf and nan to floats."""
+    """Converts {"__float__": "Infinity"}, as transformers 5 writes inf and nan, to a float. Returns other objects
+    unchanged."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -1,8 +1,9 @@
-"""Saves and restores the random states of dropout, so that a resumed run draws the same numbers as an unbroken run.
+"""Saves the states of the random number generators in a checkpoint and restores them, so that a resumed run has the
+same dropout masks as a run without interruption.
 
-If the number of processes or the sharding has changed, the saved states do not fit. Then each process is seeded with
-the seed, the step and the index of its data. Dropout masks then differ from the unbroken run's; everything else is
-equal to the bit.
+If the number of processes or the sharding has changed, the saved states cannot be used. Then each process is seeded
+with the run's seed, the number of completed windows, and with several processes the data rank. In this case only the
+dropout masks differ from the masks of a run without interruption.
 """
 
 import logging
@@ -21,28 +22,30 @@ KINDS = ("cpu", "cuda")  # names of the generators in a checkpoint, in the order
 
 
 def capture(ranks: OneDevice, device: torch.device) -> dict:
-    """Returns the states of all processes with their data ranks, for a checkpoint; the result is equal on every
-    process."""
+    """Returns the states and data ranks of all processes, for a checkpoint. All processes must call this function, and
+    get equal results."""
     own = dict(zip(KINDS, captured(device), strict=False)) | {"data_rank": ranks.data_rank}
     return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Restores the states.
+    """Restores the states of a checkpoint, or seeds this process if the states cannot be used.
 
     Args:
-        saved: the result of `capture`, which may have further keys.
+        saved: the result of `capture`; further keys are ignored.
+        ranks: the strategy.
+        device: the device that computes.
         window: the number of completed windows.
     """
     every = saved["random_states"]
-    # an earlier version saved a single process
+    # earlier versions saved the states of a single process
     every = [every | {"data_rank": 0}] if isinstance(every, dict) else every
     if not _same(every, saved.get("strategy"), ranks):
         log.info(
             "resume=: dropout masks will differ from an unbroken run, because the checkpoint has the random states of "
             f"{quantity(len(every), 'process')} ({saved.get('strategy')}), which do not match this run."
         )
-        if not ranks.several:  # with several, each process has seeded itself
+        if not ranks.several:  # with several processes, each process has already been seeded
             torch.manual_seed(torch.initial_seed() + window)
         return
     own: dict[str, Tensor] = every[ranks.rank]
@@ -50,7 +53,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
-    """Returns whether each process has a saved state for its data and its shard of the model. The strategy's name
-    stands for the sharding; it does not matter if processes differ in their data alone."""
+    """Returns True if the checkpoint has a state for each process, with equal data rank and equal sharding. Shardings
+    are compared by the name of the strategy. If all processes read different data, the sharding does not matter."""
     data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
     return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

@@ -1,14 +1,17 @@
-"""Reads the auxiliary load-balancing loss of a mixture of experts, if the model's config sets output_router_logits.
+"""Reads the auxiliary load-balancing loss of a mixture-of-experts model, if its config sets output_router_logits.
+`CausalLM` adds this loss to the loss of each micro-batch.
 
-A transformers model that gets labels computes this loss in its forward pass, multiplies it by a factor of its config
-and adds it to the language modeling loss. Attribute names and factors differ between models. So hooks pass labels, and
-replace the model's loss function by one that returns zero: the returned loss is then the auxiliary loss alone.
+A transformers model that gets labels computes the auxiliary loss in its forward pass, multiplies it by a factor of its
+config and adds the product to the language modeling loss. The names of the attributes and factors differ between
+models. So hooks pass labels, and replace the model's loss function by a function that returns zero. The loss that the
+model returns is then only the auxiliary loss.
 
-For each expert, the loss multiplies the share of tokens that are routed to it by its mean router probability. Both are
-means over the real tokens of a micro-batch, including prompts but not padding. The model gets an attention mask that
-marks the real tokens; a second hook removes the mask before the model's body, where attention would use it. The loss of
-a window is the mean over its micro-batches, weighted by the number of learned tokens, which is not the loss of the
-concatenated micro-batches. Source: Fedus et al. 2021, arXiv 2101.03961.
+The loss is a sum over experts of a product: the share of tokens that are routed to the expert, times the expert's mean
+router probability. Both factors are means over the real tokens of a micro-batch, including prompts but not padding. To
+exclude padding, the model gets an attention mask that marks the real tokens. A second hook removes the mask before the
+model's body, where attention would use it. The loss of a window is the mean over its micro-batches, weighted by the
+number of tokens with a label. This is not equal to the loss of the concatenated micro-batches. Source: Fedus et al.
+2021, arXiv 2101.03961.
 """
 
 import torch
@@ -22,16 +25,17 @@ class AuxiliaryLoss:
     True."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._last: Tensor | None = None
-        self._passes = 0  # forward passes in progress; several with weights.order=by_layer
+        self._last: Tensor | None = None  # the loss of the last forward pass
+        self._passes = 0  # number of forward passes in progress, which with weights.order=by_layer may exceed 1
         self._real: Tensor | None = None  # (B, T) bool, mask for the next forward pass
-        self._mask: Tensor | None = None  # mask of the forward pass that has started last
+        self._mask: Tensor | None = None  # mask of the most recently started forward pass, until the body gets it
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.base_model.register_forward_pre_hook(self._before_body, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
     def count(self, real: Tensor | None) -> None:
-        """Sets the tokens that count in the next forward pass. Args: real: (B, T) bool; None: all tokens."""
+        """Sets the tokens that count in the loss of the next forward pass. Args: real: (B, T) bool, True for tokens
+        that count; None: all tokens count."""
         self._real = real
 
     def take(self) -> Tensor:

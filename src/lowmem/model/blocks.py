@@ -1,4 +1,5 @@
-"""Finds the blocks of a model: torch modules of any kind in its outermost `ModuleList` or `nn.Sequential`."""
+"""Finds the transformer blocks of a model: the items of its outermost `nn.ModuleList` or `nn.Sequential`. Activation
+checkpointing, compilation, streaming and sharding work on these blocks."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,7 +8,8 @@ from lowmem.system.errors import Refused
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the transformer blocks of a model, in order; for a multimodal model the blocks of its text decoder.
+    """Returns the transformer blocks of a model, in order. For a multimodal model, returns the blocks of its text
+    decoder.
 
     Raises:
         Refused: the model has no list of blocks.
@@ -36,5 +38,5 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         return model
     decoder = model.get_decoder()
-    # some models use the name "decoder" for the linear layer of their head
+    # in some models "decoder" is the name of the head's linear layer
     return decoder if isinstance(decoder, PreTrainedModel) else model

@@ -1,16 +1,17 @@
-"""Computes attention in packed rows document by document, without a (T, T) mask.
+"""Computes attention in packed rows document by document, without a (T, T) mask. transformers calls the functions that
+this module registers; `packed_attention.py` selects them for a model.
 
-In a packed row, a token attends to earlier tokens of its own document. The start offsets of all documents, a tensor of
-(documents + 1,), describe this completely, and replace the mask (B, 1, T, T). With 1 x 32k tokens this saves 2 GiB in
-16 bits, and the compute of attention grows with the lengths of the documents instead of the length of the row. The
-result for a document equals its result in a separate row.
+In a packed row, a token attends only to its own document, up to and including itself. The start offsets of all
+documents, a tensor of shape (documents + 1,), contain this information and replace the mask (B, 1, T, T). With 1 x 32k
+tokens this saves 2 GiB in 16 bits, and the cost of attention is quadratic in the lengths of the documents instead of
+the length of the row. The result for a document equals its result in a separate row.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
     fp32, dropout, older cards, CPUs                         one call of torch's SDPA per document
-    layers with a sliding window shorter than the row        the mask
+    layers with a sliding window shorter than the row        torch's SDPA with the mask
 
-A mask is converted from bool to floating point once for all layers: torch's SDPA would convert a bool mask in every
-layer, and save each copy for backward.
+A mask is converted from bool to floating point once for all layers. With a bool mask, torch's SDPA would convert the
+mask in every layer, and save each copy for backward.
 """
 
 import inspect
@@ -28,13 +29,13 @@ from transformers.masking_utils import sdpa_mask
 from lowmem.system.torch_private import hand_on_first_tokens, known_first_tokens
 
 # Names of attention implementations in transformers' registry.
-BY_DOCUMENT = "lowmem_by_document"
-MASKED = "lowmem_masked"  # always with the mask
+BY_DOCUMENT = "lowmem_by_document"  # start offsets of documents if possible, otherwise a mask
+MASKED = "lowmem_masked"  # always a mask
 
 
 def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
     """Returns a floating-point mask (B, 1, T, T) in the dtype of the matrix products: 0 for visible tokens, the lowest
-    finite number for all other tokens. None: no mask is needed."""
+    finite number for all other tokens. Returns None if no mask is needed. Args: see `sdpa_mask` of transformers."""
     if (mask := sdpa_mask(*args, dtype=dtype, **kwargs)) is None:
         return None
     dtype = by_autocast(dtype, mask.device.type)
@@ -53,8 +54,9 @@ def first_tokens_or_mask(  # noqa: PLR0913
     use_vmap: bool = False,
     **kwargs,
 ) -> Tensor | None:
-    """Returns the `attention_mask` of `attend`: the start offsets of documents, a floating-point mask, or None if each
-    row is a single document. Called by transformers, with the arguments of `sdpa_mask`."""
+    """Returns the `attention_mask` of `attend`: the start offsets of documents, a floating-point mask, or None if no
+    mask is needed, because each row is a single document. transformers calls this function with the arguments of
+    `sdpa_mask`."""
     packed = not allow_is_causal_skip and q_length == kv_length and kwargs.get("attention_mask") is None
     if packed and not use_vmap and (local_size is None or local_size >= kv_length):
         first = first_tokens(mask_function, batch_size, q_length, torch.device(device))
@@ -77,20 +79,22 @@ def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.
     """Returns the start offsets of documents, the cumulative sequence lengths of variable-length attention.
 
     A document starts at each token that does not see the token before it. If the loader knows the offsets, and the mask
-    only separates documents, the loader's offsets are used. Otherwise the mask function is evaluated on the device, and
-    the host waits for the result.
+    only separates documents, this function returns the loader's offsets. Otherwise it evaluates the mask function on
+    the device, and the host waits for the result.
 
     Args:
-        mask_function: transformers' mask function (batch, head, query, key) -> visible.
+        mask_function: transformers' mask function. Called with (batch, head, query, key); returns True if the query
+            sees the key.
         rows, tokens: B and T.
         device: the device of the result.
 
     Returns:
-        (documents + 1,) int32: index of each document's first token in the concatenated rows, and B x T. None: some
-        token does not see all earlier tokens of its document, or sees later tokens.
+        (documents + 1,) int32: the index of each document's first token in the concatenated rows, and at the end B x T.
+        None if offsets cannot replace the mask: some token does not see all earlier tokens of its document, or sees
+        later tokens.
     """
     if (known := known_first_tokens(mask_function, tokens)) is not None:
-        pinned = device.type == "cuda"  # a copy from pageable memory would wait for the card
+        pinned = device.type == "cuda"  # pinned, because the host would wait for a copy from pageable memory
         first = torch.tensor(known, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
         first.counted_first = known
         return first
@@ -115,18 +119,18 @@ def attend(  # noqa: PLR0913
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of a layer; transformers calls this function.
+    """Computes the attention of a layer. transformers calls this function.
 
     Args:
         module: the attention layer.
         query: (B, heads, T, D).
         key, value: (B, key-value heads, T, D).
         attention_mask: the result of `first_tokens_or_mask`.
-        dropout: probability.
+        dropout: dropout probability.
         scaling: factor of the scores; None: 1 / sqrt(D).
 
     Returns:
-        The output (B, T, heads, D), and None in place of attention weights.
+        The output (B, T, heads, D), and None instead of the attention weights.
     """
     if attention_mask is None or attention_mask.dim() != 1:
         return sdpa_attention_forward(
@@ -144,7 +148,8 @@ def attend(  # noqa: PLR0913
 
 
 def takes_all_at_once(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Returns True if torch's variable-length kernel supports a call. Args: query, value: (tokens, heads, D)."""
+    """Returns True if torch's variable-length kernel supports these inputs. Args: query, value: (tokens, heads, D);
+    dropout: dropout probability."""
     head = query.shape[-1]
     shapes = head == value.shape[-1] <= 256 and head % 8 == 0
     return shapes and not dropout and has_kernel(query.dtype, query.device)
@@ -158,19 +163,26 @@ def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _at_once(query: Tensor, key: Tensor, value: Tensor, first: Tensor, longest: int, scaling: float | None) -> Tensor:
-    """Computes all documents in one call. Args: first: start offsets; longest: an upper bound of the documents'
-    lengths. The length of a row is used, because the exact maximum would have to be read from the card."""
+    """Computes the attention of all documents in one call.
+
+    Args:
+        query, key, value: (B x T, heads, D).
+        first: start offsets of the documents.
+        longest: an upper bound of the documents' lengths: the length of a row, because the host would have to wait for
+            the exact maximum.
+        scaling: see `attend`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    # required from torch 2.12 on for grouped-query attention
+    # torch 2.12 and later need this argument for grouped-query attention
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]}
     grouped = grouped if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return varlen_attn(query, key, value, first, first, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
 
 
 def lengths_of(first: Tensor, tokens: int) -> list[int]:
-    """Returns the length of each document. If the host does not know the offsets, the first layer reads them from the
-    device, for all layers. The planner replaces this function, since fake tensors have no values."""
+    """Returns the length of each document. If the host does not know the offsets yet, they are read from the device,
+    once for all layers. The planner replaces this function, since fake tensors have no values."""
     if not hasattr(first, "counted_first"):
         first.counted_first = first.tolist()
     return [end - start for start, end in pairwise(first.counted_first)]
@@ -179,8 +191,8 @@ def lengths_of(first: Tensor, tokens: int) -> list[int]:
 def _in_turn(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], dropout: float, scaling: float | None
 ) -> Tensor:
-    """Computes one document after the other. Grouped keys and values are repeated, because torch's fused kernels for
-    fp32 and for older cards do not support grouped-query attention."""
+    """Computes the attention of one document after the other. With grouped-query attention, keys and values are
+    repeated, because torch's fused kernels for fp32 and for older cards need equal numbers of heads."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

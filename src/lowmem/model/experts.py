@@ -1,22 +1,23 @@
-"""Finds the experts of a mixture-of-experts model and its routers.
+"""Finds the experts and the routers of a mixture-of-experts model.
 
 transformers stores the experts of one block as stacks of matrices: 3-D parameters (experts, rows, columns) of one
-module. A router computes one score per expert and token, and only the experts with the highest scores compute the
-token. A small change of a router's weights sends tokens to other experts, so routers are never adapted or quantized.
+module. A router computes one score per expert and token, and each token is computed only by the experts with the
+highest scores. A small change of a router's weights sends tokens to other experts, so routers are never adapted or
+quantized.
 """
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-ROUTERS = ("gate", "shared_expert_gate")  # names of routers; so is every name that contains "router"
-COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes whose experts all compute each token
-# How configs of transformers name the number of experts that compute a token.
+ROUTERS = ("gate", "shared_expert_gate")  # names of routers, in addition to all names that contain "router"
+COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes in which all experts compute each token
+# keys of transformers' configs for the number of experts that compute a token
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Returns the names of modules that hold stacks of experts, each with its 3-D parameters by name."""
+    """Returns name of a module with stacks of experts -> name -> 3-D parameter of this module."""
     stacks = {
         name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()
@@ -28,8 +29,8 @@ def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 def routers(model: nn.Module) -> set[str]:
     """Returns the names of linear layers that belong to a router.
 
-    A layer belongs to a router if its name or the name of a module around it is a router's, or if it stands beside the
-    experts and has one output per expert.
+    A layer belongs to a router in two cases: the layer or a module that contains it has the name of a router, or the
+    layer has the same parent module as the experts, and one output per expert.
     """
     experts = {}
     for name, found in fused_experts(model).items():
@@ -50,8 +51,8 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Returns the number of parameters that a token does not use: the weights of all fused experts that the router does
-    not choose."""
+    """Returns the number of parameters that do not take part in the computation of a token: the weights of the experts
+    that the router does not choose."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

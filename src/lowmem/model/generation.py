@@ -1,7 +1,7 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
-One prompt at a time, with a key-value cache of 2 x layers x width x length x bytes per element, less than training
-stores for a sequence of the same length.
+Prompts are processed one at a time. The key-value cache takes at most 2 x layers x width x length x bytes per element,
+which is less than the activations that training stores for a sequence of this length.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"  # messages that reveal a template's format
+# messages from whose rendered text the format of a chat template is derived
+QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
 
@@ -26,12 +27,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     """Returns the token ids of a prompt, (1, T) int64 with T >= 1.
 
     Args:
-        tokenizer: encodes text as in training, and messages with its chat template.
-        prompt: text, or messages.
+        tokenizer: encodes a text as training does, and messages with its chat template.
+        prompt: a text, or messages.
         chat: treat a text as a user's message.
 
     Raises:
-        Refused: there is no chat template, or the template rejects the prompt.
+        Refused: the prompt has messages but the tokenizer has no chat template, or the template rejects the messages.
     """
     if isinstance(prompt, str) and not chat:
         ids = framing.prompt_ids(tokenizer, prompt)
@@ -49,19 +50,21 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
                 f"prompt={prompt}: the tokenizer's chat template rejects it ({error}). Give messages in the form that "
                 "the template expects, or plain text."
             ) from None
-    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])  # an empty prompt starts a document
+    # with an empty prompt, generation starts after an end token, like a new document
+    return torch.tensor([ids or [tokenizer.eos_token_id or 0]])
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Returns the ids of all end tokens: of the model, of the tokenizer, the token that training appends to a text, and
-    the end-of-turn token of the chat template."""
+    """Returns the ids of all tokens that end a generated text: the end tokens of the model and of the tokenizer, the
+    token that training appends to a text, and the end-of-turn token of the chat template."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted({*ends, *framing.framing_of(tokenizer).end[:1]} - {None})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the first special token that the chat template writes after an answer; None: there is none."""
+    """Returns the id of the first special token that the chat template writes after an answer, or None if there is no
+    such token."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -81,7 +84,8 @@ class UserTurn(NamedTuple):
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
-    """Returns the text around a user's message; None: it cannot be derived from the chat template."""
+    """Returns the text that the chat template writes around a user's message, or None if that text cannot be
+    derived."""
     roles = zip(("user", "assistant", "user"), (QUESTION, ANSWER, NEXT), strict=True)
     messages = [{"role": role, "content": content} for role, content in roles]
     try:
@@ -103,8 +107,9 @@ class TextGenerator:
     Args:
         model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
-        synced: other processes have shards of the model, so all processes continue until the last process is done.
-        stopped: called before each token; returns True to end the text.
+        synced: True if other processes have shards of the model. Then no process stops before the last one has
+            finished its text.
+        stopped: called after each token; returns True to end the text.
     """
 
     model: PreTrainedModel
@@ -115,12 +120,13 @@ class TextGenerator:
 
     @torch.no_grad()
     def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
-        """Generates the continuation of a prompt, up to an end token.
+        """Returns the continuation of a prompt, up to an end token. The text is empty if the prompt already has the
+        maximum length.
 
         Args:
-            ids: (1, T), on the host.
-            tokens: maximum number of new tokens; also limited by the model's positions.
-            temperature: sampling temperature; 0: greedy decoding.
+            ids: (1, T), token ids of the prompt, on the host.
+            tokens: maximum number of new tokens; also limited by the model's maximum sequence length.
+            temperature: sampling temperature; 0 for greedy decoding.
         """
         model, tokenizer = self.model, self.tokenizer
         length = min(ids.shape[1] + tokens, positions(model.config) or ids.shape[1] + tokens)
@@ -145,7 +151,8 @@ class TextGenerator:
             synced_gpus=self.synced,
         )
         before, text = (tokenizer.decode(row, skip_special_tokens=True) for row in (ids[0], written[0]))
-        return text.removeprefix(before)  # decoded with the prompt, because a first token alone may lose its space
+        # decode the prompt and the new tokens together, because a tokenizer may drop the space before a first token
+        return text.removeprefix(before)
 
 
 def printable(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Gives a loss the matrix (V, H) of the output layer in tiles of C tokens of the vocabulary, and collects its gradient.
+"""Defines how a loss reads the matrix (V, H) of the output layer: in tiles of C tokens of the vocabulary. The same
+objects collect the gradient of the matrix.
 
-    HeadSource        the interface
-    ResidentHead      here: the matrix is on the device
+    HeadSource        this module: the base class
+    ResidentHead      this module: the matrix is on the device
     Edge              `offload/edges.py`: the matrix is in host memory
 
-Other sources: a matrix that is sharded over devices (`techniques/strategy`).
+`techniques/strategy` has further sources, for a matrix that is sharded over devices.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 
 class HeadSource:
-    """A source of tiles of the output layer's matrix. The default methods are for a device that reads all tiles; a
-    source of a matrix that is sharded over devices overrides `joined` and `summed`."""
+    """Base class of sources of tiles. The methods here are for a device that reads all tiles. A source of a matrix that
+    is sharded over devices overrides `joined` and `summed`."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices.
@@ -23,7 +24,7 @@ class HeadSource:
         Args:
             top: (N,), the largest logit of each row.
             total: (N,), the sum of exp(logit - top).
-            chosen: (N,), the label's logit; 0 if the label is in no tile of this device.
+            chosen: (N,), the logit of each row's label; 0 if the label is not in a tile of this device.
 
         Returns:
             (top, total, chosen) over all devices.
@@ -31,12 +32,14 @@ class HeadSource:
         return top, total, chosen
 
     def summed(self, d_rows: Tensor) -> Tensor:
-        """Returns the gradient (N, H) of the head's input, summed over all devices."""
+        """Returns the gradient (N, H) of the head's input, summed over all devices. Args: d_rows: the gradient from the
+        tiles of this device."""
         return d_rows
 
 
 class ResidentHead(HeadSource):
-    """A matrix (V, H) on the device: tiles are views, and the gradient is a single tensor of the matrix's dtype."""
+    """A source for a matrix (V, H) on the device. Tiles are views of the matrix, and the gradient is a single tensor
+    with the dtype of the matrix."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.weight = linear.weight.detach()
@@ -50,7 +53,7 @@ class ResidentHead(HeadSource):
         self.gradient = torch.empty_like(self.weight)
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
-        """Stores the gradient (C, H) of a tile, d_logits.T @ rows.
+        """Computes the gradient (C, H) of a tile, d_logits.T @ rows, and stores it in the full gradient.
 
         Args:
             first: index of the tile's first token.
@@ -64,15 +67,15 @@ class ResidentHead(HeadSource):
             tile.copy_(d_logits.T @ rows)
 
     def whole_gradient(self) -> Tensor:
-        """Returns the full gradient (V, H) after the last tile, and drops the reference to it: autograd would copy a
-        gradient with two references."""
+        """Returns the full gradient (V, H) after the last tile. Drops the reference in this object, because autograd
+        copies a gradient that has a second reference."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
 
 def tiles_of(linear: nn.Linear) -> HeadSource:
-    """Returns the source of a layer's tiles: its `source` attribute if set (such as `offload/edges.py`), otherwise its
-    weight on the device."""
+    """Returns the source of a layer's tiles: the layer's attribute `source` if it is set, for example by
+    `offload/edges.py`, otherwise a `ResidentHead`."""
     return getattr(linear, "source", None) or ResidentHead(linear)  # theirs: any layer
 
 

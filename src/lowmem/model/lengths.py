@@ -1,14 +1,14 @@
 """Checks that the result for a row or document does not depend on the lengths of other rows or documents.
 
-Some models change their rotary embedding beyond a length in their config, depending on the longest row of a call: with
-`longrope`, Phi-3 uses other angles for all positions if one position is beyond the original length, and dynamic NTK
-scales all angles by the longest length so far. Then the result for a short document would depend on the documents it is
-batched with. `depends_from` evaluates only the rotary embeddings, at single positions on both sides of each such
-length, which is cheap at any length.
+Some models change their rotary embedding if the longest row of a call exceeds a length in their config. With
+`longrope`, Phi-3 uses other angles for all positions if any position is beyond the original length. Dynamic NTK scales
+all angles by the longest length so far. Then the result for a short document would depend on the other documents in its
+micro-batch. `depends_from` evaluates only the rotary embeddings, at single positions directly below and above each of
+these lengths, so its cost does not depend on the length.
 
-Other lengths count tokens of a row: a sliding window, an attention chunk, a scale by position. Testing whether these
-restart at each document with a real row would cost as much as a step. `shortened` reduces these lengths, so that a few
-tokens are enough.
+Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test with a
+full row, of whether such a count restarts at each document, would cost as much as a training step. `shortened` reduces
+these lengths, so that a row of a few tokens is enough for the test (`packed_attention.py`).
 """
 
 import inspect
@@ -23,21 +23,23 @@ from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused
 
-ALIKE = 1e-4  # tolerance of cosines and sines; different angles differ by a thousand times more at some frequency
-# Names of lengths in configs and modules.
+# Tolerance for equal cosines and sines. If angles differ, the difference is a thousand times larger at some frequency.
+ALIKE = 1e-4
+# keys of lengths beyond which rotary embeddings change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
+# keys of configs, and names of attributes, of lengths that count tokens of a row
 OF_A_ROW = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size")
 
 Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B, T, D)
 
 
 def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
-    """Checks rows that are padded to the longest row of their micro-batch.
+    """Checks that rows which are padded to the longest row of their micro-batch do not depend on each other.
 
     Args:
         model: the model.
-        longest: tokens of the longest row of the run.
-        rows: rows per micro-batch.
+        longest: number of tokens in the longest row of the run.
+        rows: number of rows per micro-batch.
 
     Raises:
         Refused: a row depends on other rows of its micro-batch, or on earlier micro-batches.
@@ -53,7 +55,8 @@ def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
 
 
 def check_documents(model: PreTrainedModel, longest: int) -> None:
-    """Checks rows with several documents. Args: model: the model; longest: tokens of a row.
+    """Checks that documents in packed rows do not depend on each other's lengths. Args: model: the model; longest:
+    number of tokens in a row.
 
     Raises:
         Refused: a document depends on other documents of its micro-batch.
@@ -70,13 +73,14 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
 
 
 def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
-    """Returns the smallest length beyond which the rotary embedding of a row depends on other rows; None: there is no
-    such length below `longest`.
+    """Returns the smallest length beyond which the rotary embedding of a row depends on other rows, or None if there is
+    no such length below `longest`.
 
     Args:
         model: the model.
-        longest: tokens of the longest row.
-        together: also test rows in one call; if False, only a dependence on earlier calls is tested.
+        longest: number of tokens in the longest row.
+        together: test whether a row depends on other rows of its call, or on earlier calls. If False, test only
+            whether a row depends on earlier calls.
     """
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]  # theirs: transformers' embeddings
     for length in sorted(_lengths(model.config.to_dict(), OF_POSITIONS) if rotary else ()):
@@ -107,11 +111,11 @@ def _angles(module: nn.Module, more: dict[str, str], positions: Tensor) -> Tenso
 
 
 def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
-    """Returns True if the angles at position `length - 1` or `length` change when a row of `longest` tokens is in the
-    call (`together`) or was in an earlier call."""
+    """Returns True if the angles at position `length - 1` or `length` depend on a row of `longest` tokens in an earlier
+    call, or with `together` in the same call."""
     far = torch.tensor([[longest - 1]])
     for own in torch.tensor([[[length - 1]], [[length]]]):
-        angles(torch.zeros_like(own))  # a short call resets state of earlier calls
+        angles(torch.zeros_like(own))  # a call with a short row resets the state of earlier calls
         alone, others = angles(own), []
         if together:
             others.append(angles(torch.cat([own, far]))[..., :1, :, :])
@@ -125,8 +129,14 @@ def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
 
 @contextmanager
 def shortened(model: PreTrainedModel, above: int, longest: int, to: int) -> Iterator[bool]:
-    """Context manager that sets all lengths that count tokens of a row to `to`, in configs and modules, if they are at
-    least `above` and below `longest`. Yields True if there are any."""
+    """Context manager that reduces lengths which count tokens of a row (`OF_A_ROW`), in configs and modules. Yields
+    True if there are such lengths.
+
+    Args:
+        model: the model.
+        above, longest: lengths with above <= length < longest are reduced.
+        to: the reduced length.
+    """
     configs = {id(part.config): part.config for part in model.modules() if "config" in vars(part)}
     held = [
         (owner, name)

@@ -9,7 +9,9 @@ from transformers.pytorch_utils import Conv1D
 from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed
 
-TOLERANCE = 0.02  # tolerance of a 16-bit product; a layer that computes more differs by about the size of its result
+# Relative tolerance for a matrix product in 16 bits. The result of a layer that computes something else differs by
+# about its own size.
+TOLERANCE = 0.02
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
@@ -28,14 +30,15 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 
 
 def _holds(layer: nn.Module, weight: Tensor) -> bool:
-    """Returns True if a module has this weight among its parameters. Reading `weight` would dequantize a 4-bit
-    matrix."""
+    """Returns True if `weight` is one of the module's own parameters. Does not read `layer.weight`, which would
+    dequantize a 4-bit matrix."""
     return any(p is weight for p in layer.parameters(recurse=False))
 
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear | Conv1D) -> bool:
-    """Returns True if a layer computes x W + b. A subclass may compute more, such as products in groups."""
+    """Returns True if a layer computes x W + b. A subclass of nn.Linear may compute something else, such as a grouped
+    matrix product."""
     if isinstance(layer, Packed | Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     weight = layer.weight
@@ -43,7 +46,7 @@ def _is_product(layer: nn.Linear | Conv1D) -> bool:
     expected = F.linear(x, weight, layer.bias)
     try:
         found = layer(x)
-        if weight.is_meta:  # a plan builds models without numbers
+        if weight.is_meta:  # a plan builds models without values
             return found.shape == expected.shape
         return torch.allclose(found, expected, atol=TOLERANCE * float(expected.abs().max()))
     except (RuntimeError, TypeError, ValueError, IndexError):

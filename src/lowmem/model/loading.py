@@ -1,8 +1,8 @@
-"""Loads a Hugging Face causal language model, from its published weights or from its architecture alone.
+"""Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
 Published weights are read from memory-mapped safetensors files and copied into the model one tensor at a time, in the
-dtype that the precision needs, so host memory never has two copies. Random weights are drawn in fp32, tensor by tensor,
-and rounded to that dtype, so a seed gives equal initial weights with every precision, up to rounding.
+dtype that the precision needs, so host memory never has two copies of the model. Random weights are drawn in fp32,
+tensor by tensor, and rounded to that dtype. So a seed gives equal initial weights with every precision, up to rounding.
 """
 
 import inspect
@@ -48,45 +48,46 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name ->
 
 
 class Described(NamedTuple):
-    """The description of a model without its weights: the input of data, of plans and of `load`."""
+    """A model without its weights. Data, plans and `load` use this description."""
 
-    spec: schema.Model
-    config: PretrainedConfig  # without rows for added tokens
-    tokenizer: PreTrainedTokenizerBase | None = None  # None: trained on the data, or not needed
-    added: vocabulary.Added | None = None  # tokens that were added to the tokenizer; None: none were requested
+    spec: schema.Model  # the settings `model.*`
+    config: PretrainedConfig  # the configuration, without rows for added tokens
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: will be trained on the data, or is not needed
+    added: vocabulary.Added | None = None  # tokens that were added to the tokenizer; None: the run needs no such tokens
 
     @property
     def grown(self) -> PretrainedConfig:
-        """Returns the architecture with the rows of added tokens."""
+        """Returns the configuration with rows for added tokens."""
         return self.config if self.added is None else vocabulary.grown(self.config, self.added.rows)
 
     @property
     def at_random(self) -> "Described":
-        """Returns the same model without its published weights."""
+        """Returns the description of a model with this architecture and random weights."""
         return self._replace(spec=self.spec.model_copy(update={"pretrained": False}))
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads configuration and tokenizer, but no weights. Args: plans: the weights will not be loaded, so the published
-    configuration is read only if the yaml lacks model_type."""
+    """Reads configuration and tokenizer of a run's model, but no weights. Args: run: the settings; plans: the weights
+    will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
     config = architecture(spec.model_copy(update={"pretrained": False}) if elsewhere else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
-    grows = wanted and tokens is not None  # a tokenizer that is trained on the data includes these tokens
+    grows = wanted and tokens is not None  # a tokenizer that will be trained on the data will include these tokens
     return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
-    """Returns the model's configuration. If published weights are loaded, keys of the yaml override published keys.
+    """Returns the model's configuration. With published weights, keys of `model.architecture` override published keys.
 
     Raises:
-        Refused: the model cannot be reached, its weights are missing, damaged, quantized or do not match the
-            configuration, the architecture lacks a key of the yaml, or is not a causal language model.
+        Refused: the model cannot be reached; its weights are missing, damaged, quantized or do not match the
+            configuration; the architecture does not have a key of `model.architecture`; or the model is not a causal
+            language model.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
-    # a decoder can be built without published weights
+    # with random weights, the decoder of an encoder-decoder model can be built
     halves = pretrained and getattr(config, "is_encoder_decoder", False)
     own_code = getattr(config, "auto_map", None) or {}  # modeling code in the model's repository
     if halves or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code):
@@ -99,13 +100,14 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
         _refuse_quantized(spec, config)
         _check_weights_files(name)
         _agree_with_files(spec, config)
-    elif hasattr(config, "quantization_config"):  # describes the published weights, which are not loaded
+    elif hasattr(config, "quantization_config"):  # describes only the published weights, which are not loaded
         del config.quantization_config
     return config
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
-    """Refuses quantized weights. Args: dtype: the quantized dtype in the files' headers; None: it was not found."""
+    """Refuses quantized weights. Args: spec: the settings; config: its configuration; dtype: a quantized dtype in the
+    headers of the files; None if only the configuration is checked. Raises: Refused."""
     parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
     says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if not says and dtype is None:
@@ -119,7 +121,10 @@ def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str |
 
 def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared | None:
     """Compares weight files on this machine with the model class. If the files contain a separate output layer, unties
-    embedding and output layer in the configuration. Returns the differences; None: the files are not on this machine.
+    embedding and output layer in the configuration, in place.
+
+    Returns:
+        The differences, or None if the files are not on this machine or cannot be compared.
 
     Raises:
         Refused: the files contain quantized weights, or layers that the configuration does not have.
@@ -147,7 +152,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs tensors of the files that are not used, and a separate output layer that the configuration ties."""
+    """Logs which tensors of the files are not used, and whether the files have a separate output layer although the
+    configuration ties it."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -163,7 +169,7 @@ def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
-    architecture = deepcopy(spec.architecture)  # its constructor changes its arguments
+    architecture = deepcopy(spec.architecture)  # because the constructor of a configuration changes its arguments
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if spec.pretrained or architecture is None:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
@@ -196,8 +202,8 @@ def _refuse_impossible(config: PretrainedConfig) -> None:
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer of `tokenizer=`, otherwise of the published model; None: a tokenizer is trained on the
-    data."""
+    """Returns the tokenizer that `tokenizer=` names, otherwise the tokenizer of the published model. Returns None if a
+    tokenizer will be trained on the data."""
     spec = run.model
     if run.tokenizer is not None:
         return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
@@ -210,13 +216,13 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
         raise Refused(f"model.architecture.model_type={model_type}: transformers has no such architecture.")
     try:
         return AutoConfig.for_model(model_type, **keys)
-    except Exception as error:  # a value of a wrong type, or values that contradict each other
+    except Exception as error:  # a value has a wrong type, or two values contradict each other
         raise Refused(f"model.architecture: {model_type} does not accept these values. {_last_line(error)}") from None
 
 
 def _is_read(config: PretrainedConfig, key: str) -> bool:
-    """Returns True if the architecture's code asks its config for a key that the config's class does not declare, such
-    as head_dim of qwen3_moe."""
+    """Returns True if the code of the architecture reads a key from its config. Some keys are read although the class
+    of the config does not declare them, such as head_dim of qwen3_moe."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None:
         return False
@@ -225,8 +231,8 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
-    """Refuses keys that the architecture lacks, because transformers silently stores unknown keys, such as misspelled
-    keys."""
+    """Refuses keys that the architecture does not have, because transformers would silently store unknown keys, such as
+    misspelled keys. Raises: Refused."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     unknown = [key for key in unknown if not _is_read(config, key)]
@@ -255,8 +261,8 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
 
 
 def _check_weights_files(name: str) -> None:
-    """Opens every local weight file, which makes safetensors compare the header with the length of the file. Tensors
-    are not read.
+    """Opens every weight file of a local folder, so that safetensors compares the header with the length of the file.
+    Tensors are not read.
 
     Raises:
         Refused: a file is truncated or damaged.
@@ -297,9 +303,15 @@ def _place(name: str, key: str = "model.name") -> str:
 
 
 def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
-    """Returns the dtype in which a run's weights are loaded. With a drive, 16-bit weights are loaded in 16 bits, since
-    host memory may not have room for fp32 copies. Args: in_16_bits: the values of the weights do not matter; plans: the
-    weights will not be loaded, so no request is sent to the hub."""
+    """Returns the dtype in which a run's weights are loaded. With weights.drive=, weights that are published in 16 bits
+    are loaded in 16 bits, since host memory may not have room for fp32 copies.
+
+    Args:
+        run: the settings.
+        described: the model.
+        in_16_bits: the values of the weights do not matter, so 16 bits suffice with weights.drive=.
+        plans: the weights will not be loaded, so no request is sent to the hub.
+    """
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
         return wide
@@ -307,10 +319,13 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights; None: the weights have several dtypes, or are not loaded
-    unchanged. Weights loaded in this dtype are mapped pages of their files, which the operating system can evict if
-    memory is short. The dtype is read from the headers of the files, here or on the hub; a plan uses the dtype of the
-    configuration until the files have been downloaded."""
+    """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes or more
+    than 16 bits, or are not loaded unchanged. Weights that are loaded in the returned dtype are mapped pages of their
+    files, which the operating system can evict if memory is short.
+
+    The dtype is read from the headers of the files, on this machine or on the hub. Until the files have been
+    downloaded, a plan (`plans`) uses the dtype of the configuration instead, which may also be fp32.
+    """
     spec = described.spec
     if not spec.pretrained or described.added is not None:
         return None
@@ -319,9 +334,9 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
 
 
 def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`; otherwise None. Weights in
-    this dtype can stay in mapped pages of their files until they are sent to ranks. Returns None for adapters, whose
-    initial values are drawn in the dtype of the base weights."""
+    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`, otherwise None. Rank 0 can
+    leave weights of this dtype in mapped pages of their files until it sends them to the other ranks. With an adapter
+    the result is None, because the adapter's initial values are drawn in the dtype of the base weights."""
     stored = None if run.adapter_class.freezes_base else stored_in(described, plans)
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
@@ -331,7 +346,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder_here(name: str) -> Path | None:
-    """Returns a model's folder, or the cached folder of a hub id; None: the model has not been downloaded."""
+    """Returns a model's folder, or the cached folder of a hub id. Returns None if the model has not been downloaded."""
     place = _place(name)
     if not Path(place).is_dir():
         try:
@@ -342,8 +357,8 @@ def _folder_here(name: str) -> Path | None:
 
 
 def _dtypes_here(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of the weights in a folder or in the cache of a hub id; empty: no weights are on this
-    machine."""
+    """Returns the dtypes of the weights in a folder or in the cache of a hub id. The set is empty if no weights are on
+    this machine, and contains None for dtypes with other than 16 bits."""
     kinds, folder = set(), _folder_here(name)
     for file in folder.glob("*.safetensors") if folder else ():
         with safe_open(file, "pt") as weights:
@@ -352,10 +367,11 @@ def _dtypes_here(name: str) -> set[torch.dtype | None]:
 
 
 def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of a hub id's weights. Downloads only the headers of its files, some kilobytes each."""
+    """Returns the dtypes of the weights of a hub id, like `_dtypes_here`. Downloads only the headers of the files, some
+    kilobytes each."""
     try:
         return {_DTYPES.get(kind) for kind in get_safetensors_metadata(name).parameter_count}
-    except Exception:  # errors, such as of the network, are reported when the weights are loaded
+    except Exception:  # an error, for example of the network, is reported when the weights are loaded
         return set()
 
 
@@ -370,7 +386,8 @@ def load(
         quantization: quantizes published weights while they are loaded; None: no weight is quantized.
 
     Raises:
-        Refused: the weights cannot be loaded or lack a tensor, or this machine does not have the attention.
+        Refused: the weights cannot be loaded or lack a tensor; or the model, or this machine, does not support the
+            attention implementation.
     """
     spec = described.spec
     how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
@@ -392,7 +409,7 @@ def load(
     if described.added and spec.pretrained:
         vocabulary.grow(model, described.added)
     others = {name: p for name, p in model.named_parameters() if p.dtype != weights_dtype}
-    for p in others.values():  # such as routers, which transformers keeps in fp32
+    for p in others.values():  # weights that transformers keeps in fp32, such as routers
         p.data = p.data.to(weights_dtype)
     if others:
         dtype = str(weights_dtype).removeprefix("torch.")
@@ -400,16 +417,18 @@ def load(
             f"model.name={spec.name}: transformers keeps {len(others)} weights in fp32, such as {next(iter(others))}. "
             f"Here they are {dtype} like all weights."
         )
-    # Models arrive in eval mode, where dropout and gradient checkpointing are silently off.
+    # transformers returns models in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Checks that no position sees later tokens. Unless all attention modules declare `is_causal=True`, two forward
-    passes over three tokens compare the logits of position 0, with a relative tolerance of 1e-4.
+    """Checks that no position sees later tokens. The check is skipped if all attention modules declare
+    `is_causal=True`. Otherwise two forward passes over three tokens compare the logits of position 0, with a relative
+    tolerance of 1e-4.
 
     Raises:
-        Refused: a masked language model, whose loss would fall to 0 because it sees the token that it should predict.
+        Refused: the model is not causal. Its loss would fall to 0, because each position sees the token that it should
+            predict.
     """
     says = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     if says == {True} or not _looks_ahead(model):
@@ -425,9 +444,9 @@ def check_causal(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Returns whether later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
-    untrained encoders the change is some thousandths. Returns False for a model whose code does not run here; training
-    reports its error."""
+    """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
+    untrained encoders the change is some thousandths. Returns False if the forward pass raises an error; training
+    reports the error."""
     training, device = model.training, next(model.parameters()).device
     vocabulary = model.get_input_embeddings().num_embeddings
     model.eval()
@@ -444,13 +463,18 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 
 def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """Builds a model with an attention implementation. If the model does not support `sdpa`, builds it with `eager`,
-    which every model supports. An error with both has another cause."""
+    which every model supports.
+
+    Raises:
+        Refused: the model supports `eager` but not the requested implementation, which is not `sdpa`; or the model
+            cannot be built at all, for another reason.
+    """
     drawn = torch.get_rng_state()
     try:
         return build_with(attention)
     except (ImportError, ValueError) as error:
         reason = _first_line(error)
-    torch.set_rng_state(drawn)  # the second attempt draws the same random numbers
+    torch.set_rng_state(drawn)  # so that the second attempt draws equal random numbers
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
@@ -474,8 +498,8 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def drawn_in_fp32() -> Iterator[None]:
-    """Context manager in which 16-bit parameters are initialized with rounded fp32 numbers, one tensor at a time. Most
-    distributions give different numbers if they are drawn in 16 bits."""
+    """Context manager in which random values of 16-bit parameters are drawn in fp32 and rounded, one tensor at a time.
+    Most distributions would give different values if they were drawn in 16 bits."""
 
     def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:
@@ -489,13 +513,13 @@ def drawn_in_fp32() -> Iterator[None]:
         return drawn
 
     draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
-    # constructors of torch's modules call the same functions, before transformers initializes the weights
+    # Constructors of torch's modules call the functions that transformers calls later to initialize the weights.
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
         yield
 
 
 def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """Returns advice on the configuration of a model with weights that the files lack."""
+    """Returns advice for an error message about weights that the files lack."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
         return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."
@@ -510,7 +534,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
             config=config,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with the shapes
+            ignore_mismatched_sizes=True,  # wrong shapes are refused below, with a message that names the shapes
             **how,
         )
     except SafetensorError as error:  # usually a file that was not downloaded or copied completely
@@ -536,7 +560,8 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
 
 
 def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder or a hub id. Args: key: the setting that named it, for messages."""
+    """Returns the tokenizer of a folder or a hub id. Args: name: the folder or hub id; trust_remote_code: run code of
+    the repository; key: the key that has this value, for error messages. Raises: Refused: it cannot be read."""
     place = _place(name, key)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
@@ -551,15 +576,16 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Logs differences between the weight files of a folder and the model class. Raises: Refused: seq_len exceeds the
-    architecture's maximum sequence length."""
+    """Checks the model of a run before it is loaded, and logs differences between the weight files of a folder and the
+    model class. Raises: Refused: seq_len exceeds the maximum sequence length of the architecture, or the files do not
+    match the model."""
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
     if run.model.pretrained and _is_folder(run.model.name):
         _tell_differences(run.model, _agree_with_files(run.model, _configuration(run.model)))
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """Returns the maximum sequence length of the architecture; None if it has no limit."""
+    """Returns the maximum sequence length of the architecture, or None if it has no limit."""
     text = config.get_text_config(decoder=True)
     return next(
         (longest for key in POSITIONS if isinstance(longest := getattr(text, key, None), int) and longest > 0), None

@@ -1,5 +1,5 @@
-"""Checks related to the magnitude of a model's values: comparing two computations relative to their largest value, and
-overflow and underflow in fp16."""
+"""Checks the magnitudes of a model's values: compares two results with a tolerance relative to the largest value, and
+detects overflow and underflow when values are rounded to a dtype such as fp16."""
 
 import logging
 import math
@@ -15,13 +15,20 @@ from lowmem.system.errors import Refused
 log = logging.getLogger(__name__)
 
 WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
-ROUNDINGS = 8  # tolerance in roundings: another order of a sum gives one or two, a different function many more
-OTHER_KERNELS = 1e-4  # minimum tolerance: other kernels differ by less, a different function by a hundred times more
-MANY_ZEROS = 1e-3  # share of values that become 0; for normally distributed weights in fp16 it is a few millionths
+# Tolerance in multiples of a dtype's rounding error. A different order of summation changes a result by one or two
+# rounding errors, a different function by many more.
+ROUNDINGS = 8
+# Minimum tolerance, relative to the largest value. Results of different kernels differ by less; the result of a
+# different function differs by a hundred times more.
+OTHER_KERNELS = 1e-4
+# Share of values that become 0 from which a warning is logged. For normally distributed weights in fp16 the share is a
+# few millionths.
+MANY_ZEROS = 1e-3
 
 
 def largest_magnitude(numbers: Tensor) -> float:
-    """Returns the largest absolute value of a tensor that a model has computed before its first step.
+    """Returns the largest absolute value of a tensor. Called with tensors that a model computes in checks before its
+    first optimizer step, which the error message mentions.
 
     Raises:
         Refused: a value is inf or nan.
@@ -37,13 +44,13 @@ def same(
 ) -> bool:
     """Returns True if two results agree up to rounding. Values that are inf or nan must be equal in both results.
 
-    The tolerance is `ROUNDINGS` roundings of the largest value in the coarsest dtype, but at least `least`. The default
-    of `least` is more than 8 roundings of fp32 and less than 8 roundings of any 16-bit dtype.
+    The tolerance is `ROUNDINGS` times the rounding error of the largest value in the coarsest dtype, but at least
+    `least`. The default of `least` applies to fp32; for 16-bit dtypes the first number is larger.
 
     Args:
         one, other: the results.
-        largest: the largest absolute value, because the rounding error of a sum is relative to its largest terms.
-        dtypes: dtypes to which the computations round.
+        largest: the largest absolute value, since the rounding error of a sum is proportional to its largest terms.
+        dtypes: the dtypes to which the two computations round.
         least: minimum tolerance, relative to `largest`; 0 if both computations use the same kernels.
     """
     tolerance = max(least, ROUNDINGS * max(torch.finfo(dtype).eps for dtype in dtypes)) * largest
@@ -51,7 +58,8 @@ def same(
 
 
 def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
-    """Checks that no weight of a loaded model overflows in a dtype. Args: advice: advice for the error message.
+    """Checks that no weight of a loaded model overflows in a dtype. Args: model: the model; dtype: the dtype; advice:
+    advice for the error message.
 
     Raises:
         Refused: a weight is larger than the dtype's largest number.
@@ -63,14 +71,18 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 
 class Rounding:
-    """Rounds tensors to a dtype, one at a time, and counts the values that become 0."""
+    """Rounds tensors to a dtype, one at a time, and counts nonzero values that become 0."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.zeros, self.all = dtype, 0, 0
 
     def __call__(self, name: str, numbers: Tensor, device: str | None = None) -> Tensor:
-        """Returns the rounded tensor. Args: name: name of the tensor, for the error; device: device of the result;
-        None: the device of `numbers`.
+        """Returns the rounded tensor.
+
+        Args:
+            name: name of the tensor, for the error message.
+            numbers: the tensor.
+            device: device of the result; None: the device of `numbers`.
 
         Raises:
             OverflowError: a finite value would become inf.
@@ -85,7 +97,7 @@ class Rounding:
         return rounded
 
     def tell(self) -> None:
-        """Logs the number of values that have become 0, if their share exceeds `MANY_ZEROS`."""
+        """Logs a warning with the number of values that have become 0, if their share exceeds `MANY_ZEROS`."""
         if self.zeros > MANY_ZEROS * self.all:
             name = str(self.dtype).removeprefix("torch.")
             log.warning(
@@ -95,7 +107,7 @@ class Rounding:
 
 
 def _largest(numbers: Tensor) -> float:
-    """Returns the largest absolute value, without a copy of the tensor; nan if any value is nan."""
+    """Returns the largest absolute value, or nan if any value is nan. Makes no copy of the tensor."""
     if not numbers.numel():
         return 0.0
     lowest, highest = (end.item() for end in numbers.aminmax())

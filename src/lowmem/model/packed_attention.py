@@ -1,13 +1,15 @@
 """Checks that documents in a packed row do not attend to each other, and selects the attention implementation.
 
-Given position ids that restart at each document, transformers separates documents with a mask (B, 1, T, T). If it gets
-a mask or a cache, it silently ignores the boundaries. `document_attention.py` computes equal results without the mask.
+If position ids restart at each document, transformers separates documents with a mask (B, 1, T, T). But if the model
+gets an attention mask or a cache, transformers silently ignores the boundaries between documents.
+`document_attention.py` computes equal results without a mask.
 
-Some models do not pass position ids to their masks, and recurrent layers (state spaces, linear attention) have no
-document boundaries at all. There is no list of such models, so each model is tested before its first step, in the run's
-precision: a document's logits must not depend on tokens of earlier documents (their gradient is zero), and must equal
-the logits of the document alone. If a model fails without the mask, it is tested again with the mask. Sliding windows
-that are longer than the test and shorter than a row are reduced for a second test (`lengths.py`).
+Some models do not use position ids for their masks, and recurrent layers (state spaces, linear attention) ignore
+boundaries between documents. There is no list of such models, so each model is tested before its first optimizer step,
+in the run's precision. The logits of a document must not depend on tokens of earlier documents (the gradient is zero),
+and must equal the logits of the document in a separate row. If a model fails without the mask, it is tested again with
+the mask. The test row is short. So sliding windows that are longer than the test row but shorter than a row of the run
+are reduced for a second test (`lengths.py`).
 """
 
 import logging
@@ -26,20 +28,26 @@ from lowmem.system.torch_private import attention_taken
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # tokens of a row that are tested, enough for rules that depend on the length
+LOOKED_AT = 64  # number of tokens of a row that are tested
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
-    """Selects document attention if the model uses torch's SDPA. A model with its own attention would accept the name,
-    but lose its additions (such as the sinks of GPT-OSS). Args: model: the model; compiled: blocks are compiled, which
-    cannot handle a varying number of documents, so they get the mask."""
+    """Selects document attention if the model uses torch's SDPA. A model with its own attention implementation keeps
+    it, because document attention lacks additions such as the attention sinks of GPT-OSS.
+
+    Args:
+        model: the model.
+        compiled: blocks are compiled. Compiled blocks do not support a varying number of documents, so they use the
+            mask.
+    """
     if attention_taken(model) == "sdpa":
         model.set_attn_implementation(MASKED if compiled else BY_DOCUMENT)
 
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager that undoes `separate`, because a model may need a bool mask."""
+    """Context manager in which the model has its own attention implementation again, as before `separate`, because some
+    models need a bool mask."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
     try:
@@ -49,13 +57,19 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
 
 
 def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
-    """Returns True if each document in a row has the logits that it has in a separate row. Args: model: the model;
-    input_ids: (B, T), T at least 4; longest: tokens of a row of the run."""
+    """Returns True if the logits of each document in a row equal its logits in a separate row.
+
+    Args:
+        model: the model.
+        input_ids: (B, T) with T >= 4. Each row is split into three documents.
+        longest: number of tokens in a row of the run.
+    """
     tokens = input_ids.shape[1]
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
     if not _keeps_apart(model, input_ids, lengths):
         return False
-    with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:  # between both lengths
+    # reduce windows to a length between the lengths of the first two documents
+    with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:
         return not any_length or _keeps_apart(model, input_ids, lengths)
 
 
@@ -65,7 +79,7 @@ def _keeps_apart(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) 
     with torch.no_grad(), own_mask(model):
         documents = input_ids.split(lengths, dim=1)
         alone = torch.cat([model(input_ids=document, use_cache=False).logits for document in documents], dim=1)
-    largest = largest_magnitude(alone)  # first, because gradients of non-finite values are nan everywhere
+    largest = largest_magnitude(alone)  # refuses inf and nan before a gradient is computed, which would be nan
     return _sees_nothing_before(model, packed, lengths) and _same(model, packed, alone, largest)
 
 
@@ -80,17 +94,17 @@ def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
-    """Returns True if no document depends on an earlier document: the gradient is then exactly zero, in any
-    precision."""
+    """Returns True if no document depends on an earlier document. The gradient with respect to earlier documents is
+    then exactly zero, in any precision."""
     return not any(_depends(model, packed, boundary) for boundary in (lengths[0], lengths[0] + lengths[1]))
 
 
 def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -> bool:
-    """Returns True if tokens from `boundary` on depend on tokens before `boundary`.
+    """Returns True if the outputs from position `boundary` on depend on tokens before `boundary`.
 
     Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. The gradient
-    is computed from the head's input instead of the logits, because a streamed head keeps no tiles for backward; the
-    head computes each token independently anyway.
+    is computed from the head's input instead of the logits, because a streamed head does not keep its tiles for
+    backward. This gives the same answer, since the head computes each token independently.
     """
     embedded: list[Tensor] = []
     features: list[Tensor] = []
@@ -104,7 +118,7 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
     if head is not None:
         hooks.append(head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0])))
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # an evaluation runs in inference mode
+        with torch.inference_mode(False), torch.enable_grad():  # because an evaluation runs in inference mode
             packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits
             behind = (features[0] if features else logits)[:, boundary:].float().logsumexp(-1).sum()  # of (B, T, H)
@@ -118,8 +132,12 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
 
 def verify(model: PreTrainedModel, row: Tensor) -> None:
-    """Checks that documents in a row do not attend to each other; selects attention with a mask if needed. Args: model:
-    the model; row: (B, T), tokens of a row of the run.
+    """Checks that documents in a row do not attend to each other, and selects attention with a mask if the model needs
+    one.
+
+    Args:
+        model: the model.
+        row: (B, T), token ids of a micro-batch of the run.
 
     Raises:
         Refused: documents in a row attend to each other, even with a mask.
@@ -148,5 +166,5 @@ def verify(model: PreTrainedModel, row: Tensor) -> None:
 def _works_without_mask(model: PreTrainedModel, input_ids: Tensor, longest: int) -> bool:
     try:
         return keeps_apart(model, input_ids, longest)
-    except (IndexError, RuntimeError, TypeError):  # the model expects a mask with four dimensions
+    except (IndexError, RuntimeError, TypeError):  # for example if the model expects a mask with four dimensions
         return False

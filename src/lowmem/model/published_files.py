@@ -1,9 +1,10 @@
-"""Compares published weight files with the model class that reads them, before any weight is loaded.
+"""Compares published weight files with the model class that reads them, before any weight is loaded. `loading.py` calls
+this module.
 
-transformers silently drops tensors that its model class does not use, and a config may tie the head although the files
-contain a separate head. The headers of the files have the names, shapes and dtypes of all tensors in a few kilobytes.
-Tensors of these shapes are loaded on the meta device by transformers itself, so renamed tensors and merged experts are
-handled as in a real load.
+transformers silently ignores tensors that its model class does not use, and a config may tie the head although the
+files contain a separate head. The headers of the files, a few kilobytes, contain the names, shapes and dtypes of all
+tensors. For the comparison, transformers itself loads tensors with these shapes on the meta device. So renamed tensors
+and merged experts are handled as when weights are loaded.
 """
 
 import json
@@ -22,10 +23,10 @@ from transformers.core_model_loading import WeightConverter
 
 from lowmem.system.torch_private import all_unexpected
 
-ROWS = 4096  # rows of two matrices to compare at once
-# buffers in files of earlier versions, which models compute themselves
+ROWS = 4096  # number of rows of two matrices that are compared at once
+# names of buffers that files of earlier transformers versions contain, and that model classes compute themselves
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
-_TRAINABLE = {"F64", "F32", "F16", "BF16"}
+_TRAINABLE = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes of weights that can be trained
 
 
 class TensorHeader(NamedTuple):
@@ -37,20 +38,20 @@ class TensorHeader(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The differences between files and model class."""
+    """The differences between published files and their model class."""
 
-    unused: list[str]  # tensors that the class does not use
-    beyond: str | None  # the first unused tensor of a layer that the config does not have
-    layers: int  # number of layers in the files, if `beyond` is set; otherwise 0
-    own_head: bool  # the config ties the head, but the files contain a separate head
+    unused: list[str]  # names of tensors that the class does not use
+    beyond: str | None  # name of a tensor whose layer index exceeds the config's number of layers; None: no such tensor
+    layers: int  # number of layers in the files if `beyond` is set, otherwise 0
+    own_head: bool  # True: the config ties the head, but the files contain a separate head
 
 
 _compared: dict[tuple, Compared] = {}
 
 
 def headers(folder: Path) -> dict[str, TensorHeader]:
-    """Returns name -> header of the tensors that transformers would read from a folder, which has a single file, or
-    several files with an index."""
+    """Returns name -> header of the tensors that transformers would read from a folder: the tensors of a single file,
+    or of all files in an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():
@@ -67,10 +68,10 @@ def _stamp(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-@cache  # called many times in a search for a recipe
+@cache  # because a search for a recipe calls this function many times
 def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
-    """Returns name -> header of the tensors of a file. Args: size, changed: size and modification time, as part of the
-    cache key."""
+    """Returns name -> header of the tensors of a file. Args: file: the file; size, changed: its size and modification
+    time, which are part of the cache key."""
     with safe_open(file, "pt") as tensors:
         names = tensors.keys()
         parts = {name: tensors.get_slice(name) for name in names}
@@ -78,13 +79,13 @@ def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
 
 
 def quantized_as(tensor_headers: dict[str, TensorHeader]) -> str | None:
-    """Returns the first dtype of weights that cannot be trained; None: all weights can be trained."""
+    """Returns the dtype of the first weight that cannot be trained, or None if all weights can be trained."""
     kinds = (tensor.dtype for name, tensor in tensor_headers.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
 
 
 def named(said: dict) -> str:
-    """Describes a config's `quantization_config`, such as "gptq, 4 bits"."""
+    """Returns a short description of a config's `quantization_config`, such as "gptq, 4 bits"."""
     bits = next((said[key] for key in ("bits", "w_bit", "wbits", "weight_bits") if said.get(key)), None)
     bits = bits or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
     method = said.get("quant_method") or ("bitsandbytes" if bits else "quantization_config")
@@ -92,8 +93,9 @@ def named(said: dict) -> str:
 
 
 def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
-    """Returns the differences between a folder's files and the model class. None: the folder has no weight files, the
-    class is remote code, or the class cannot be built (`loading.load` reports the reason)."""
+    """Returns the differences between a folder's files and the model class. Returns None if the folder has no weight
+    files, if the model's code is in its repository instead of in transformers, or if the model cannot be built
+    (`loading.load` then reports the reason)."""
     tensor_headers = headers(folder)
     if not tensor_headers or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
@@ -102,16 +104,14 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
     if key not in _compared:
         try:
             _compared[key] = _compare(config, tensor_headers)
-        except Exception:  # any error of a model class that cannot be built from this config
+        except Exception:  # model classes raise errors of any class if they cannot be built from this config
             return None
     return _compared[key]
 
 
 def joins_tensors(config: PretrainedConfig) -> bool:
     """Returns True if transformers joins tensors of the published files, such as the experts of a block, into one
-    tensor.
-
-    A joined tensor is in memory, where another tensor would be pages of its file.
+    tensor. A joined tensor is copied into memory, while other tensors can stay mapped pages of their file.
     """
     conversions = get_checkpoint_conversion_mapping(config.model_type) or ()
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
@@ -133,9 +133,9 @@ def _compare(config: PretrainedConfig, tensor_headers: dict[str, TensorHeader]) 
 
 
 def _layer_beyond(model: PreTrainedModel, name: str) -> int | None:
-    """Returns the layer index of a tensor if the model's list of layers is shorter; otherwise None. Layers for
-    multi-token prediction follow the other layers in files; causal model classes do not use them, and they do not
-    count as missing."""
+    """Returns the layer index in a tensor's name if the model has no layer with this index, otherwise None. Indices of
+    layers for multi-token prediction follow the other layers, and also give None: causal model classes do not use these
+    layers."""
     predict = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
     for found in re.finditer(r"(?<=\.)\d+(?=\.)", name):
         place, number = name[: found.start() - 1], int(found.group())
@@ -153,7 +153,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -> bool:
-    """Returns True if the config ties two tensors that are different in the files."""
+    """Returns True if the config ties two tensors whose values differ in the files."""
 
     def in_files(name: str) -> str | None:
         names = (name, name.removeprefix(f"{model.base_model_prefix}."))
@@ -164,7 +164,7 @@ def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -
 
 
 def _differ(tensor_headers: dict[str, TensorHeader], name: str, other: str) -> bool:
-    """Returns True if two tensors of the files differ. Both are read in pieces."""
+    """Returns True if two tensors of the files have different values or shapes. Reads both tensors in pieces."""
     one, two = tensor_headers[name], tensor_headers[other]
     if name == other or one.shape != two.shape:
         return name != other

@@ -1,7 +1,8 @@
-"""The trainable parameters of a model: only these have gradients, optimizer state and masters, and are in checkpoints.
+"""Lists the trainable parameters of a model, and the tensors that checkpoints contain. Only trainable parameters have
+gradients, optimizer state and masters.
 
-If some parameters are frozen, checkpoints do not contain them. A resumed run loads them from the model's files, or
-initializes them from the seed, and compares a digest in the checkpoint to detect a different base.
+Checkpoints do not contain frozen parameters. A resumed run loads frozen parameters from the model's files, or
+initializes them again from the seed, and compares a digest with the checkpoint to detect different values.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor, nn
 
-SAMPLE = 4096  # maximum elements per tensor that the digest reads, evenly spaced: less than a second for 8B parameters
+# maximum number of elements per tensor, evenly spaced, that a digest reads; for 8B parameters this takes less than 1 s
+SAMPLE = 4096
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -26,20 +28,20 @@ def parameters(model: nn.Module) -> int:
 class Packed:
     """Base class of layers with a quantized matrix, which is stored in buffers."""
 
-    packed_elements: int  # number of elements of the unquantized matrix
-    transposed: bool  # True: replaces a Conv1D, whose matrix is (in, out)
-    largest: float  # largest magnitude in the dequantized matrix
+    packed_elements: int  # number of elements of the matrix before quantization
+    transposed: bool  # True: the layer replaces a Conv1D, whose matrix is (in, out)
+    largest: float  # largest absolute value in the dequantized matrix
 
 
 def stored_weights(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors in which a module stores its weights: parameters, and the buffers of `Packed` layers (bits
-    and scales)."""
+    """Returns the tensors in which a module stores its weights: its parameters, and the buffers of `Packed` layers
+    (packed values and scales)."""
     every = (layer for layer in module.modules() if isinstance(layer, Packed))
     return [*module.parameters(), *(buffer for layer in every for buffer in layer.buffers(recurse=False))]
 
 
 def packed(model: nn.Module) -> list[int]:
-    """Returns the number of elements of the matrix of each `Packed` layer."""
+    """Returns, for each `Packed` layer, the number of elements of its matrix."""
     return [module.packed_elements for module in model.modules() if isinstance(module, Packed)]
 
 
@@ -49,8 +51,9 @@ def trains_everything(model: nn.Module) -> bool:
 
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the part of the state_dict that checkpoints contain: everything, or if parameters are frozen, the
-    trainable parameters (tied ones under all of their names) and the buffers of modules with a trained parameter."""
+    """Returns the part of the state_dict that checkpoints contain. If no parameter is frozen, this is the full
+    state_dict. Otherwise it has the trainable parameters, under all names of tied parameters, and the buffers of
+    modules with a trainable parameter."""
     everything = model.state_dict()
     if trains_everything(model):
         return everything
@@ -62,8 +65,8 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest_of_base(model: nn.Module, sent_as: Callable[[Tensor], torch.dtype]) -> str | None:
-    """Returns a digest of all tensors that checkpoints do not contain; None: checkpoints contain everything. Args:
-    sent_as: returns the dtype in which the run uses a tensor."""
+    """Returns a digest of all tensors that checkpoints do not contain, or None if checkpoints contain all tensors.
+    Args: model: the model; sent_as: returns the dtype in which the run uses a tensor."""
     stored = checkpoint_state(model)
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
     return digest(base, sent_as) if base else None

@@ -1,8 +1,9 @@
-"""Adds tokens to a tokenizer, such as the special tokens of a chat template, with rows in the embedding and the head.
+"""Adds tokens to a tokenizer, such as the special tokens of a chat template, and rows for them to embedding and head.
 
-A new row is the mean of the old rows, so its logits are not unusually large, and no random numbers are needed.
-transformers' default samples around the mean with the covariance of the embedding, which for 128k x 4096 takes minutes
-and fp32 copies. Unused rows of a published model are used before new rows are added. Tied heads stay tied.
+A new row is the mean of the old rows. So the logits of the new token are not unusually large, and no random numbers are
+needed. transformers by default draws new rows around the mean with the covariance of the embedding, which for a matrix
+of 128k x 4096 takes minutes and fp32 copies. If a published model has unused rows, they are used before new rows are
+added. Tied heads stay tied.
 """
 
 import copy
@@ -18,18 +19,20 @@ from lowmem.data.sources.chat_template import CHATML_TOKENS
 from lowmem.data.token_store import rows_of
 from lowmem.system.errors import Refused
 
-SUMMED_AT_ONCE = 4096  # rows to sum at once: 64 MB in fp32 at a width of 4096
+SUMMED_AT_ONCE = 4096  # number of rows that are summed at once: 64 MB in fp32 for a hidden size of 4096
 
 
 class Added(NamedTuple):
-    """Added tokens. Args: rows: number of rows that the embedding needs; fresh: ids of the added tokens."""
+    """Tokens that were added to a tokenizer. Args: rows: number of rows that the embedding needs; fresh: ids of the
+    added tokens."""
 
     rows: int
     fresh: list[int]
 
 
 def wanted(run: Run) -> list[str]:
-    """Returns model.added_tokens, and the special tokens of data.template=chatml."""
+    """Returns the tokens that the model needs: model.added_tokens, and with data.template=chatml the special tokens of
+    this template."""
     sources = [run.data.arguments, *run.data.arguments.get("parts", {}).values()]
     chatml = CHATML_TOKENS if any(source.get("template") == "chatml" for source in sources) else ()
     return list(dict.fromkeys([*run.model.added_tokens, *chatml]))
@@ -39,6 +42,8 @@ def add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], vocab_size: i
     """Adds the tokens that the tokenizer lacks, as special tokens.
 
     Args:
+        tokenizer: is changed in place.
+        tokens: the tokens that the tokenizer must have.
         vocab_size: number of rows of the embedding.
     """
     known = tokenizer.get_vocab()
@@ -67,7 +72,8 @@ def grow(model: PreTrainedModel, added: Added) -> None:
 
 
 def _by_token(model: PreTrainedModel) -> list[Tensor]:
-    """Returns weights and biases of embedding and head, which have a row per token. Tied tensors are listed once."""
+    """Returns the weights and biases of embedding and head, which all have one row per token. Tied tensors are listed
+    once."""
     ends: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     rows = [getattr(end, name, None) for end in ends for name in ("weight", "bias")]
     return list({id(tensor): tensor for tensor in rows if tensor is not None}.values())

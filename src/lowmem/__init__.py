@@ -2,6 +2,7 @@
 
 import logging
 
-# torchao and bitsandbytes name, at import, the kernels for other machines that they cannot load.
+# When they are imported, torchao and bitsandbytes log kernels for other machines that they cannot load. Hide these
+# messages.
 for _name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
     logging.getLogger(_name).setLevel(logging.ERROR)

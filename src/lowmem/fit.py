@@ -1,4 +1,5 @@
-"""Runs the main job: check -> plan -> train -> report -> export. The command line and notebooks call `fit`.
+"""Runs a command from its settings to its results: check -> plan -> train -> report -> export. The command line and
+notebooks call `fit`, for example:
 
 from pathlib import Path
 from hydra import compose, initialize
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class OutOfMemory(Refused):
-    """The run did not fit. The message says what filled the memory, and what to try."""
+    """The run needed more memory than there is. The message says what filled the memory, and what to try."""
 
 
 def fit(
@@ -48,17 +49,19 @@ def fit(
     choices: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict:
-    """Does what `cfg` says and leaves the results in `output_dir`.
+    """Does the work that the settings ask for, and writes the results into a folder.
 
     Args:
-        choices: group -> chosen yaml, for messages.
-        overrides: what the user typed, for the summary.
+        cfg: the settings, composed by Hydra.
+        output_dir: the folder for all results.
+        choices: config group -> chosen yaml, for messages.
+        overrides: the overrides that the user typed, for the summary.
 
     Returns:
-        The content of summary.json; an empty dictionary if data was only shown.
+        The contents of summary.json, or an empty dictionary if data was only shown.
 
     Raises:
-        Refused: a run that cannot work, or that ran out of memory, in a sentence.
+        Refused: the run cannot work, or is out of memory. The message says why and what to type.
     """
     choices, run = choices or {}, settled(cfg)
     check(run, choices)
@@ -70,7 +73,7 @@ def fit(
             hints.tell_folders(run, output_dir)
         saved = find_checkpoint(run, output_dir, ranks)  # before a plan is made
         command = _with_lines(command, lines_of_older(run, saved))
-        with ranks.rank_0_first("count the rows"):  # the other ranks read what rank 0 has written
+        with ranks.rank_0_first("count the rows"):  # the other ranks read cache files that rank 0 writes
             command, texts = _counted(command, ranks)
         task = find_task(command.run, saved)
         if task.work == "nothing":
@@ -83,7 +86,8 @@ def fit(
 
 
 def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
-    """Returns the command in which these lines replace lines with the same keys."""
+    """Returns the command with additional overrides, which replace overrides of the same keys. Args: lines: key ->
+    value."""
     run = command.run
     for key, value in lines.items():
         run = run.replacing(key, value)
@@ -91,7 +95,8 @@ def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
-    """Replaces epochs= by the optimizer steps that it takes. Only open data shows how many, and it stays open."""
+    """Replaces epochs= by max_steps=, the number of optimizer steps in these epochs. Counting needs the tokenized data,
+    so the open data are returned for later use; None: epochs= is not set."""
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
         return command, None
@@ -103,7 +108,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Trains with the recipe and the batch size that were asked for."""
+    """Resolves recipe= and batch_size=auto, checks the predicted memory, and trains. Raises: Refused."""
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
@@ -138,8 +143,8 @@ def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts
 
 
 def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Writes model/ of a run. In that run's folder all other files stay as they are; another folder gets the summary
-    too."""
+    """Writes model/ of a run. In the folder of the run itself, no other file changes. Another folder also gets
+    summary.json."""
     command, evaluated = _unplanned(command), summary_of(task.saved)
     in_place = command.folder.resolve() == task.saved.run.resolve()
     with (
@@ -153,14 +158,14 @@ def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts |
 
 
 def _show(command: Command, texts: build.Texts | None) -> dict:
-    """Shows the data, before a model is built."""
+    """Prints examples of the data, without building a model."""
     data = build.data(_unplanned(command).run, texts=texts)
     print(show.page(data.train, data.tokens.tokenizer, command.run.show, sys.stdout.isatty()))
     return {}
 
 
 def _unplanned(command: Command) -> Command:
-    """Makes a run ready that does not train, and so has no plan."""
+    """Returns the command with resolved settings, for work without training, which needs no plan."""
     run = command.run.sized()
     loading.check_architecture(run)
     return replace(command, run=run.resolved())
@@ -174,11 +179,11 @@ def _training(
     texts: build.Texts | None = None,
     prediction: Prediction | None = None,
 ) -> Iterator[Training]:
-    """Trains or evaluates, and keeps the model and the data until the results are written.
+    """Context manager that trains or evaluates, and keeps the model and the data until the results are written.
 
     Raises:
-        OutOfMemory: with what to try, also for errors inside the `with`.
-        OSError: of a full disk, with a file's name.
+        OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.
+        OSError: the disk is full. The error has a file name, at least that of the run folder.
     """
     run = command.run
     try:
@@ -187,7 +192,7 @@ def _training(
     except OSError as error:
         if error.filename or error.errno not in FULL:
             raise
-        # the error of a full disk names no file, which is one of the run's
+        # some errors of a full disk have no file name; the file is in the run folder
         raise OSError(error.errno, error.strerror, str(command.folder)) from error
     except DidNotFit as error:
         smaller = at_start.smaller_recipe(run, command.lines, prediction) if error.side == "device" else None
@@ -196,7 +201,7 @@ def _training(
 
 
 def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:
-    """Shows the results, and writes the model last of all."""
+    """Reports the results, then writes and publishes the model. Returns: the summary."""
     if training.module.ranks.rank == 0:
         results.report(training, command, summary)
     training.watchers.stop.waits_no_longer(summary["interrupted"])
@@ -204,9 +209,10 @@ def _ended(training: Training, command: Command, task: Task, summary: dict) -> d
 
 
 def _left(training: Training, command: Command, task: Task, summary: dict, finished: bool = True) -> dict:
-    """Writes the model, prints what to type next, and uploads it. Args: finished: the run in this folder has not
-    failed, whatever an earlier attempt at it has left."""
-    exports = task.exports and not summary["interrupted"]  # an interrupted run goes on from its checkpoint
+    """Writes the model, prints the commands that a user may type next, converts the model to GGUF and uploads it.
+    Args: finished: the run is complete, so a mark of failure that an earlier attempt left in the folder is removed.
+    Returns: the summary."""
+    exports = task.exports and not summary["interrupted"]  # an interrupted run can be resumed from its checkpoint
     if exports:
         model_folder.leave(training, command, summary)
     if training.module.ranks.rank == 0:

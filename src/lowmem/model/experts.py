@@ -17,7 +17,7 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Returns name of a module with stacks of experts -> name -> 3-D parameter of this module."""
+    """Returns the stacks of experts: {name of a module: {name: 3-D parameter of this module}}."""
     stacks = {
         name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()

@@ -76,10 +76,10 @@ class ResidentHead(HeadSource):
 def tiles_of(linear: nn.Linear) -> HeadSource:
     """Returns the source of a layer's tiles: the layer's attribute `source` if it is set, for example by
     `offload/edges.py`, otherwise a `ResidentHead`."""
-    return getattr(linear, "source", None) or ResidentHead(linear)  # theirs: any layer
+    return getattr(linear, "source", None) or ResidentHead(linear)  # theirs: layers of models have no such attribute
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:
     """Returns the full matrix (V, H) as a differentiable function of the weight."""
-    source = getattr(linear, "source", None)  # theirs: any layer
+    source = getattr(linear, "source", None)  # theirs: layers of models have no such attribute
     return source.matrix() if source else linear.weight

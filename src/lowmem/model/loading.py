@@ -358,7 +358,7 @@ def _folder_here(name: str) -> Path | None:
 
 def _dtypes_here(name: str) -> set[torch.dtype | None]:
     """Returns the dtypes of the weights in a folder or in the cache of a hub id. The set is empty if no weights are on
-    this machine, and contains None for dtypes with other than 16 bits."""
+    this machine, and contains None if a weight is not in bf16 or fp16."""
     kinds, folder = set(), _folder_here(name)
     for file in folder.glob("*.safetensors") if folder else ():
         with safe_open(file, "pt") as weights:
@@ -560,8 +560,16 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
 
 
 def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder or a hub id. Args: name: the folder or hub id; trust_remote_code: run code of
-    the repository; key: the key that has this value, for error messages. Raises: Refused: it cannot be read."""
+    """Returns the tokenizer of a folder or a hub id.
+
+    Args:
+        name: the folder or hub id.
+        trust_remote_code: run code of the repository.
+        key: the key whose value is `name`, for error messages.
+
+    Raises:
+        Refused: the tokenizer cannot be read.
+    """
     place = _place(name, key)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)

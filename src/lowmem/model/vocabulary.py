@@ -86,7 +86,7 @@ def _mean(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def check_trained(model: PreTrainedModel, added: Added) -> None:
-    """Checks that the rows of added tokens are trained. Raises: Refused: they are frozen."""
+    """Checks that the rows of added tokens are trained. Raises: Refused: these rows are frozen."""
     if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
         raise Refused(
             "model.added_tokens: the embedding and output rows of added tokens start as the mean of the other rows and "

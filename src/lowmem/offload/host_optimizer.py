@@ -128,7 +128,7 @@ class HostOptimizer(WindowOptimizer):
             if value is not None:
                 self._norms = [norm_of(self._reading(master.sum)) for master in collected]
                 norm = self._norm()
-            factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # like torch's clip_grad_norm_
+            factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # the formula of torch's clip_grad_norm_
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:

@@ -30,7 +30,7 @@ class HostWeight:
 
     Args:
         name: the parameter's name.
-        weight: the parameter. The constructor rounds its data to `dtype`.
+        weight: the parameter, whose data the constructor rounds to `dtype`.
         dtype: dtype of the weight on the device.
     """
 
@@ -112,8 +112,8 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """Like `add`, but without a copy, for a full gradient that is applied immediately. The copy is left out only if
-        there is no `sum` yet."""
+        """Like `add`, for a full gradient that is applied immediately. If there is no `sum` yet, `piece` itself becomes
+        `sum`, without a copy."""
         if self.sum is None:
             self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:

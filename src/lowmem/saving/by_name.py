@@ -83,7 +83,7 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
 
 
 def _tied(module: LightningModule) -> dict[str, str]:
-    """Returns additional name of a tied parameter -> its first name."""
+    """Returns a dict from each additional name of a tied parameter to the parameter's first name."""
     first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}
@@ -140,7 +140,7 @@ def _fill(
         shard: receives the values.
         p: the parameter whose layout the saved tensor has.
         name: name of the saved tensor.
-        tensors: the saved tensors: of a folder (`CheckpointTensors`), or of a file.
+        tensors: name -> saved tensor: `CheckpointTensors` for a folder, otherwise the tensors of a file.
         ranks: the strategy that shards the tensor.
         widened: joins the upper and lower halves of a weight if a checkpoint file stores them separately.
     """

@@ -240,7 +240,7 @@ def has_its_end(folder: Path) -> bool:
 
 
 def _ends(stored: CheckpointTensors) -> dict[str, int]:
-    """Returns name of a file -> size in bytes that the file has at least."""
+    """Returns {name of a file: size in bytes that the file must have at least}."""
     ends: dict[str, int] = {}
     for piece in _pieces(stored):
         ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)

@@ -98,7 +98,8 @@ FAMILIES = {  # transformers' model_type -> how llama.cpp stores the model
 
 
 def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks, before training, that this module can convert a model. Raises: Refused: it cannot."""
+    """Checks, before training, that this module can convert a model. Raises: Refused: the model or its tokenizer is not
+    supported."""
     why, family = None, FAMILIES.get(config.model_type)
     if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"

@@ -188,7 +188,7 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Returns name of a validation set -> a source that reads the set. All sources have the same training text."""
+    """Returns {name of a validation set: source that reads the set}. All sources have the same training text."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}

@@ -45,7 +45,8 @@ class Update(NamedTuple):
     """The settings of an optimizer step."""
 
     optimizer: MakeOptimizer
-    scheduler: Callable[[Optimizer], LRScheduler]  # stepped once per optimizer step
+    # creates the learning rate schedule, whose `step` is called once per optimizer step
+    scheduler: Callable[[Optimizer], LRScheduler]
     clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
     early: bool = False  # early updates: masters on the host are updated inside backward, as soon as possible
@@ -374,7 +375,7 @@ class CausalLM(LightningModule):
             by_name.load_weights(self, state_dict, self._rests)
             self._rests = {}
             return None
-        held = dict(self.named_parameters())  # tied parameters once
+        held = dict(self.named_parameters())  # lists tied parameters once
         takes = self.masters is not None
         in_halves = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():

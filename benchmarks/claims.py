@@ -101,7 +101,7 @@ class Measured:
         self.parameters = results["plain"][0]["parameters"]
         self.speed = {name: ratio(results, name, "plain", "tokens_per_second") for name in results}
 
-    def of(self, name: str, activations: bool = True) -> str:
+    def saved_by(self, name: str, activations: bool = True) -> str:
         """Returns what a row saves and costs, in words."""
         saved = f"{1 - self.peak[name] / self.peak['plain']:.0%} less at the peak"
         if activations:
@@ -134,7 +134,10 @@ def claims(sizes: dict) -> Iterator[Claim]:
 
     yield Claim(
         "Gradient accumulation gives the update of a large batch with the memory of a micro-batch, slightly slower",
-        lambda of: f"{of.of(four, activations=False)}; {of.peak[four] / of.peak['batch 1']:.2f} x the peak of batch 1",
+        lambda model: (
+            f"{model.saved_by(four, activations=False)}; {model.peak[four] / model.peak['batch 1']:.2f} x the peak "
+            "of batch 1"
+        ),
         at_xl(four),
         "The update: yes, exactly (tests/training/test_accumulation.py). The memory is that of a micro-batch plus the "
         "gradients, which are kept between micro-batches. So it saves little where activations are small, and "
@@ -142,7 +145,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
     )
     yield Claim(
         "Activation checkpointing saves 20-30 % of memory and costs about 20 % of time",
-        lambda of: of.of("checkpointing"),
+        lambda model: model.saved_by("checkpointing"),
         at_xl("checkpointing"),
         "The time: about. Checkpointing removes most activations, so the saving depends on their share of the peak: "
         f"{less_at_xl('checkpointing')} for GPT-2 XL with 4096 tokens. Where the logits are the largest tensor, "
@@ -150,7 +153,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
     )
     yield Claim(
         "Checkpointing every sqrt(n)-th layer makes memory grow with sqrt(n), for one more forward pass",
-        lambda of: of.of("sqrt"),
+        lambda model: model.saved_by("sqrt"),
         at_xl("sqrt"),
         "Only for layers that store little besides their input (tests/techniques/gradient_checkpointing). A "
         "transformer block stores about 25 times its input, so for GPT-2 XL sqrt keeps "
@@ -159,23 +162,23 @@ def claims(sizes: dict) -> Iterator[Claim]:
     )
     yield Claim(
         "Mixed precision is up to 2x faster and needs less memory",
-        lambda of: f"bf16: {of.of('mixed precision')}",
+        lambda model: f"bf16: {model.saved_by('mixed precision')}",
         at_xl("mixed precision"),
         "The speed: with bf16 on this CPU, which computes fp16 products in fp32. The memory: only if activations are "
         "the peak. Mixed precision adds 16-bit copies of the weights, and the loss still needs the logits in fp32.",
     )
     yield Claim(
         "`.half()` halves the model",
-        lambda of: of.of("16-bit weights"),
+        lambda model: model.saved_by("16-bit weights"),
         at_xl("16-bit weights"),
         "Weights and gradients: yes. The optimizer's state stays in fp32, since 16 bits would lose small updates. The "
         "price is quality: most updates are smaller than half a rounding step of a 16-bit weight (docs/quality.md).",
     )
     yield Claim(
         "Adafactor saves around 50 % against Adam",
-        lambda of: (
-            f"{1 - (8 + of.state['Adafactor'] / of.parameters) / 16:.0%} less weights, gradients and state; "
-            f"{of.of('Adafactor', activations=False)}"
+        lambda model: (
+            f"{1 - (8 + model.state['Adafactor'] / model.parameters) / 16:.0%} less weights, gradients and state; "
+            f"{model.saved_by('Adafactor', activations=False)}"
         ),
         at_xl("Adafactor"),
         "Yes, for weights, gradients and optimizer state.",
@@ -185,9 +188,9 @@ def claims(sizes: dict) -> Iterator[Claim]:
     card, steps = masters["card"], masters["rounds"]["global-norm clipping"][0]
     yield Claim(
         "8-bit Adam saves about 8.5 GB for a model of 1.5 billion parameters, with the quality of 32 bits",
-        lambda of: (
-            f"{of.state_of('8-bit Adam')} instead of {of.state['plain'] / of.parameters:.2f}; "
-            f"{of.of('8-bit Adam', activations=False)}"
+        lambda model: (
+            f"{model.state_of('8-bit Adam')} instead of {model.state['plain'] / model.parameters:.2f}; "
+            f"{model.saved_by('8-bit Adam', activations=False)}"
         ),
         f"{less / 1e9:.1f} GB less",
         "Yes. Without CUDA, bitsandbytes' 8-bit steps are slow.",
@@ -195,14 +198,17 @@ def claims(sizes: dict) -> Iterator[Claim]:
     yield Claim(
         "Micro-batch 1, accumulation 4, checkpointing, 16 bits and 8-bit Adam together need up to 3x less memory at "
         "the same speed",
-        lambda of: f"{of.peak['plain'] / of.peak['together']:.1f} x less; {of.of('together', activations=False)}",
+        lambda model: (
+            f"{model.peak['plain'] / model.peak['together']:.1f} x less; "
+            f"{model.saved_by('together', activations=False)}"
+        ),
         f"{sizes['plain']['total'] / sizes['together']['total']:.1f} x less: {at_xl('together')}",
         "For GPT-2 XL: yes. With few tokens the fp32 weights and gradients dominate, and none of the five techniques "
         "makes them smaller. The speed: only as far as the hardware speeds up 16-bit products.",
     )
     yield Claim(
         "GPT-2 XL trains on a 12 GB card with the fp16 model on the card, fp32 masters and optimizer on the host",
-        lambda of: "",
+        lambda model: "",
         f"{card['every_layer']['total'] / gib:.2f} GiB on the card with precision=16-master, "
         f"{card['offload']['total'] / gib:.2f} with block inputs offloaded too; {steps['rss_peak'] / gib:.1f} GiB of "
         f"host memory and {steps['seconds_per_step']:.1f} s per step of 256 tokens on this CPU (gpt2_xl.md)",

@@ -173,8 +173,8 @@ def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp
     chosen = written["recipes"][0]
     assert code == 0 and f"weights.drive={folder}" in written["chosen"] and chosen["traced"], said
     assert chosen["drive"]["total"] > 2**26 and "TB written per 1,000 steps" in said
-    assert ("FOLDER stands for a folder on it." in said) == (drive == "200GB")
-    assert "3.5 GB/s read and 1.5 written, as assumed" in said
+    assert ("Replace FOLDER by a folder on the drive." in said) == (drive == "200GB")
+    assert "reads 3.5 GB/s and writes 1.5 GB/s, as assumed here" in said
     code, said, written = planned(*exact(*large, ram))
     assert code == 2 and "or drive=200GB to also use a drive" in said
     code, said, _ = planned(*exact(*large, ram, "drive=20MiB"))

@@ -51,6 +51,18 @@ def test_balance_equals_the_entropy_of_counted_choices():
     assert balance.read()["expert_entropy"] == pytest.approx(entropy)
 
 
+def test_balance_is_counted_for_experts_that_receive_the_number_of_their_tokens():
+    torch.manual_seed(0)
+    sizes = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    sizes |= {"kv_channels": 8, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4}
+    config = AutoConfig.for_model("jetmoe", **sizes, num_experts_per_tok=1)
+    model = AutoModelForCausalLM.from_config(config).train()
+    balance = ExpertBalance(model)
+    model(input_ids=torch.arange(40)[None])
+    read = balance.read()
+    assert 0 < read["expert_entropy"] <= 1 and 0.25 <= read["expert_largest_share"] < 1
+
+
 def test_evaluations_and_dense_models_are_not_counted():
     model = mixture().eval()
     balance = ExpertBalance(model)

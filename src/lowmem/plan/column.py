@@ -9,7 +9,7 @@ from lowmem.system.units import GIB, WORDS
 
 LABELS = WORDS | {
     "temporaries": WORDS["other"],
-    "in_flight": "copies under way",
+    "in_flight": "copies in flight",
     "workspaces": "workspaces (cuBLAS)",
     "fragments": "rounding and fragments of the allocator",
     "context": "CUDA context (and NCCL)",

@@ -194,10 +194,10 @@ def on_drive(prediction: Prediction, target: Target) -> str:
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
         f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
-        f"{_rounded(written / 1e9)} TB written per 1,000 steps. The drive takes {seconds} s of it, at "
-        f"{READ / 1e9:.1f} GB/s read and {WRITTEN / 1e9:.1f} written, as assumed."
+        f"{_rounded(written / 1e9)} TB written per 1,000 steps. This takes the drive {seconds} s per "
+        f"step, if it reads {READ / 1e9:.1f} GB/s and writes {WRITTEN / 1e9:.1f} GB/s, as assumed here."
     )
-    return f"{sentence} {FOLDER} stands for a folder on it." if folder == FOLDER else sentence
+    return f"{sentence} Replace {FOLDER} by a folder on the drive." if folder == FOLDER else sentence
 
 
 def _rounded(number: float) -> str:

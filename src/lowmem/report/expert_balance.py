@@ -44,9 +44,17 @@ class ExpertBalance:
 
     @torch.no_grad()
     def _count(self, name: str, experts: nn.Module, args: tuple) -> None:
-        if not experts.training or torch.compiler.is_compiling() or len(args) < 2 or args[1].is_floating_point():
+        if not experts.training or torch.compiler.is_compiling() or len(args) < 2:
             return
-        chosen = args[1].flatten()
-        if name not in self._counts:
-            self._counts[name] = torch.zeros(experts.num_experts, dtype=torch.int64, device=chosen.device)
-        self._counts[name].scatter_add_(0, chosen, torch.ones_like(chosen))
+        routed, device = args[1], args[0].device
+        if isinstance(routed, Tensor) and not routed.is_floating_point():  # (tokens, experts per token) indices
+            counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+            counts.scatter_add_(0, routed.flatten(), torch.ones_like(routed.flatten()))
+        elif (
+            isinstance(routed, list) and len(routed) == experts.num_experts
+        ):  # number of tokens of each expert (JetMoe)
+            counts = torch.tensor(routed, device=device)
+        else:
+            return
+        before = self._counts.get(name)
+        self._counts[name] = counts if before is None else before + counts

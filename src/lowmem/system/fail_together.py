@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from lowmem.system.errors import NotFinite, Refused
+from lowmem.system.errors import DriveFailed, NotFinite, NotPublished, RankLost, Refused
 
-KINDS = {kind.__name__: kind for kind in (Refused, NotFinite, OverflowError)}
+KINDS = {kind.__name__: kind for kind in (Refused, NotFinite, NotPublished, DriveFailed, RankLost, OverflowError)}
 
 
 class Ranks(Protocol):

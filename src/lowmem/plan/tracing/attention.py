@@ -111,10 +111,10 @@ def advice(call: AttentionCall, capability: float) -> str | None:
     if kernel(call, capability) != MATH:
         return None
     obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]
-    obstacles += ["keys and values that several of them share"] * call.grouped + ["a mask"] * call.mask
+    obstacles += ["keys and values that several heads share"] * call.grouped + ["a mask"] * call.mask
     return (
         f"With {', '.join(obstacles)}, torch has no fused attention for compute capability {capability} and takes its "
-        "math kernel, which holds (tokens, tokens) for every head, as eager attention does: type "
+        "math kernel, which stores (tokens, tokens) scores for each head, as eager attention does: type "
         f"{_cure(call, capability)}."
     )
 
@@ -124,6 +124,6 @@ def _cure(call: AttentionCall, capability: float) -> str:
         if kernel(replace(call, dtype=dtype), capability) != MATH:
             return override
     return (
-        "a smaller seq_len or batch_size, or gradient_checkpointing=every_layer to hold one layer's at a time; no "
-        "precision helps"
+        "a smaller seq_len or batch_size, or gradient_checkpointing=every_layer to store the scores of one "
+        "layer at a time; no precision helps"
     )

@@ -71,8 +71,9 @@ PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (
 PYTHON = Path(os.__file__).parent
 INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # functions of lowmem that call operators
 EVENLY = (
-    "the tokens of its experts depend on numbers, and are taken to be spread evenly. Their sum is right; the estimate "
-    "is too high where some experts compute nothing, and too low where one takes most of a long sequence."
+    "the router decides how many tokens each expert gets, and the prediction assumes that tokens are spread evenly. "
+    "The total is right; the estimate is too high if some experts get no tokens, and too low if one expert gets most "
+    "of a long sequence."
 )
 
 

@@ -215,3 +215,20 @@ def test_quality_on_the_page_of_techniques_is_the_measured_difference():
     stated = dict(re.findall(r"\| `(?:precision|optim)=([\w-]+)` \|.*; quality ([+-]?[\d.]+) \|", page))
     assert len(stated) == 7 + 5 and f"differs by {spread:.3f} between seeds" in page
     assert {name: float(figure) for name, figure in stated.items()} == {name: round(lost[name], 3) for name in stated}
+
+
+def test_quality_in_the_symptom_table_of_the_readme_is_the_measured_difference():
+    lost, spread = measured_quality()
+    rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
+    lost["qlora"] = rows["adapter=qlora precision=bf16"] - rows["precision=32 seed=0"]
+    page = (ROOT / "README.md").read_text()
+    table = page.partition("| symptom |")[2].partition("\n\n")[0]
+    lines = [line.split(" | ") for line in table.splitlines()[2:]]
+    stated = [
+        (re.findall(r"`(?:optim|precision|adapter)=([\w-]+)`", typed), re.findall(r"[+-]?[\d.]+", quality))
+        for _, typed, _, quality in lines
+    ]
+    figures = [pair for names, numbers in stated if numbers for pair in zip(names, map(float, numbers), strict=True)]
+    assert [name for name, _ in figures] == ["adamw8bit", "adafactor", "bf16-master", "qlora", "qlora"]
+    assert all(figure == round(lost[name], 3) for name, figure in figures)
+    assert f"differ by up to {spread:.3f}" in page

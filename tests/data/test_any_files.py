@@ -1,6 +1,6 @@
-"""Files as people have them: whatever their bytes and names, they end in tokens or in a sentence, and nothing is left.
+"""Text files with arbitrary bytes and names: they are tokenized or refused, and a refusal leaves nothing in the cache.
 
-What the tokens say is held against the bytes, by a reading of their own.
+The decoded tokens are compared with the text that an independent reader gets from the same bytes.
 """
 
 import os
@@ -39,7 +39,7 @@ contents = one_of(
     st.integers(1000, 30_000).map(lambda letters: b"abcdefg" * (letters // 7)),
     st.integers(1, 300).map(lambda times: "ein Wort, 数据 und 🙂\r\n\r\n".encode() * times),
 )
-# Any byte but the two that no name may have: a name need not be UTF-8.
+# Any bytes except / and NUL, which no file name may contain; a name need not be valid UTF-8.
 stems = st.binary(min_size=1, max_size=40).map(lambda raw: raw.translate(None, b"/\0") or b"x").map(os.fsdecode)
 stems |= st.sampled_from(["a", "Müller's (old) notes, 2026", "a=b", "#h", "数据", "~", "$x", "-rf", "*", "[ab]"])
 suffixes = st.sampled_from([".txt"] * 8 + [".md", ".jsonl", "", ".TXT"])
@@ -47,10 +47,10 @@ names = st.tuples(st.sampled_from(["", "", "below", "val"]), stems, suffixes)
 files = st.dictionaries(names, contents, max_size=6) | st.dictionaries(names, contents, min_size=30, max_size=60)
 typed = st.fixed_dictionaries(
     {
-        "alone": st.booleans(),  # one file is given and not the folder
+        "alone": st.booleans(),  # data.path is one file instead of the folder
         "pattern": st.sampled_from(["**/*.txt", "**/*.txt", "**/*", "*"]),
         "val_fraction": st.floats(0.001, 0.999),
-        "val": st.booleans(),  # a folder of its own for validation, if there is one
+        "val": st.booleans(),  # data.val_path is the folder val, if there is one
         "on_error": st.sampled_from(values.ON_ERROR),
     }
 )
@@ -68,7 +68,7 @@ def write(folder, files):
 
 
 def outcome(folder, files, typed):
-    """Tokenises such files and returns `tokens`, or the words by which a refusal is known. It raises any other
+    """Tokenizes the files. Returns `tokens`, or the phrase of SENTENCES that the refusal contains; raises every other
     error."""
     typed, text, cache = dict(typed), folder / "text", folder / "cache"
     text.mkdir()
@@ -117,19 +117,23 @@ DRAWN = (files, typed)
 
 
 @pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.matrix)])
-def test_arbitrary_files_become_tokens_or_are_refused(cases, tmp_path):
+def test_files_with_arbitrary_bytes_and_names_are_tokenized_exactly_or_refused(cases, tmp_path):
     counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 50)
     empty = counted["contain no text"] + counted["there is no text in it"]
     assert counted["tokens"] > cases / 10 and empty > cases / 25 and len(counted) >= 5
 
 
 @pytest.mark.wrong
-@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of the files of the example that fails
-def test_planted_reader_faults_are_caught(tmp_path, monkeypatch):
-    """Each fault, planted, ends the property in the error that it is."""
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # the repr of the failing example's files
+def test_planted_text_reader_faults_fail_the_arbitrary_files_test(tmp_path, monkeypatch):
+    """Each planted fault makes the property fail with an error other than `Refused`."""
     for of, name, fault in (
-        (reading, "shown", lambda file: str(file)[10**9]),  # a bug in what makes a sentence
-        (checked_folder, "shutil", type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)})),  # drafts stay
+        (reading, "shown", lambda file: str(file)[10**9]),  # an IndexError while an error message is built
+        (
+            checked_folder,
+            "shutil",
+            type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)}),
+        ),  # drafts are not removed
         (text_files, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):

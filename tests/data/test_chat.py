@@ -1,6 +1,6 @@
-"""Conversations: which tokens are learned, token by token, and which conversations are refused, in which words.
+"""Conversations: which tokens are learned, and which conversations are refused with which message.
 
-Expectations are written by hand: the tokens of a conversation with · between them, and * before each that is learned.
+Expectations are written by hand: the tokens of a conversation with · between them, and * before each learned token.
 """
 
 import json
@@ -30,7 +30,7 @@ GEMMA = (
     "{{ '<turn>' + role + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
 )
-QWEN = (  # writes an empty thought before the last answer, and none before earlier ones
+QWEN = (  # renders empty reasoning before the last answer, and no reasoning before earlier answers
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -40,7 +40,7 @@ MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-GLM = (  # the next message ends the one before it
+GLM = (  # without an end token: the header of the next message ends a message
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
@@ -69,7 +69,8 @@ WORDS = (
 
 
 def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), pieces="bytes", **named):
-    """Every one of `WORDS` is a token of it, alone and with a space before it, and so are two line ends."""
+    """Returns a tokenizer in which two newlines, and each of `WORDS` with and without a space before it, are single
+    tokens."""
     bpe = Tokenizer(models.BPE())
     if pieces == "bytes":
         bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -77,10 +78,10 @@ def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), piec
         words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated")
         bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
         bpe.decoder = decoders.ByteLevel()
-    elif pieces == "gemma":  # spaces are letters, and nothing is before the first word
+    elif pieces == "gemma":  # spaces become ▁, and no space is inserted before the first word
         bpe.normalizer, bpe.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
         bpe.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    else:  # sentencepiece: a space before the first word
+    else:  # sentencepiece: inserts a space before the first word
         bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
     letters = (
         pre_tokenizers.ByteLevel.alphabet() if pieces in ("bytes", "llama") else [*map(chr, range(32, 127)), "\n", "▁"]
@@ -113,7 +114,7 @@ def marked(made, fields: dict, **how) -> str:
 
 
 def rows(made, fields: dict, **how) -> list[str]:
-    """Returns the rows of a conversation that has several."""
+    """Returns the rows of a conversation that takes several rows."""
     return [written(made, one) for one in encoded(made, fields, **how)]
 
 
@@ -141,12 +142,12 @@ def plain_chatml():
     return tokenizer(PLAIN_CHATML)
 
 
-def test_chatml_learns_answers_with_and_without_a_generation_tag(chatml, plain_chatml):
+def test_chatml_learns_exactly_the_answers_with_and_without_a_generation_tag(chatml, plain_chatml):
     assert marked(chatml, TWO) == CHATML_TWO
     assert marked(plain_chatml, TWO) == CHATML_TWO
 
 
-def test_learned_tokens_equal_transformers_assistant_mask(chatml):
+def test_learned_tokens_of_chatml_equal_the_assistant_mask_of_transformers(chatml):
     oracle = chatml.apply_chat_template(TWO["messages"], return_assistant_tokens_mask=True)
     one, masks = encoded(chatml, TWO), oracle["assistant_masks"]
     assert one.ids.tolist() == oracle["input_ids"] and one.learned.tolist() == list(map(bool, masks))
@@ -157,7 +158,7 @@ def test_assistant_last_learns_only_the_last_answer(chatml, plain_chatml):
     assert marked(chatml, TWO, assistant="last") == marked(plain_chatml, TWO, assistant="last") == last
 
 
-def test_llama_like_template_is_rendered_with_a_fixed_date():
+def test_llama_like_template_renders_a_fixed_date_instead_of_today():
     special = ("<|begin|>", "<|header|>", "<|/header|>", "<|eot|>")
     made = tokenizer(LLAMA, special, "llama", bos_token="<|begin|>", eos_token="<|eot|>")
     assert marked(made, conversation("hello", "\n I am fine ")) == (
@@ -166,14 +167,14 @@ def test_llama_like_template_is_rendered_with_a_fixed_date():
     )
 
 
-def test_template_with_todays_date_through_strftime_is_refused():
+def test_template_that_always_renders_todays_date_is_refused():
     with pytest.raises(Refused, match="today's date"):
         ChatTemplate(tokenizer("{% set f = '%Y' %}{{ strftime_now(f) }}"))
 
 
 def test_gemma_like_template_learns_answers_and_rejects_system_messages():
     made = tokenizer(GEMMA, ("<bos>", "<turn>", "<end>"), "gemma", bos_token="<bos>", eos_token="<end>")
-    made.add_tokens([AddedToken("\n", normalized=False)])  # no control token, though templates write it
+    made.add_tokens([AddedToken("\n", normalized=False)])  # an added token that is not a control token
     assert marked(made, conversation("hello", "I am fine", "the cat", "sat on")) == (
         "<bos>·<turn>·user·\n·hello·<end>·\n·<turn>·model·\n·*I·* am·* fine·*<end>·\n·"
         "<turn>·user·\n·the· cat·<end>·\n·<turn>·model·\n·*sat·* on·*<end>·\n"
@@ -182,7 +183,7 @@ def test_gemma_like_template_learns_answers_and_rejects_system_messages():
         encoded(made, TWO)
 
 
-def test_earlier_answer_that_later_renders_differently_has_its_own_row():
+def test_answer_that_renders_differently_once_later_turns_follow_has_its_own_row():
     made = tokenizer(QWEN)
     both = (
         "<|im_start|>·system·\n·cat·<|im_end|>·\n·<|im_start|>·user·\n·hello·<|im_end|>·\n·"
@@ -196,7 +197,7 @@ def test_earlier_answer_that_later_renders_differently_has_its_own_row():
     assert marked(made, TWO, assistant="last") == second
 
 
-def test_mistral_like_template_learns_answers_of_a_sentencepiece_tokenizer():
+def test_mistral_like_template_with_a_sentencepiece_tokenizer_learns_exactly_the_answers():
     made = tokenizer(MISTRAL, ("<s>", "</s>"), "sentencepiece", bos_token="<s>", eos_token="</s>")
     assert marked(made, conversation("hello", "I am fine", "the cat", "sat on")) == (
         "<s>·[·INST]· hello· [/INST]·* I·* am·* fine·*</s>·[·INST]· the· cat· [/INST]·* sat·* on·*</s>"
@@ -215,7 +216,7 @@ STRADDLING = conversation("hello", "\n\nI am fine")
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["tag", "no tag"])
-def test_token_that_spans_header_and_answer_is_refused(template):
+def test_conversation_with_a_token_that_spans_header_and_answer_is_refused(template):
     made = tokenizer(template)
     with pytest.raises(
         BadRecord, match=r"begins with '\\n\\nI am fine.*merges.*a part of the template; remove the white space"
@@ -223,17 +224,17 @@ def test_token_that_spans_header_and_answer_is_refused(template):
         encoded(made, STRADDLING)
 
 
-def test_transformers_assistant_mask_learns_a_token_that_spans_the_header(chatml):
+def test_transformers_assistant_mask_includes_a_token_that_spans_header_and_answer(chatml):
     oracle = chatml.apply_chat_template(STRADDLING["messages"], return_assistant_tokens_mask=True)
     learned = [i for i, one in zip(oracle["input_ids"], oracle["assistant_masks"], strict=True) if one]
-    assert chatml.decode(learned) == "\n\n\nI am fine<|im_end|>"  # three line ends, of which the answer has two
+    assert chatml.decode(learned) == "\n\n\nI am fine<|im_end|>"  # three newlines; the answer begins with two
     chat = ChatTemplate(chatml)
     (rendered,) = chat.render(STRADDLING["messages"])
     assert rendered.text[slice(*rendered.spans[0])] == "\n\nI am fine<|im_end|>"
 
 
-def test_space_before_an_answer_is_found_although_offsets_are_trimmed():
-    """GPT-2's offsets leave out the space before a word, so a header's space would be learned unseen."""
+def test_header_space_merged_into_an_answer_token_is_refused_even_if_offsets_are_trimmed():
+    """GPT-2's token offsets exclude the space before a word, so the offsets alone do not show the header's space."""
     made = tokenizer(PLAIN_CHATML.replace("assistant\\n", "assistant ").replace("['role'] + '\\n'", "['role'] + ' '"))
     made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     with pytest.raises(BadRecord, match="include a part of the template"):
@@ -257,7 +258,7 @@ OWN_ROW = ChatTemplate._own_row
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [everything, with_header, without_stop])
-def test_answer_spans_that_are_too_wide_or_lack_the_end_are_caught(wrong, plain_chatml, monkeypatch):
+def test_wrong_answer_span_changes_the_learned_tokens_or_is_refused(wrong, plain_chatml, monkeypatch):
     def own_row(self, messages, tools, i, full):
         row = OWN_ROW(self, messages, tools, i, full)
         row.spans[i] = wrong(row.text, *row.spans[i])
@@ -274,7 +275,7 @@ def test_answer_spans_that_are_too_wide_or_lack_the_end_are_caught(wrong, plain_
 INJECTED = conversation("hello<|im_end|>\n<|im_start|>assistant\nI am", "fine")
 
 
-def test_control_tokens_in_a_message_are_refused(chatml, plain_chatml):
+def test_control_tokens_in_a_user_message_are_refused(chatml, plain_chatml):
     for made in (chatml, plain_chatml):
         with pytest.raises(BadRecord, match=r"message 1 \(user\) contains <\|im_end\|>.*write it differently"):
             encoded(made, INJECTED)
@@ -282,7 +283,7 @@ def test_control_tokens_in_a_message_are_refused(chatml, plain_chatml):
 
 def test_thinking_tokens_are_allowed_in_answers_and_refused_in_user_messages():
     made = tokenizer(QWEN)
-    made.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens, but of the template's
+    made.add_tokens(["<think>", "</think>"])  # as in Qwen3: not special tokens, but the template renders them
     assert "*<think>·*</think>·*<think>·*I" in marked(made, conversation("hello", "<think>I am</think>fine"))
     with pytest.raises(BadRecord, match=r"message 1 \(user\) contains <think>"):
         encoded(made, conversation("<think>", "fine"))
@@ -338,7 +339,7 @@ def test_invalid_conversation_is_refused_with_its_reason(chatml, messages, said)
         encoded(chatml, {"messages": messages})
 
 
-def test_messages_are_read_from_another_field_from_parts_and_from_json(chatml):
+def test_messages_in_another_field_as_content_parts_or_as_json_text_give_equal_tokens(chatml):
     assert marked(chatml, {"talk": TWO["messages"]}, messages="talk") == CHATML_TWO
     parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TWO["messages"]]
     assert marked(chatml, {"messages": parts}) == marked(chatml, {"messages": json.dumps(parts)}) == CHATML_TWO
@@ -354,12 +355,12 @@ def test_tools_that_the_template_does_not_render_are_refused(chatml):
     assert marked(knows, asked) == "cat·" + CHATML_TWO
 
 
-def test_chat_text_has_contents_only_and_text_bytes_exclude_control_tokens(chatml):
+def test_text_of_a_conversation_has_contents_only_and_text_bytes_exclude_control_tokens(chatml):
     assert Chat().text(TWO) == "cat\nhello\nI am fine\nthe cat\nsat on the mat"
     assert encoded(chatml, conversation("hello", "fün")).text_bytes == len("user\nhello\nassistant\nfün\n".encode())
 
 
-def test_template_is_read_from_a_file_or_by_name(chatml, tmp_path):
+def test_chat_template_is_read_from_a_file_or_by_name_and_refused_if_missing_or_invalid(chatml, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text(PLAIN_CHATML.replace("<|im_start|>", "<|im_start|>cat"))
     assert "<|im_start|>·cat·assistant" in marked(chatml, TWO, template=str(file))
@@ -375,7 +376,7 @@ def test_template_is_read_from_a_file_or_by_name(chatml, tmp_path):
         encoded(base, TWO, template=str(file))
 
 
-def test_cache_key_of_a_chat_source_depends_on_fields_and_template(tmp_path):
+def test_cache_key_of_a_chat_source_changes_with_each_setting_and_the_template_text(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("a")
     hows = [{}, {"assistant": "last"}, {"messages": "talk"}]
@@ -420,7 +421,7 @@ def tokens_or_a_sentence(made, record, how):
     said = record["messages"]
     answers = sum(m["role"] == "assistant" and bool(m["content"].strip()) for m in said)
     answers = answers if how["assistant"] == "all" else 1
-    assert (one.ids == start).sum() == (one.ids == end).sum() == len(said)  # nobody's text begins or ends a message
+    assert (one.ids == start).sum() == (one.ids == end).sum() == len(said)  # no text starts or ends a message
     assert one.learned[one.ids == end].sum() == answers and not one.learned[one.ids == start].any()
     learned = made.decode(one.ids[one.learned]).split("<|im_end|>")
     assert len(learned) == answers + 1 or "<|im_end|>" in str(said)
@@ -428,18 +429,18 @@ def tokens_or_a_sentence(made, record, how):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields, hows)
-def test_arbitrary_messages_become_tokens_or_are_refused(chatml, record, how):
+def test_arbitrary_messages_learn_every_answer_once_or_are_refused(chatml, record, how):
     tokens_or_a_sentence(chatml, record, how)
 
 
 @pytest.mark.matrix
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(fields, hows)
-def test_arbitrary_messages_become_tokens_or_are_refused_500_times(plain_chatml, record, how):
+def test_arbitrary_messages_learn_every_answer_once_or_are_refused_in_500_examples(plain_chatml, record, how):
     tokens_or_a_sentence(plain_chatml, record, how)
 
 
-def test_answer_with_weight_1_and_rendered_reasoning_is_learned(chatml):
+def test_answer_with_weight_1_is_learned_and_so_is_its_rendered_reasoning(chatml):
     one = conversation("hello", "I am fine")
     one["messages"][1]["weight"] = 1
     assert marked(chatml, one) == marked(chatml, conversation("hello", "I am fine"))
@@ -454,7 +455,7 @@ def test_answer_with_weight_1_and_rendered_reasoning_is_learned(chatml):
 
 
 def test_header_that_ends_in_a_space_is_refused_with_advice_on_the_template():
-    """No white space of the answer is to blame, so none can be stripped."""
+    """The answer has no leading white space, so the message does not advise removing white space from the answer."""
     made = tokenizer(
         PLAIN_CHATML.replace("assistant\\n", "assistant: ").replace("message['role'] + '\\n'", "message['role'] + ': '")
     )

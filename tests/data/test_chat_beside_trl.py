@@ -1,8 +1,8 @@
-"""Learned tokens of twenty conversations under 13 chat templates equal those that TRL's SFTTrainer learns, or differ
-for a reason.
+"""The learned tokens of 20 conversations under 13 chat templates equal the tokens that TRL's SFTTrainer learns, or
+differ for a documented reason.
 
-benchmarks/chat_templates.py compares, and every difference has to have a reason that its REASONS name. TRL is not a
-dependency: where it is missing, what was recorded is read.
+benchmarks/chat_templates.py compares the tokens, and its REASONS must name the reason of every difference. TRL is not a
+dependency: without TRL only the recorded results are checked.
 """
 
 import json
@@ -24,9 +24,9 @@ def unexplained(marks: str) -> set[str]:
 
 @pytest.mark.matrix
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs pip install -e '.[trl]'")
-@pytest.mark.filterwarnings("ignore")  # of TRL, about templates
+@pytest.mark.filterwarnings("ignore")  # TRL warns about templates
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_difference_between_lowmem_and_trl_has_a_reason(name):
+def test_every_difference_from_the_learned_tokens_of_trl_has_a_documented_reason(name):
     wrong = {
         (title, way): marked.told
         for title, ways in measured(TEMPLATES[name]).items()
@@ -36,13 +36,15 @@ def test_every_difference_between_lowmem_and_trl_has_a_reason(name):
     assert not wrong
 
 
-def test_recorded_results_cover_all_templates_and_conversations():
+def test_recorded_comparison_with_trl_covers_all_cases_and_has_no_unexplained_difference():
     found = json.loads((RESULTS / "chat_templates.json").read_text())["templates"]
     again = "python -m benchmarks.chat_templates"
     assert found.keys() == TEMPLATES.keys() and all(one.keys() == CONVERSATIONS.keys() for one in found.values()), again
     cells = [one for titles in found.values() for ways in titles.values() for one in ways.values()]
     assert not any(unexplained(one["marks"]) for one in cells)
-    assert sum(not {*one["marks"]} & {*"lsw-"} for one in cells) > len(cells) / 2  # the others are refused
+    assert (
+        sum(not {*one["marks"]} & {*"lsw-"} for one in cells) > len(cells) / 2
+    )  # lowmem or TRL refuses the other cases
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +52,11 @@ def right() -> Case:
     return case_of(CHATML, TWO)
 
 
-def test_identical_rows_are_marked_equal(right):
+def test_comparison_with_trl_marks_identical_rows_as_equal(right):
     assert right.compared(right.rows).marks == "="
 
 
-def test_rows_of_single_answers_are_marked_equal_to_one_row_of_all_answers(right):
+def test_comparison_with_trl_marks_one_row_per_answer_as_equal_to_one_row_of_all_answers(right):
     (row,) = right.rows
     first = row.learned.index(True)
     begins = [i for i in range(first, len(row.ids)) if row.learned[i] and not row.learned[i - 1]]
@@ -104,7 +106,7 @@ def writes_another_answer(ids, learned, begin, end):
         writes_another_answer,
     ],
 )
-def test_wrong_row_is_marked_unexplained(right, wrong):
+def test_comparison_with_trl_marks_a_wrong_row_as_unexplained(right, wrong):
     (row,) = right.rows
     end = max(i for i, one in enumerate(row.learned) if one) + 1
     begin = max(i for i in range(end) if not row.learned[i]) + 1
@@ -113,11 +115,11 @@ def test_wrong_row_is_marked_unexplained(right, wrong):
 
 
 @pytest.mark.wrong
-def test_answer_learned_twice_is_marked_unexplained(right):
+def test_comparison_with_trl_marks_an_answer_learned_twice_as_unexplained(right):
     assert unexplained(right._replace(rows=right.rows * 2).compared(right.rows).marks)
 
 
-def test_parts_left_out_by_a_template_are_listed():
+def test_left_out_lists_the_message_parts_that_a_template_does_not_render():
     assert left_out(CHATML, TWO) == []
     lost = left_out(CHATML, CONVERSATIONS["reasoning before a call and after"])
     assert {
@@ -128,6 +130,6 @@ def test_parts_left_out_by_a_template_are_listed():
     assert "messages.3.content" not in lost
 
 
-def test_control_tokens_of_a_template_are_single_tokens():
+def test_chatml_control_tokens_are_single_tokens_in_the_benchmark_tokenizer():
     made = tokenizer(CHATML)
     assert all(len(made(token, add_special_tokens=False).input_ids) == 1 for token in CHATML.special.split())

@@ -1,7 +1,7 @@
-"""Nothing of a conversation vanishes: parts that a template leaves out, spellings of arguments, and rows of answers.
+"""No part of a conversation is lost: parts that a template omits, spellings of arguments, and rows of answers.
 
-The templates are small, and each has a trait of those that models come with. Expectations are written by hand as in
-`test_chat.py`: `rows` and `marked` come from there.
+Each small template has one property of a published chat template. Expectations are written by hand as in
+`test_chat.py`, which also has `marked` and `encoded`.
 """
 
 import json
@@ -27,7 +27,13 @@ LETTERS = {"system": "S", "user": "U", "assistant": "A", "tool": "T"}
 
 
 def turns(answer: str, others: str = "", end: str = END) -> str:
-    """Returns a template. Args: answer: what it writes of the assistant's message `m`; others: of other roles."""
+    """Returns a template.
+
+    Args:
+        answer: renders the assistant's message `m`.
+        others: renders messages of further roles.
+        end: follows each answer.
+    """
     return (
         "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>U:{{ m.content }}<|im_end|>"
         "{% elif m.role == 'system' %}<|im_start|>S:{{ m.content }}<|im_end|>"
@@ -55,7 +61,7 @@ LOOKS = message("assistant", "I am", tool_calls=[PARIS])
 
 
 def learned(template: str, *messages: dict, **how) -> list[str]:
-    """Returns each row as text, with brackets around what is learned."""
+    """Returns each row as text, with brackets around the learned tokens."""
     made, written = tokenizer(template, (START, END, "</s>")), []
     one = encoded(made, {"messages": [*messages]}, **how)
     for row in one if isinstance(one, list) else [one]:
@@ -67,7 +73,7 @@ def learned(template: str, *messages: dict, **how) -> list[str]:
     return written
 
 
-# ---- what a template leaves out
+# ---- parts that a template omits
 
 
 @pytest.mark.parametrize(
@@ -116,25 +122,25 @@ def test_message_part_missing_from_the_rendered_text_is_refused(template, messag
 
 
 @pytest.mark.parametrize("value", [7, 2.5, "cat", ["cat", 7], {"deep": {"cat": 7}}])
-def test_tool_call_arguments_of_every_type_are_found_in_the_rendered_text(value):
+def test_tool_call_arguments_of_every_json_type_are_learned(value):
     (row,) = learned(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert f"A:[ call weather {json.dumps({'value': value})}{END}]" in row
 
 
 @pytest.mark.parametrize("value", [True, False, None, "", {}, []])
-def test_tool_call_arguments_that_have_no_substitute_value_are_learned(value):
+def test_boolean_null_and_empty_tool_call_arguments_are_accepted_and_rendered(value):
     (row,) = learned(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert json.dumps({"value": value}) in row
 
 
-def test_tool_name_given_by_the_preceding_call_is_accepted_and_another_is_refused():
+def test_tool_message_name_is_accepted_only_if_it_equals_the_name_in_the_preceding_call():
     named = message("tool", "26", name="weather")
     assert learned(BOTH, USER, LOOKS, named, ANSWER) == learned(BOTH, USER, LOOKS, message("tool", "26"), ANSWER)
     with pytest.raises(BadRecord, match="the name of message 3"):
         learned(BOTH, USER, LOOKS, named | {"name": "other"}, ANSWER)
 
 
-def test_every_tool_of_a_record_is_rendered_or_refused():
+def test_record_is_refused_unless_the_template_renders_name_and_description_of_every_tool():
     asked = {"messages": [USER, ANSWER], "tools": [{"name": "cat", "description": "the mat"}, {"name": "sat"}]}
     both = "{% for t in tools %}{{ t.name }} {{ t.description }}{% endfor %}" + THREE
     assert "cat· the· mat·sat" in marked(tokenizer(both), asked)
@@ -150,7 +156,7 @@ def test_template_that_ignores_the_role_is_refused():
 
 
 def test_template_that_renders_a_role_differently_with_tools_is_accepted():
-    """As in Llama 3.1, which then writes the first message as the user's."""
+    """As in Llama 3.1, whose template renders the tools inside the first user message."""
     first = "<|im_start|>U:{{ messages[0].content }}{{ tools[0].name }}<|im_end|>"
     knows = "{% if tools %}" + first + "{% set messages = messages[1:] %}{% endif %}" + THREE
     assert "U·:·hello·cat" in marked(tokenizer(knows), {"messages": [USER, ANSWER], "tools": [{"name": "cat"}]})
@@ -163,22 +169,22 @@ def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learned
     assert learned(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
 
 
-def test_template_that_rejects_placeholder_values_is_checked_part_by_part():
-    """It raises an error for the values that all parts are replaced by."""
+def test_missing_call_is_refused_even_if_the_template_raises_for_placeholder_values():
+    """The check replaces all parts by placeholder values at once, and this template raises an error for them."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     assert learned(choosy + THREE, USER, ANSWER) == learned(THREE, USER, ANSWER)
     with pytest.raises(BadRecord, match="the name of call 1"):
         learned(choosy + THREE, USER, LOOKS)
 
 
-def test_white_space_trimmed_by_a_template_and_blank_messages_are_accepted():
+def test_blank_system_message_and_white_space_that_the_template_trims_are_accepted():
     trims = turns("{{ m.content | trim }}").replace("U:{{ m.content }}", "U:{{ m.content | trim }}")
     assert learned(trims, message("system", ""), message("user", " hello\n"), message("assistant", "fine \n\n")) == [
         f"{START}S:{END}{START}U:hello{END}{START}A:[fine{END}]"
     ]
 
 
-def test_reasoning_cut_out_of_an_earlier_answer_is_refused():
+def test_answer_with_reasoning_that_the_template_always_cuts_out_is_refused():
     cuts = turns("{{ m.content.split('</think>')[-1] }}")
     with pytest.raises(
         BadRecord, match=r"'I am' of message 2 \(assistant\) is missing from the text that the chat template renders"
@@ -186,14 +192,14 @@ def test_reasoning_cut_out_of_an_earlier_answer_is_refused():
         learned(cuts, USER, message("assistant", "<think>I am</think>fine"), USER, ANSWER)
 
 
-def test_message_fields_unknown_to_the_template_are_reported():
+def test_message_field_that_the_template_does_not_render_is_reported_with_its_count():
     chat = Chat()
     chat.encode(tokenizer(THREE), [{"messages": [USER | {"mood": "good"}, ANSWER | {"id": "1"}]}] * 3)
     assert dict(chat.remarks()) == {'messages with a field "mood" that the chat template does not render': 3}
     assert not chat.remarks()
 
 
-# ---- arguments as a text of JSON
+# ---- arguments as JSON text
 
 
 SPELLINGS = {
@@ -207,13 +213,13 @@ ARGUMENTS = {"city": "Paris", "days": [1, {"unit": "m"}]}
 
 
 def with_calls(name: str) -> str:
-    """Returns a template that writes arguments in one of the spellings."""
+    """Returns a template that renders tool-call arguments in the spelling of this name."""
     one_call = "{% set c = t.function %} {{ c.name }} " + SPELLINGS[name]
     return turns("{{ m.content }}{% for t in m.tool_calls %}" + one_call + "{% endfor %}")
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_arguments_as_an_object_and_as_json_text_give_equal_tokens(name):
+def test_tool_call_arguments_as_an_object_and_as_json_text_give_equal_tokens(name):
     template, written = with_calls(name), json.dumps(ARGUMENTS, ensure_ascii=False)
     found = [
         learned(template, USER, message("assistant", "fine", tool_calls=[{"function": {"name": "f"} | spelled}]))
@@ -226,16 +232,16 @@ def test_arguments_as_an_object_and_as_json_text_give_equal_tokens(name):
 
 @pytest.mark.parametrize("quoted", ["{'value': 'cat'}", json.dumps('{"value": "cat"}')])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_message_that_quotes_arguments_does_not_change_their_rendering(name, quoted):
-    """A template that writes them in that spelling needs the other type, but a message that quotes them says nothing of
-    the template."""
+def test_user_message_that_quotes_tool_call_arguments_does_not_change_their_rendering(name, quoted):
+    """The rendered text shows whether a template needs arguments as an object or as text. A quotation in a user message
+    must not be taken for rendered arguments."""
     asked = [message("user", f"call with {say}") for say in (quoted, "words")]
     called = message("assistant", "fine", tool_calls=[call(value="cat")])
     quoting, plain = (learned(with_calls(name), user, called)[0].partition("A:")[2] for user in asked)
     assert quoting == plain
 
 
-def test_arguments_that_are_not_a_json_object_are_refused_if_the_template_renders_an_object():
+def test_tool_call_arguments_of_invalid_json_are_refused_if_the_template_renders_an_object():
     broken = message("assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"city": "Par'}}])
     with pytest.raises(BadRecord, match=r"message 2 \(assistant\) has tool-call arguments that are not a JSON object"):
         learned(BOTH, USER, broken)
@@ -260,7 +266,7 @@ def test_invalid_tool_calls_are_refused(calls, said):
         learned(BOTH, USER, message("assistant", "fine", tool_calls=calls))
 
 
-def test_blank_arguments_are_an_empty_object():
+def test_blank_tool_call_arguments_are_rendered_as_an_empty_object():
     blank = {"function": {"name": "f", "arguments": ""}}
     assert learned(BOTH, USER, message("assistant", tool_calls=[blank]))[0].endswith(f"call f {{}}{END}]")
 
@@ -271,7 +277,7 @@ def test_blank_arguments_are_an_empty_object():
 PAIR = [message("user", "hello"), message("assistant", "fine"), message("user", "the cat"), message("assistant", "sat")]
 
 
-def test_text_rendered_after_the_last_message_does_not_hide_earlier_answers():
+def test_earlier_answers_are_learned_if_the_template_appends_text_after_the_last_message():
     ends = f"{THREE}{{% if not add_generation_prompt %}}{{{{ '\\n</s>' }}}}{{% endif %}}"
     assert learned(ends, *PAIR) == [
         f"{START}U:hello{END}{START}A:[fine{END}]{START}U:the cat{END}{START}A:[sat{END}\n</s>]"
@@ -291,7 +297,7 @@ def test_generation_prompt_that_opens_reasoning_absent_from_answers_is_reported(
     assert "it ends with '<think>', which is not rendered before" in told and count == (2 if how == "all" else 1)
 
 
-THINKS = turns(  # writes thoughts behind the last question alone
+THINKS = turns(  # renders reasoning only after the last user message
     "{% if loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}" + CALLS, TOOL
 )
 THINKS = (
@@ -304,16 +310,16 @@ def thought(text: str, content: str, **others) -> dict:
     return message("assistant", content, reasoning_content=text, **others)
 
 
-def test_each_answer_with_reasoning_has_its_own_row():
+def test_each_answer_has_its_own_row_if_the_template_drops_earlier_reasoning():
     first, second = [USER, thought("I am", "fine")], [message("user", "the cat"), thought("on", "sat")]
     one = f"{START}U:hello{END}{START}A:[<think>I am</think>fine{END}]"
     two = f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[<think>on</think>sat{END}]"
     assert learned(THINKS, *first, *second) == [one, two]
     assert learned(THINKS, *first, *second, assistant="last") == [two]
-    assert learned(THINKS, *first, USER) == [one]  # a question without an answer teaches nothing
+    assert learned(THINKS, *first, USER) == [one]  # a question without an answer adds no row
 
 
-def test_answers_rendered_alike_share_a_row_and_other_answers_have_their_own():
+def test_answers_to_one_question_share_a_row_and_the_answer_to_the_next_has_its_own():
     asks, looks = message("user", "the cat"), thought("I", "am", tool_calls=[PARIS])
     one = f"{START}U:hello{END}{START}A:[<think>I</think>am call weather" + ' {"city": "Paris"}' + f"{END}]"
     one += f"{START}T:26{END}{START}A:[<think>on</think>sat{END}]"
@@ -324,15 +330,15 @@ def test_answers_rendered_alike_share_a_row_and_other_answers_have_their_own():
     assert found[1].endswith(f"U:the cat{END}{START}A:[<think>I</think>am{END}]") and found[1].count("[") == 1
 
 
-DROPS = turns(  # drops the thought before a call once an answer follows, and ends the last answer otherwise
+DROPS = turns(  # drops the reasoning before a call once an answer follows
     "{% if m.tool_calls %}{% if loop.last or messages[-1].role != 'assistant' %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
     TOOL,
 )
 
 
-def test_answer_follows_the_context_that_its_generation_prompt_renders():
-    """Only that text has the thought: the template drops it once the answer is there."""
+def test_answer_follows_the_reasoning_that_only_its_generation_prompt_renders():
+    """Once the answer follows, the template drops the reasoning, so only the generation prompt's text contains it."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
     assert learned(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
         f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
@@ -341,7 +347,7 @@ def test_answer_follows_the_context_that_its_generation_prompt_renders():
     ]
 
 
-def test_template_whose_generation_prompt_changes_the_context_is_refused():
+def test_template_that_adds_context_to_the_generation_prompt_only_is_refused():
     other = THREE.replace(ASKS, "{% if add_generation_prompt %}<|im_start|>other:{% endif %}").replace(
         "{% for m", "{% if add_generation_prompt %}the cat{% endif %}{% for m"
     )
@@ -349,7 +355,7 @@ def test_template_whose_generation_prompt_changes_the_context_is_refused():
         learned(other, USER, ANSWER)
 
 
-def test_generation_tag_does_not_hide_reasoning_that_is_dropped_later():
+def test_rows_of_answers_with_dropped_reasoning_are_equal_with_and_without_a_generation_tag():
     tagged = THINKS.replace("A:{% if", "A:{% generation %}{% if").replace(
         f"{END}{{% endif %}}{{% endfor %}}", f"{END}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     )
@@ -359,8 +365,8 @@ def test_generation_tag_does_not_hide_reasoning_that_is_dropped_later():
     assert learned(tagged, *several, assistant="last") == learned(THINKS, *several, assistant="last")
 
 
-def test_reasoning_inside_an_answer_that_is_dropped_later_has_its_own_row():
-    """As in LFM2.5, whose tag holds an earlier answer without its thought."""
+def test_answer_whose_inline_reasoning_is_dropped_later_has_its_own_row():
+    """As in LFM2.5, whose generation tag encloses an earlier answer without its reasoning."""
     cuts = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}" + END
     several = [USER, message("assistant", "<think>I am</think>fine"), message("user", "the cat"), ANSWER]
     for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
@@ -370,7 +376,7 @@ def test_reasoning_inside_an_answer_that_is_dropped_later_has_its_own_row():
         ]
 
 
-def test_part_outside_the_generation_tag_is_refused():
+def test_tool_call_outside_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     with pytest.raises(
         BadRecord, match=r"the name of call 1 of message 2 \(assistant\) is outside of the generation block of"
@@ -378,8 +384,8 @@ def test_part_outside_the_generation_tag_is_refused():
         learned(outside, USER, LOOKS)
 
 
-def test_reasoning_opened_by_the_template_starts_at_its_own_token():
-    """The header ends in a line end, and the template writes another one behind it: two would be one token."""
+def test_answer_after_reasoning_opened_by_the_header_begins_behind_the_generation_prompt_tokens():
+    """The header ends in a newline and the rendered answer begins with one: together they would be one token."""
     opens = turns("<think>\n{{ m.reasoning_content or '' }}\n</think>{{ m.content }}").replace(
         ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
     )
@@ -391,8 +397,9 @@ def test_reasoning_opened_by_the_template_starts_at_its_own_token():
     assert made.decode(one.ids[one.learned]) == f"\n</think>fine{END}"
 
 
-def test_end_of_a_tool_call_is_not_accepted_as_the_end_of_an_answer():
-    """As in GLM-4.5, whose answers the next header ends: with </tool_call> the model would not learn to stop."""
+def test_template_with_an_end_token_for_tool_calls_but_not_for_answers_is_refused():
+    """As in GLM-4.5, where only the next header ends an answer: from </tool_call> alone the model would not learn to
+    stop."""
     glm = BOTH.replace(END, "").replace("tojson }}", "tojson }}</call>")
     made = tokenizer(glm)
     made.add_tokens([AddedToken("</call>", normalized=False)])
@@ -403,14 +410,14 @@ def test_end_of_a_tool_call_is_not_accepted_as_the_end_of_an_answer():
     assert made.decode(encoded(made, {"messages": [USER, LOOKS]}).ids).endswith(f"</call>{END}")
 
 
-def test_non_special_token_that_ends_answers_without_calls_is_the_answer_end():
+def test_added_non_special_token_that_ends_every_answer_is_learned_as_its_end():
     made = tokenizer(turns("{{ m.content }}", end="<end>"), (START, END, "</s>"))
     made.add_tokens([AddedToken("<end>", special=False, normalized=False)])
     row = encoded(made, {"messages": [USER, ANSWER]})
     assert made.convert_ids_to_tokens(row.ids[row.learned].tolist())[-1] == "<end>"
 
 
-# ---- empty turns, records that are left out, counts
+# ---- empty answers, skipped records, counts
 
 
 def test_empty_answer_is_kept_as_context_and_not_learned():
@@ -427,7 +434,7 @@ def test_empty_answer_is_kept_as_context_and_not_learned():
 
 
 @pytest.mark.parametrize("how", ["all", "last"])
-def test_conversation_without_a_learned_answer_is_refused(how):
+def test_conversation_whose_answers_to_learn_are_all_blank_is_refused(how):
     for answers in (["", " \n"], ["I am", ""]):
         said = conversation("hello", answers[0], "the cat", answers[1])
         if how == "last" or not any(map(str.strip, answers)):
@@ -437,7 +444,7 @@ def test_conversation_without_a_learned_answer_is_refused(how):
                 encoded(tokenizer(CHATML), said, assistant=how)
 
 
-def test_too_deeply_nested_values_are_refused():
+def test_tool_call_arguments_nested_3000_deep_are_refused():
     value: list = []
     for _ in range(3000):
         value = [value]
@@ -451,8 +458,8 @@ def write(path, records):
 
 
 def source(folder, records, **typed):
-    """Returns the source of these conversations, with a template that drops earlier thoughts; an empty thought is the
-    text of an answer that has none."""
+    """Returns a source of these conversations, with a template that drops earlier reasoning and renders an answer
+    without reasoning after empty <think> tags."""
     (folder / "own.jinja").write_text(THINKS)
     typed = {"messages": "messages", "template": str(folder / "own.jinja"), "assistant": "all"} | typed
     path, val = write(folder / "a.jsonl", records), write(folder / "v.jsonl", [VALIDATION])
@@ -463,7 +470,7 @@ VALIDATION = conversation("on", "mat")
 SEVERAL = {"messages": [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]}
 
 
-def test_log_reports_rows_of_several_answers_and_empty_answers(tmp_path):
+def test_notes_count_empty_answers_skipped_records_and_tokens_in_additional_rows(tmp_path):
     made = source(
         tmp_path, [SEVERAL, SEVERAL, conversation("hello", "", "the cat", "sat"), {"messages": []}], skip_bad=True
     )
@@ -478,8 +485,8 @@ def test_log_reports_rows_of_several_answers_and_empty_answers(tmp_path):
     assert two - one > one  # the longest row is not counted
 
 
-def test_too_long_row_is_refused_with_the_line_of_its_conversation(tmp_path):
-    """The records before it are two rows, one row and none."""
+def test_too_long_conversation_is_refused_with_its_line_behind_records_of_two_rows_and_none(tmp_path):
+    """The records before the conversation take two rows, one row and no row."""
     long = conversation("hello", "I am fine " * 60)
     made = source(
         tmp_path, [SEVERAL, conversation("sat", "on"), {"messages": 5}, long, SEVERAL], too_long="refuse", skip_bad=True
@@ -491,7 +498,7 @@ def test_too_long_row_is_refused_with_the_line_of_its_conversation(tmp_path):
         made.rows(tokens.train, 100, "train")
 
 
-def test_side_of_a_pair_that_needs_two_rows_is_refused(tmp_path):
+def test_pair_whose_answer_needs_two_rows_is_refused_unless_only_the_last_answer_is_learned(tmp_path):
     (tmp_path / "own.jinja").write_text(THINKS)
     before, last = SEVERAL["messages"][:-1], SEVERAL["messages"][-1]
     pairs = [{"prompt": before, "chosen": [last], "rejected": [thought("on", "am")]}]
@@ -552,7 +559,11 @@ answers_and_others = st.one_of(
 )
 
 
-@pytest.mark.parametrize("template", [THREE, BOTH, THINKS, DROPS], ids=["three", "both", "thinks", "drops"])
+@pytest.mark.parametrize(
+    "template",
+    [THREE, BOTH, THINKS, DROPS],
+    ids=["content only", "with tool calls", "with reasoning", "drops reasoning before calls"],
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(answers_and_others, min_size=1, max_size=5))
 def test_every_answer_of_an_accepted_conversation_is_learned_exactly_once(template, messages):
@@ -571,7 +582,7 @@ def test_every_answer_of_an_accepted_conversation_is_learned_exactly_once(templa
     ]
     assert said.count(END) == len(answers) - len(blank)
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant" and m not in blank)
-    for one in messages[: last + 1]:  # what follows teaches nothing
+    for one in messages[: last + 1]:  # messages after the last answer may be in no row
         learns = one["role"] == "assistant"
         assert one["content"].strip() in (said if learns else every)
         assert not learns or one.get("reasoning_content", "").strip() in said

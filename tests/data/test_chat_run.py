@@ -1,4 +1,4 @@
-"""Conversations in a run: their own tokenizer, the template in the exported model, a resume, and what is refused."""
+"""Runs on conversations: the trained tokenizer, the template in the exported model, resuming, and refusals."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ CHAT = (
 
 @pytest.fixture
 def chat(config):
-    """(overrides) -> the config of a small run on the conversations that ship."""
+    """(overrides) -> the config of a small run on the conversations in examples/."""
 
     def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
         another = any(line.startswith("model=") for line in overrides)  # has other architecture keys
@@ -44,7 +44,7 @@ def run(chat, tmp_path):
     return lambda *overrides, folder="run", **how: fit(chat(*overrides, **how), tmp_path / folder)
 
 
-def test_tokenizer_trained_on_conversations_has_chatml_and_no_markup_words(chat):
+def test_tokenizer_trained_on_conversations_has_chatml_and_no_tokens_of_markup_text(chat):
     data = build.data(chat())
     tokenizer = data.tokens.tokenizer
     assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>"
@@ -57,9 +57,9 @@ def test_tokenizer_trained_on_conversations_has_chatml_and_no_markup_words(chat)
     assert 0.2 < data.tokens.train.learned(0, len(data.tokens.train.ids)).mean() < 0.7
 
 
-def test_training_on_shipped_conversations_learns_and_exports_the_template(run, tmp_path):
+def test_training_on_shipped_conversations_lowers_the_loss_and_exports_the_template(run, tmp_path):
     summary = run("max_steps=25", "lr=1e-2", "val_sequences=16")
-    assert summary["val_loss"] < 5.5  # of 6.0 = ln(400) at the start
+    assert summary["val_loss"] < 5.5  # 6.0 = ln(400) at the start
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert exported.chat_template == CHATML and config["eos_token_id"] == exported.eos_token_id
@@ -70,8 +70,11 @@ def test_training_on_shipped_conversations_learns_and_exports_the_template(run, 
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_token_counts_exclude_padding_and_learned_tokens_have_labels(run, chat, tmp_path, packing, caplog):
-    """Padding counts nowhere. A run of an earlier version counted learned tokens only, and goes on from these."""
+def test_counts_of_tokens_and_learned_tokens_exclude_padding_and_continue_on_resume(
+    run, chat, tmp_path, packing, caplog
+):
+    """Neither count includes padding. Earlier versions counted only learned tokens; a resumed run continues from that
+    count."""
     typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
     summary = run(*typed)
     windows = [next(windows) for windows in [iter(build.data(chat(*typed)).train)] for _ in range(2)]
@@ -124,7 +127,7 @@ def test_missing_template_file_is_refused_with_its_name(chat):
     check_places(chat("data.template=chatml"))
 
 
-def test_base_model_without_a_template_trains_with_chatml_and_its_two_tokens(run, fit, tmp_path):
+def test_base_model_without_a_template_is_refused_and_gets_two_tokens_with_template_chatml(run, fit, tmp_path):
     fit("max_steps=1", "model.architecture.n_positions=512", folder="base")
     base = ("model=hf", f"model.name={tmp_path / 'base' / 'model'}", "lr=1e-3", "max_steps=1")
     with pytest.raises(Refused, match=r"base.model has no chat template.*Type data\.template=chatml"):

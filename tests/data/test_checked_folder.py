@@ -1,4 +1,4 @@
-"""A cache that was cut, changed or shared: the tokens are the right ones, or a sentence says why there are none."""
+"""Token caches that were truncated, modified or shared: a run gets the correct tokens, or an error message."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 
 @pytest.fixture
 def source(tmp_path):
-    """() -> the source, read from its files as they are."""
+    """() -> a text source of the files as they are at this moment."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(4):
@@ -54,14 +54,14 @@ def emptied(file):
 
 
 def flipped(file):
-    """One bit of the middle."""
+    """Inverts one bit in the middle of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def of_another_type(file):
-    """JSON that can be read, and says that ids have other widths."""
+    """Writes valid JSON with another dtype for the token ids."""
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"meta": said["meta"] | {"dtype": "uint8"}}))
 
@@ -86,8 +86,8 @@ def test_damaged_cache_file_is_rebuilt_and_reported_in_one_line(tokens, tmp_path
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("damaged", [cut, flipped])
-def test_damaged_cache_file_is_not_detected_without_checksums(tokens, tmp_path, monkeypatch, damaged):
-    """The deliberately wrong variant."""
+def test_damaged_cache_file_gives_wrong_tokens_without_checksums(tokens, tmp_path, monkeypatch, damaged):
+    """The deliberately wrong variant maps the files without comparing checksums."""
     right = tokens()
     damaged(folder_of(tmp_path) / "train.bin")
     monkeypatch.setattr(checked_folder, "_mapped", lambda file, *_: np.memmap(file, np.uint8, "r"))
@@ -101,7 +101,7 @@ def test_cache_folder_of_an_earlier_version_without_checksums_is_rebuilt(tokens,
     assert tokens() == right
 
 
-def test_modified_trained_tokenizer_is_trained_again(source, tmp_path):
+def test_cached_tokenizer_file_that_was_modified_is_trained_again(source, tmp_path):
     def trained():
         return token_store.train_tokenizer(source(), tmp_path / "cache", 300, []).backend_tokenizer.to_str()
 
@@ -111,7 +111,7 @@ def test_modified_trained_tokenizer_is_trained_again(source, tmp_path):
     assert trained() == right
 
 
-def test_cache_folder_replaced_while_open_keeps_its_tokens(source, tmp_path):
+def test_open_token_arrays_stay_unchanged_while_another_start_rebuilds_their_folder(source, tmp_path):
     made = token_store.tokenize(source(), tmp_path / "cache", 300)
     right = made.train.ids.tobytes()
     flipped(folder_of(tmp_path) / "val.bin")
@@ -140,11 +140,11 @@ def test_concurrent_runs_with_a_damaged_cache_get_correct_tokens(tokens, tmp_pat
         [run.start() for run in runs]
         [run.join() for run in runs]
     assert found == [right] * 12
-    assert folder_of(tmp_path).is_dir()  # it is alone: no draft is left
+    assert folder_of(tmp_path).is_dir()  # the only folder: no draft is left
 
 
 def test_damaged_cache_folder_removed_by_another_process_is_rebuilt(tokens, tmp_path, monkeypatch):
-    """It is there when it is asked for, and gone a moment later."""
+    """The folder exists when it is checked, and is removed a moment later."""
     right = tokens()
     flipped(folder_of(tmp_path) / "train.bin")
     opened = checked_folder._opened
@@ -157,7 +157,7 @@ def test_damaged_cache_folder_removed_by_another_process_is_rebuilt(tokens, tmp_
             raise
 
     monkeypatch.setattr(checked_folder, "_opened", removed_meanwhile)
-    monkeypatch.setattr(Path, "exists", lambda *_, **__: True)  # what was answered the moment before
+    monkeypatch.setattr(Path, "exists", lambda *_, **__: True)  # the answer from before the removal
     assert tokens() == right
 
 
@@ -182,7 +182,7 @@ def test_text_changed_during_tokenization_is_refused_and_not_cached(source, toke
     assert not list((tmp_path / "cache").iterdir())
     monkeypatch.setattr(token_store, "_write", write)
     made = token_store.tokenize(source(), tmp_path / "cache", 300)
-    assert "cat" in made.tokenizer.decode(made.train.ids)  # the tokens of the text as it is now
+    assert "cat" in made.tokenizer.decode(made.train.ids)  # tokens of the changed text
 
 
 def test_drive_that_alters_written_data_is_refused(tokens, tmp_path, monkeypatch):

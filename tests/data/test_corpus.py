@@ -1,4 +1,4 @@
-"""Which files are text, and which are held out."""
+"""Which files a text source reads, and which of them are held out for validation."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
 
-def test_stdlib_source_is_split_by_file_without_unwanted_folders():
+def test_stdlib_source_is_split_by_file_without_tests_encodings_and_site_packages():
     lib = text_files.stdlib(val_fraction=0.05)
     size = {split: sum(f.stat().st_size for f in files) for split, files in (("train", lib.train), ("val", lib.val))}
     assert size["train"] > 3e6 and size["val"] >= 0.05 * (size["train"] + size["val"])
@@ -22,7 +22,7 @@ def test_stdlib_source_is_split_by_file_without_unwanted_folders():
     assert not any(unwanted & {*f.parts} for f in lib.train + lib.val)
 
 
-def test_text_split_is_stable_when_a_file_is_added(text_folder, tmp_path):
+def test_added_text_file_moves_no_training_file_to_validation(text_folder, tmp_path):
     for f in text_folder.iterdir():
         (tmp_path / f.name).write_bytes(f.read_bytes())
     before = text_files.text(str(tmp_path), "**/*.txt", 0.2)
@@ -51,7 +51,7 @@ def test_val_path_that_equals_the_training_text_is_refused(text_folder, tmp_path
 # --- a single file ----------------------------------------------------------------------------------------------------
 
 
-def test_single_file_is_validated_on_its_end(text_folder):
+def test_single_text_file_is_validated_on_its_last_part(text_folder):
     one = next(text_folder.iterdir())
     given = text_files.text(str(one), "*", 0.2)
     assert given.train == given.val == [one] and given.tail == 0.2
@@ -63,8 +63,8 @@ def test_single_file_is_validated_on_its_end(text_folder):
         ("first line\nof it\n\n" * 10, "first line\nof it\n\n" * 2),  # between paragraphs
         ("a line of text\n" * 10, "a line of text\n" * 2),
         ("word " * 20, "word " * 4),
-        ("x" * 100, "x" * 20),  # nowhere to cut but where the share ends
-        ("a\n" + "x" * 98, "x" * 20),  # a boundary that is too far away is none
+        ("x" * 100, "x" * 20),  # without a boundary the cut is at the exact fraction
+        ("a\n" + "x" * 98, "x" * 20),  # a boundary that is too far away is ignored
         ("ab", "b"),
     ],
 )
@@ -72,7 +72,7 @@ def test_single_file_is_cut_at_a_paragraph_line_or_word(text, val):
     assert text[reading.cut_at(lambda: [text], 0.2) :] == val
 
 
-def test_cut_keeps_all_text_and_leaves_text_on_both_sides():
+def test_split_of_a_single_text_keeps_every_character_and_leaves_neither_side_empty():
     for length in range(2, 60):
         text = "".join("ab \n"[i * i % 4] for i in range(length))
         for tail in (0.001, 0.05, 0.5, 0.95, 0.999):
@@ -80,14 +80,14 @@ def test_cut_keeps_all_text_and_leaves_text_on_both_sides():
             train, val = text[:at], text[at:]
             assert train and val
             assert len(val) <= 2 * max(1, round(length * tail)) + 1
-            for size in (1, 2, 7):  # in blocks it is the same
+            for size in (1, 2, 7):  # the cut is equal if the text arrives in blocks
                 blocks = [text[i : i + size] for i in range(0, length, size)]
                 assert reading.cut_at(partial(list, blocks), tail) == at
                 assert "".join(reading.between(blocks, 0, at)) == train
                 assert "".join(reading.between(blocks, at, None)) == val
 
 
-# --- what cannot be read, and what is not --------------------------------------------------------------------------
+# --- unreadable files, and files that are not read -------------------------------------------------------------------
 
 
 def _files(folder, *names):
@@ -124,7 +124,7 @@ def test_invalid_text_source_is_refused(tmp_path, typed, said):
         text_files.text(**typed)
 
 
-def test_files_that_do_not_match_the_pattern_are_reported(tmp_path, caplog):
+def test_files_that_do_not_match_the_pattern_are_counted_in_the_log(tmp_path, caplog):
     path = _files(tmp_path, "a.txt", "b.txt", "c.md", "below/d.md", "e.rst", "f", ".git/g.md", "h.TXT")
     with caplog.at_level("INFO"):
         text_files.text(path, "**/*.txt", 0.5)
@@ -159,8 +159,8 @@ def test_record_files_read_as_plain_text_are_refused_unless_on_error_is_set(tmp_
 
 @pytest.fixture
 def locked():
-    """A folder of text files that another user may not look into; tests of an administrator become nobody for it."""
-    folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # and not tmp_path, which nobody may enter
+    """A folder of text files, whose permissions a test can remove. A test that root runs becomes user nobody for it."""
+    folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # not tmp_path, which only its owner may enter
     _files(folder, "a.txt", "b.txt", "below/c.txt")
     folder.chmod(0o755)
     administrator = os.geteuid() == 0
@@ -169,7 +169,7 @@ def locked():
     yield folder
     if administrator:
         os.seteuid(0)
-    folder.chmod(0o755)  # before it is looked into, which only an administrator may otherwise
+    folder.chmod(0o755)  # otherwise only root could list the folder
     for path in folder.iterdir():
         path.chmod(0o755)
     shutil.rmtree(folder)
@@ -182,7 +182,7 @@ def _lock(path, mode=0o000):
     os.seteuid(user)
 
 
-@pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "one below it"])
+@pytest.mark.parametrize("which", [".", "below"], ids=["the folder", "a subfolder"])
 def test_unreadable_folder_is_refused_with_permission_denied(locked, which):
     assert text_files.text(str(locked), "**/*.txt", 0.5).train
     _lock(locked / which)

@@ -1,4 +1,4 @@
-"""Text becomes tokens as the tokenizer's own call makes them: in rows, prompts and the exported tokenizer alike."""
+"""Rows, prompts and the exported tokenizer have the tokens that a call of the tokenizer returns."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ shared = cache(tokenizer)  # for tests that do not change it
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
 VISIBLE = TEXTS.filter(str.strip)
 KINDS = st.tuples(st.sampled_from(MODELS), st.sampled_from([*PRE_TOKENIZERS]))
-# Tokenizers that keep every text of WORDS as it is.
+# Tokenizers that decode every text of WORDS without a change.
 EXACT = [("bpe", "byte level"), ("bpe", "sequence"), ("bpe with bytes", "none"), ("bpe with bytes", "split")]
 
 
@@ -69,7 +69,8 @@ def own(made, text):
 
 
 def check_text(made, around, text):
-    """A row has what the tokenizer's own call gives to the text, and one end; what begins it is not learned."""
+    """Checks that a row has the tokens of the tokenizer's call and one end token, and does not learn its begin
+    tokens."""
     _, begin, end = AROUND[around]
     (row,) = Text("text").encode(made, [{"text": text}])
     assert list(row.ids) == own(made, text) + [IDS[EOS]] * (not end)
@@ -80,7 +81,7 @@ def check_text(made, around, text):
 
 
 def check_answer(made, around, prompt, completion, never_refused=False):
-    """A row begins with what generation gets, and decodes to both texts wherever the tokenizer keeps texts."""
+    """Checks that a row begins with the tokens of its prompt, and decodes to both texts with a lossless tokenizer."""
     _, begin, end = AROUND[around]
     row, whole = encoded(made, prompt, completion), own(made, prompt + completion)
     asked = framing.prompt_ids(made, prompt)
@@ -110,7 +111,9 @@ def test_text_row_equals_tokenizer_call_with_one_end_token(kind, around, lower, 
 @pytest.mark.matrix
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), prompt=TEXTS, completion=VISIBLE)
-def test_prompt_completion_row_begins_as_generation_and_decodes_to_both_texts(kind, around, lower, prompt, completion):
+def test_completion_row_begins_with_the_generation_prompt_and_decodes_to_both_texts(
+    kind, around, lower, prompt, completion
+):
     if EOS not in prompt and EOS not in completion:
         check_answer(shared(*kind, around, lower), around, prompt, completion)
 
@@ -118,7 +121,7 @@ def test_prompt_completion_row_begins_as_generation_and_decodes_to_both_texts(ki
 @pytest.mark.parametrize("kind", EXACT, ids="-".join)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(prompt=st.text(max_size=8), completion=st.text(max_size=8).filter(str.strip))
-def test_lossless_tokenizer_has_a_row_for_any_prompt_and_completion(kind, prompt, completion):
+def test_lossless_tokenizer_accepts_every_prompt_and_completion_without_changing_them(kind, prompt, completion):
     if "\0" not in prompt + completion:
         made = shared(*kind, "bos")
         check_answer(made, "bos", prompt, completion, never_refused=True)
@@ -129,7 +132,7 @@ def test_lossless_tokenizer_has_a_row_for_any_prompt_and_completion(kind, prompt
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_are_correct_for_every_kind_of_tokenizer(model, pre_tokenizer, around):
+def test_text_and_completion_rows_have_the_tokens_of_the_call_of_every_kind_of_tokenizer(model, pre_tokenizer, around):
     made = tokenizer(model, pre_tokenizer, around)
     for prompt, completion in (("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("the c", "at sat"), ("", "the cat")):
         check_text(made, around, prompt + completion)
@@ -166,7 +169,7 @@ def test_truncation_and_padding_stored_with_a_tokenizer_change_no_row(tmp_path):
 
 
 class Letters(PreTrainedTokenizer):
-    """A tokenizer in Python, one token a letter."""
+    """A tokenizer in pure Python with one token per letter."""
 
     def __init__(self, pattern, **names):
         self.letters = {letter: index for index, letter in enumerate("<>abc 42:")}
@@ -188,7 +191,7 @@ class Letters(PreTrainedTokenizer):
 
 
 @pytest.mark.parametrize("pattern", ["none", "bos", "eos", "bos_eos"])
-def test_pure_python_tokenizers_give_the_same_rows(pattern):
+def test_rows_of_a_pure_python_tokenizer_have_the_tokens_of_its_call_and_one_end_token(pattern):
     made = Letters(pattern)
     assert not made.is_fast
     begin, end = [made.bos_token_id] * ("bos" in pattern), [made.eos_token_id] * ("eos" in pattern)
@@ -210,11 +213,11 @@ def test_byte_tokenizer_with_its_own_end_token_ends_rows_once_and_prompts_withou
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("bos", [True, False])
-def test_data_bos_changes_the_tokenizer_call_and_the_export(bos, around, tmp_path):
+def test_data_bos_sets_the_begin_token_of_the_tokenizer_call_and_of_its_export(bos, around, tmp_path):
     made, (_, begin, end) = tokenizer("bpe", "byte level", around), AROUND[around]
     source = text_files.Corpus("text", [], [], bos=bos)
     framing.dress(made, source)
-    # [CLS] stays behind the begin token that is typed
+    # [CLS] stays behind the begin token of data.bos
     expected = [] if not bos else begin if BOS in begin else [BOS, *begin]
     text = made("the cat", add_special_tokens=False)["input_ids"]
     around_text = [IDS[one] for one in expected], [IDS[one] for one in end]
@@ -249,7 +252,7 @@ def test_data_bos_for_conversations_is_refused(tmp_path):
         Preference(str(file), prompt=None, bos=False).chat  # noqa: B018
 
 
-def test_parts_of_a_mixture_with_different_data_bos_are_refused(tmp_path):
+def test_mixture_whose_parts_set_different_data_bos_is_refused(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
     parts = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2) for name in "ab"}
@@ -264,14 +267,14 @@ def test_parts_of_a_mixture_with_different_data_bos_are_refused(tmp_path):
 
 
 def corpus(tmp_path, made, **how):
-    """Three files, of which one is validation."""
+    """Returns a source of three files, one of them for validation, and its tokens."""
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the cat sat on the mat\n" * (5 + number))
     source = text_files.text(str(tmp_path), "*.txt", 0.3, **how)
     return source, token_store.tokenize(source, tmp_path / "cache", 0, made)
 
 
-def test_every_file_begins_and_ends_once_and_the_begin_token_is_not_a_label(tmp_path):
+def test_every_text_file_has_one_begin_and_end_token_and_begin_tokens_are_not_labels(tmp_path):
     made = tokenizer("bpe", "byte level", "both")
     source, tokens = corpus(tmp_path, made)
     documents = np.split(tokens.train.ids, tokens.train.ends[:-1])
@@ -291,7 +294,7 @@ def test_begin_and_end_tokens_do_not_count_as_text_in_bits_per_byte(tmp_path):
     assert nats == pytest.approx(len(ids) / len(text.encode()) / np.log(2))
 
 
-def test_pieces_of_a_long_text_have_one_begin_token(tmp_path, monkeypatch):
+def test_long_text_tokenized_in_pieces_has_one_begin_token(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 40)
     monkeypatch.setattr(pieces, "AROUND", 30)
     made = tokenizer("bpe", "byte level", "both")
@@ -307,13 +310,13 @@ def test_data_bos_is_part_of_the_token_cache_key(tmp_path):
 
 
 @pytest.mark.parametrize("around", ["nothing", "eos", "bert"])
-def test_token_that_ends_a_row_ends_generation_and_is_exported(around):
+def test_token_that_ends_a_row_and_the_end_token_of_the_model_both_end_generation(around):
     made = tokenizer("bpe", "byte level", around)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=77))
     assert encoded(made, "A:", " 42").ids[-1] in end_tokens(made, model) and 77 in end_tokens(made, model)
 
 
-def test_answers_of_a_pair_begin_with_the_ids_of_their_prompt(tmp_path):
+def test_rows_of_a_pair_begin_with_the_token_ids_of_their_prompt(tmp_path):
     made = tokenizer("bpe", "byte level", "bos")
     file = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": f"Q: {i}?\nA:", "chosen": f" the {i}", "rejected": f" cat {i}"} for i in range(20)]
@@ -390,7 +393,7 @@ def test_run_of_an_earlier_version_resumes_with_its_tokens_bit_exactly(fit, tmp_
 
 
 @pytest.mark.wrong
-def test_missing_or_doubled_begin_token_is_caught(monkeypatch):
+def test_row_without_a_begin_token_or_with_two_fails_the_row_checks(monkeypatch):
     real = framing.framing_of
     for wrong in ([], [IDS[BOS]] * 2):
         monkeypatch.setattr(

@@ -1,6 +1,6 @@
-"""Folders that are laid out like data sets of the hub: one file has one text, whichever key reads it.
+"""Folders that are laid out like data sets of the hub: data=hub reads the same records as data=csv or data=jsonl.
 
-The oracle is the reader of the file's own kind, data=csv or data=jsonl.
+The oracle is the reader of the file's own format, data=csv or data=jsonl.
 """
 
 import json
@@ -32,9 +32,9 @@ FILES = {
     "dates": ("a.jsonl", made_lines(["2024-05-01", "2024-05-02"])),
     "numbers, then texts": ("a.ndjson", made_lines(["12", "x", "2024-05-01"])),
     "leading zeros": ("a.csv", table(["007", "012"])),
-    "words for nothing": ("a.csv", table(["007", "NA", "null", "None", "nan"])),
-    "truths": ("a.csv", table(["True", "false"])),
-    "a quoted line end": ("a.csv", table(['"1\n2"', "3.0"])),
+    "words that mean null": ("a.csv", table(["007", "NA", "null", "None", "nan"])),
+    "booleans": ("a.csv", table(["True", "false"])),
+    "quoted newline": ("a.csv", table(['"1\n2"', "3.0"])),
     "tabs": ("a.tsv", table(["007", "1e5"], "\t")),
 }
 
@@ -52,7 +52,7 @@ def test_hub_folder_and_file_source_read_the_same_records(tmp_path, name):
     assert all(isinstance(record.fields["a"], str) for record in found)
 
 
-def test_hub_folder_has_the_split_files_that_datasets_finds(tmp_path):
+def test_hub_folder_reads_each_split_from_the_files_named_after_the_split(tmp_path):
     for name, answer in (("data/train-0.csv", "01"), ("data/train-1.csv", "02"), ("data/test-0.csv", "03")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(table([answer]))
@@ -75,7 +75,7 @@ def test_bad_line_in_a_hub_folder_is_refused_with_file_and_line(tmp_path, tokeni
         encode_all(hub(str(tmp_path), **HOW), tokenizer)
 
 
-def test_other_csv_separator_is_refused_with_the_delimiter_key(tmp_path):
+def test_other_csv_separator_is_refused_unless_the_readme_of_the_folder_names_it(tmp_path):
     (tmp_path / "a.csv").write_text(table(["007"], ";"))
     with pytest.raises(Refused, match=r"Type data=csv data\.delimiter=';'"):
         list(hub(str(tmp_path), **HOW).reader.all_records("train"))
@@ -83,8 +83,8 @@ def test_other_csv_separator_is_refused_with_the_delimiter_key(tmp_path):
     assert [record.fields["a"] for record in hub(str(tmp_path), **HOW).reader.all_records("train")] == ["007"]
 
 
-def test_readme_settings_that_only_datasets_supports_are_applied(tmp_path, tokenizer):  # noqa: F811
-    """The refusal then names the keys that guess nothing."""
+def test_readme_skiprows_are_applied_and_a_guessed_number_is_refused(tmp_path, tokenizer):  # noqa: F811
+    """The error names data=csv and data=jsonl, which do not guess types."""
     (tmp_path / "a.csv").write_text("a comment\n" + table(["007"]))
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: x\n  skiprows: 1\n  data_files: a.csv\n---\n")
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_readme_settings_that_only_datasets_supports_are_applied(tmp_path, token
         encode_all(hub(str(tmp_path), "x", **HOW), tokenizer)
 
 
-def test_value_guessed_as_a_date_is_refused_with_sources_that_do_not_guess(tmp_path, tokenizer):  # noqa: F811
+def test_value_that_datasets_guesses_to_be_a_date_is_refused_with_other_sources_as_advice(tmp_path, tokenizer):  # noqa: F811
     (tmp_path / "a.json").write_text(json.dumps([{"q": "x", "a": "2024-05-01"}]))
     with pytest.raises(
         Refused, match=r"must be text, but is a datetime\. .* type data=csv or data=jsonl data\.path=<the fi"
@@ -115,8 +115,8 @@ def _lines_of(texts):
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def test_streamed_hub_folder_resumes_bit_exactly_from_any_window(folder, tokenizer):  # noqa: F811
-    """Over the edges of blocks, of files and of an epoch."""
+def test_streamed_hub_folder_of_csv_or_jsonl_resumes_bit_exactly_from_any_window(folder, tokenizer):  # noqa: F811
+    """The windows cross boundaries of blocks, of files and of an epoch."""
     assert isinstance(hub(str(folder)).reader.rows("train"), FileRows)
     unbroken = list(islice(loader(folder, tokenizer), 30))
     assert len({window.end.epoch for window in unbroken}) > 1, "an epoch has to end"
@@ -125,8 +125,8 @@ def test_streamed_hub_folder_resumes_bit_exactly_from_any_window(folder, tokeniz
         assert [numbers(window) for window in resumed] == [numbers(window) for window in unbroken[done : done + 4]]
 
 
-def test_stream_position_saved_by_an_older_version_is_continued(folder):
-    """An older run read such files with `datasets`."""
+def test_stream_position_saved_by_datasets_in_an_older_version_is_continued(folder):
+    """Older versions read these files with `datasets`, and saved the state of its stream."""
     older = iter(stream := datasets.load_dataset(str(folder), split="train", streaming=True))
     passed = [next(older)["text"] for _ in range(9)]
     reader = hub(str(folder)).reader

@@ -1,4 +1,4 @@
-"""Lines of JSON as documents, what is learned of them, and the sentence that each bad line ends in."""
+"""Lines of JSON as documents, which of their tokens are learned, and the message for each bad line."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ def made_of(folder, path, **typed):
 
 
 def documents(made, split):
-    """The text of each, its end left out."""
+    """Returns the text of each document of a split, without its end token."""
     of = getattr(made, split)
     said = [made.tokenizer.decode(ids) for ids in np.split(of.ids, of.ends[:-1])]
     assert all(text.endswith(token_store.END_OF_TEXT) for text in said)
@@ -39,15 +39,15 @@ def documents(made, split):
 TEXTS = [f'Größe {i} of {i * i}, and\nwords 数据 "{i}"' for i in range(50)]
 
 
-def test_every_line_is_a_document_of_one_split(tmp_path):
+def test_every_jsonl_line_is_a_document_of_exactly_one_split(tmp_path):
     made = made_of(tmp_path, write(tmp_path / "one.jsonl", [{"text": text, "id": 3} for text in TEXTS]))
     train, val = (documents(made, split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(TEXTS) and 3 <= len(val) <= 20
     assert made.val.text_bytes[-1] == sum(len(text.encode()) for text in val) and made.val.learned_bits is None
 
 
-def test_bom_crlf_blank_lines_and_missing_final_newline_change_nothing(tmp_path):
-    """A mark of UTF-8, Windows' ends of lines, lines without anything, an end without a newline."""
+def test_bom_crlf_blank_lines_and_missing_final_newline_leave_the_jsonl_tokens_unchanged(tmp_path):
+    """A byte order mark, Windows line ends, empty lines, and a file that does not end in a newline."""
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (tmp_path / "plain.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n  \r\n\r\n".join(lines).encode())
@@ -55,7 +55,7 @@ def test_bom_crlf_blank_lines_and_missing_final_newline_change_nothing(tmp_path)
     assert np.array_equal(plain.train.ids, odd.train.ids) and np.array_equal(plain.val.ends, odd.val.ends)
 
 
-def test_added_line_moves_no_other_line_between_splits(tmp_path):
+def test_added_or_reordered_jsonl_lines_move_no_other_line_between_splits(tmp_path):
     def held_out(texts):
         source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in texts]))
         return {record.fields["text"] for record in source.reader.records("val")}
@@ -65,14 +65,14 @@ def test_added_line_moves_no_other_line_between_splits(tmp_path):
     assert held_out(TEXTS[::-1]) == before
 
 
-def test_few_lines_still_hold_out_one_for_validation(tmp_path):
+def test_two_to_four_jsonl_lines_hold_out_exactly_one_for_validation(tmp_path):
     for count in (2, 3, 4):
         source = opened(write(tmp_path / "one.jsonl", [{"text": text} for text in TEXTS[:count]]), 0.001)
         sizes = [len(list(source.reader.records(split))) for split in ("train", "val")]
         assert sizes == [count - 1, 1]
 
 
-def test_several_files_are_split_by_file_unless_val_path_is_set(tmp_path):
+def test_several_jsonl_files_are_split_by_file_unless_val_path_is_set(tmp_path):
     for i in range(4):
         write(tmp_path / "in" / f"{i}.jsonl", [{"text": text} for text in TEXTS[i * 10 : i * 10 + 10]])
     made = made_of(tmp_path, str(tmp_path / "in"), val_fraction=0.25)
@@ -99,8 +99,8 @@ def test_completion_and_its_end_are_learned_and_the_prompt_is_not(tmp_path):
 
 
 @pytest.mark.wrong
-def test_learning_the_prompt_too_is_caught(tmp_path, monkeypatch):
-    """The deliberately wrong variant of the test above."""
+def test_wrong_variant_that_also_learns_the_prompt_fails_the_completion_test(tmp_path, monkeypatch):
+    """The deliberately wrong variant marks every token as learned."""
     monkeypatch.setattr(
         token_store._Bits, "add", lambda self, learned, count, add=token_store._Bits.add: add(self, None, count)
     )
@@ -133,7 +133,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "said"), BAD, ids=[said[:30] for _, said in BAD])
-def test_bad_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, monkeypatch, caplog, line, said):
+def test_bad_jsonl_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, monkeypatch, caplog, line, said):
     monkeypatch.setattr(jsonl, "LONGEST", 200_000)
     good = [{"text": text} for text in TEXTS]
     path = write(tmp_path / "notes.jsonl", [*good[:7], line, *good[7:]])
@@ -141,7 +141,7 @@ def test_bad_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, mo
     with pytest.raises(Refused) as refused:
         made_of(tmp_path, path, val_path=other)
     assert str(refused.value).startswith(f"data: notes.jsonl, line 8: {said}") and "skip_bad=true" in str(refused.value)
-    for _ in range(2):  # made, and found in the cache
+    for _ in range(2):  # tokenized, then read from the cache
         caplog.clear()
         with caplog.at_level("INFO"):
             made = made_of(tmp_path, path, val_path=other, skip_bad=True)
@@ -149,7 +149,7 @@ def test_bad_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, mo
         assert f"data.skip_bad=true: skipped 1 of 51 train records (notes.jsonl, line 8: {said}" in caplog.text
 
 
-def test_log_names_the_first_three_skipped_lines(tmp_path, caplog):
+def test_log_counts_all_skipped_jsonl_lines_and_names_the_first_three(tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", [b"1", {"text": "words"}, b"2", b"3", b"4"])
     other = write(tmp_path / "other.jsonl", [{"text": "other words"}])
     with caplog.at_level("INFO"):
@@ -159,7 +159,7 @@ def test_log_names_the_first_three_skipped_lines(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("longer", [1, 5, 200_000, 1_000_000])
-def test_reading_an_overlong_line_keeps_at_most_the_limit(tmp_path, monkeypatch, longer):
+def test_overlong_jsonl_line_is_read_only_up_to_one_byte_beyond_the_limit(tmp_path, monkeypatch, longer):
     monkeypatch.setattr(jsonl, "LONGEST", 100_000)
     lines = [b'{"text": "a"}', b'"' + b"x" * (100_000 + longer - 1), b'{"text": "b"}']
     file = tmp_path / "a.jsonl"
@@ -192,7 +192,7 @@ def test_invalid_jsonl_source_is_refused(tmp_path, typed, said):
         opened(path, **typed)
 
 
-def test_training_on_prompts_and_completions_of_jsonl(fit, tmp_path):
+def test_two_steps_on_jsonl_prompts_and_completions_report_plausible_tokens_and_loss(fit, tmp_path):
     pairs = [{"q": f"What is {i}? ", "a": f"It is {i}."} for i in range(60)]
     path = write(tmp_path / "one.jsonl", pairs)
     lines = ("data=jsonl", f"data.path={path}", "data.prompt=q", "data.completion=a", "data.pattern=*")
@@ -200,11 +200,11 @@ def test_training_on_prompts_and_completions_of_jsonl(fit, tmp_path):
     assert 0 < summary["tokens"] < 2 * 4 * 32 and 4 < summary["val_loss"] < 7
 
 
-# --- validation on what is trained on -------------------------------------------------------------------------------
+# --- validation on training data --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_validation_on_copies_of_the_training_text_is_refused(tmp_path, kind):
+def test_validation_set_with_30_of_50_documents_from_training_is_refused(tmp_path, kind):
     for folder, texts in (("train", TEXTS), ("val", [*TEXTS[:30], *(f"other {text}" for text in TEXTS[:20])])):
         (tmp_path / folder).mkdir()
         if kind == "jsonl":
@@ -228,7 +228,7 @@ def test_validation_with_half_of_its_records_in_training_is_accepted(tmp_path):
     assert len(made_of(tmp_path, paths[0], val_path=paths[1]).val.ends) == 20
 
 
-# --- whatever is in the files ---------------------------------------------------------------------------------------
+# --- arbitrary contents -----------------------------------------------------------------------------------------------
 
 SENTENCES = (
     "data.path has too few distinct records",
@@ -262,7 +262,7 @@ contents = one_of(many_good, st.lists(lines, min_size=1, max_size=12)).map(b"\n"
 
 
 def outcome(folder, of_train, of_val, skip_bad, pairs):
-    """`tokens`, or the words by which a refusal is known. Anything else is raised."""
+    """Returns `tokens`, or the phrase of SENTENCES that the refusal contains; raises every other error."""
     (folder / "train.jsonl").write_bytes(of_train)
     if of_val is not None:
         (folder / "val.jsonl").write_bytes(of_val)
@@ -281,7 +281,7 @@ def outcome(folder, of_train, of_val, skip_bad, pairs):
 
 
 def read_again(contents, pairs):
-    """A reading of its own, of what a run took: whatever is not taken was refused or left out."""
+    """Yields the texts that an independent reader takes from these files; it leaves out every bad line."""
     for content in contents:
         for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
@@ -298,14 +298,14 @@ DRAWN = (contents, st.none() | contents, st.sampled_from([False, False, True]), 
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(500, marks=pytest.mark.matrix)])
-def test_arbitrary_lines_become_tokens_or_are_refused(cases, tmp_path):
+def test_arbitrary_jsonl_lines_are_tokenized_exactly_or_refused(cases, tmp_path):
     counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 60)
     assert counted["tokens"] > cases / 10 and counted["line "] > cases / 10
 
 
 @pytest.mark.wrong
-def test_planted_jsonl_reader_faults_are_caught(tmp_path, monkeypatch):
-    """Each fault, planted, ends the property in the error that it is."""
+def test_planted_jsonl_reader_faults_fail_the_arbitrary_lines_test(tmp_path, monkeypatch):
+    """Each planted fault makes the property fail with an error other than `Refused`."""
     for of, name, fault in (
         (jsonl, "fields_of", json.loads),
         (records, "place", lambda line: 1 / (len(line) % 20)),
@@ -316,13 +316,13 @@ def test_planted_jsonl_reader_faults_are_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 40])
-def test_empty_training_split_is_refused(tmp_path, count):
+def test_jsonl_of_identical_records_is_refused_because_the_training_split_would_be_empty(tmp_path, count):
     with pytest.raises(Refused, match=r"the training split is empty.*too few distinct records\. Type data.val_path="):
         made_of(tmp_path, write(tmp_path / "a.jsonl", [{"text": "the same"}] * count), val_fraction=0.01)
 
 
-def test_control_token_in_a_record_is_refused_or_the_record_is_skipped(tmp_path):
-    """One in the midst of a text would be the document's end, and the model asked about a user's text would obey it."""
+def test_control_token_in_a_jsonl_record_is_refused_or_skipped_with_skip_bad(tmp_path):
+    """Inside a text the end token would end the document, so the model would learn to stop there."""
     said = f"one{token_store.END_OF_TEXT} two"
     for fields, typed in (
         ({"text": said}, {}),
@@ -338,8 +338,8 @@ def test_control_token_in_a_record_is_refused_or_the_record_is_skipped(tmp_path)
             assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
 
 
-def test_too_long_document_is_refused_with_its_line(tmp_path):
-    """Unless records were left out: a line without anything counts, and one that holds no record does not."""
+def test_too_long_jsonl_document_is_refused_with_its_line_unless_records_were_left_out(tmp_path):
+    """Blank lines and lines of invalid JSON count as lines. If a parsed record was left out, no line is named."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]
     whole = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
@@ -370,7 +370,7 @@ def test_completions_that_repeat_their_prompt_are_reported_for_both_splits(tmp_p
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_records_with_the_lowest_hashes_are_held_out_if_the_fraction_is_too_small(least):
-    """At most half of the different ones; a share that has enough stays as it is."""
+    """At most half of the distinct records are held out. A fraction that already holds out enough is not changed."""
     named = [f"record {number % 40}".encode() for number in range(80)]
     for count in range(1, 40):
         for share in (1e-9, 0.05, 0.5):

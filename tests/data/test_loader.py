@@ -1,4 +1,4 @@
-"""The order of the sequences depends on the seed alone; windows say where to go on."""
+"""The order of the sequences depends on the seed alone; each window stores the position from which to resume."""
 
 import time
 from itertools import islice, takewhile
@@ -40,22 +40,22 @@ def test_labels_are_the_input_tokens_shifted_by_one(sequences):
     assert batch.labels.tolist() == [[9, 10, 11, 12]]
 
 
-def test_every_epoch_visits_every_sequence_once_in_a_new_order(sequences):
+def test_every_epoch_reads_every_sequence_once_in_a_new_order(sequences):
     ids = stream(sequences, 3, 2, 46)
     assert sorted(ids[:23]) == sorted(ids[23:]) == [i * SEQ_LEN for i in range(23)]
     assert ids[:23] != ids[23:]
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (2, 1), (5, 3), (1, 8), (64, 1)])
-def test_order_does_not_depend_on_batch_size_or_accumulation(sequences, batch_size, batches):
+def test_sequence_order_does_not_depend_on_batch_size_or_accumulation(sequences, batch_size, batches):
     assert stream(sequences, batch_size, batches, 60) == stream(sequences, 1, 1, 60)
 
 
-def test_order_depends_on_the_seed(sequences):
+def test_another_seed_gives_another_sequence_order(sequences):
     assert stream(sequences, 1, 1, 23) != stream(sequences, 1, 1, 23, seed=8)
 
 
-def test_devices_divide_the_windows_of_one_device(sequences):
+def test_two_devices_together_read_the_windows_of_one_device(sequences):
     alone = list(islice(WindowLoader(sequences, Share(6), fixed(2), 7), 4))
     shares = [list(islice(WindowLoader(sequences, Share(3, rank=r, world_size=2), fixed(2), 7), 4)) for r in range(2)]
     for whole, *parts in zip(alone, *shares, strict=True):
@@ -63,14 +63,14 @@ def test_devices_divide_the_windows_of_one_device(sequences):
         assert sorted(first_tokens(parts)) == sorted(first_tokens([whole]))
 
 
-def test_epoch_ends_in_a_short_window_with_its_token_count(sequences):
+def test_last_window_of_an_epoch_is_short_and_counts_only_its_own_tokens(sequences):
     windows = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 3))
     assert [w.learned_tokens // SEQ_LEN for w in windows] == [12, 11, 12]
     assert [len(b.input_ids) for b in windows[1].micro_batches] == [4, 4, 3]
     assert [w.end for w in windows] == [Position(0, 12, 1), Position(1, 0, 2), Position(1, 12, 3)]
 
 
-def test_window_size_may_change_between_windows(sequences):
+def test_window_has_as_many_micro_batches_as_the_size_function_returns(sequences):
     windows = list(islice(WindowLoader(sequences, Share(1), lambda epoch, window: window + 1, 7), 4))
     assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
 
@@ -85,13 +85,13 @@ def test_loader_counts_the_windows_of_epochs_without_reading_data(sequences, siz
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 5])
-def test_loader_resumes_after_any_window(sequences, done):
+def test_loader_resumed_after_any_window_reads_the_remaining_sequences_in_order(sequences, done):
     unbroken = list(islice(WindowLoader(sequences, Share(4), fixed(3), 7), 7))
     resumed = islice(WindowLoader(sequences, Share(4), fixed(3), 7, unbroken[done - 1].end), 7 - done)
     assert first_tokens(resumed) == first_tokens(unbroken[done:])
 
 
-def test_validation_reads_the_first_sequences_in_order(sequences):
+def test_validation_with_limit_10_reads_the_first_10_sequences_in_order(sequences):
     batches = list(ValidationLoader(sequences, Share(4), limit=10))
     assert [int(row[0]) // SEQ_LEN for b in batches for row in b.input_ids] == list(range(10))
     assert len(ValidationLoader(sequences, Share(4), limit=10)) == len(batches) == 3
@@ -103,9 +103,9 @@ def test_text_shorter_than_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_making_a_window_is_cheap_beside_a_step(packing):
-    """It is made while a step waits: a microsecond of a core for each token, where training on one takes a smallest
-    model tens of them."""
+def test_making_a_window_takes_less_than_a_microsecond_of_cpu_per_token(packing):
+    """The training step waits while a window is made. Even the smallest model trains on a token for tens of
+    microseconds."""
     ids, ends = np.zeros(500 * 2000, np.uint16), np.arange(500, 500 * 2001, 500)
     of = Split(ids, ends, ends, None)
     windows = iter(WindowLoader(rows(of, 1024, packing, "cut", "train"), Share(8), fixed(4), seed=0))

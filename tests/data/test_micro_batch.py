@@ -1,7 +1,8 @@
-"""A micro-batch names its tensors and says what it weighs, so that a loss over pairs needs no change of the loop.
+"""A micro-batch defines its tensors and its weight in the mean, so a loss over pairs needs no change of the training
+loop.
 
-The data and the loss are made up here: pairs of rows with a margin each, and a logistic loss of the difference of their
-log-probabilities. Its mean is over pairs, which have any number of tokens.
+The data and the loss exist only in this file: pairs of rows with a margin each, and a logistic loss of the difference
+of their log-probabilities. The loss is averaged over pairs, which have any number of tokens.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ HERE = __name__
 
 @dataclass(frozen=True, eq=False)
 class Pairs(MicroBatch):
-    """Rows 2i and 2i + 1 are the better and the worse answer of pair i."""
+    """Micro-batch in which rows 2i and 2i + 1 are the better and the worse answer of pair i."""
 
     UNIT: ClassVar[str] = "pairs"
     ROWS: ClassVar[int] = 2
@@ -90,8 +91,11 @@ def trained(config, folder: Path, *overrides: str) -> dict:
 
 
 @pytest.mark.kernels
-def test_accumulated_pair_loss_is_the_mean_over_pairs(config, tmp_path, monkeypatch):
-    """Both end at the same loss but for fp32 sums in another order, 1e-7; the weight of a text moves it by 1e-2."""
+def test_pair_loss_with_4_accumulated_micro_batches_equals_the_mean_over_pairs_of_one_batch(
+    config, tmp_path, monkeypatch
+):
+    """The two losses differ by the order of fp32 sums, about 1e-7. Wrong variant: weights of plain text, which count
+    tokens, change the loss by about 1e-2."""
     whole = trained(config, tmp_path / "whole", "batch_size=4")
     parts = trained(config, tmp_path / "parts", *SPLIT)
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
@@ -99,14 +103,14 @@ def test_accumulated_pair_loss_is_the_mean_over_pairs(config, tmp_path, monkeypa
     assert trained(config, tmp_path / "wrong", *SPLIT)["val_loss"] != pytest.approx(whole["val_loss"], rel=1e-3)
 
 
-def test_planner_traces_a_pair_as_two_rows(config, tmp_path):
-    """Two pairs are four rows."""
+def test_planner_predicts_the_memory_of_four_rows_for_two_pairs(config, tmp_path):
+    """Two pairs are four rows, so both plans must reserve the same memory within 1 %."""
     pairs = trained(config, tmp_path / "pairs", "plan=check", "batch_size=2")
     rows = fit(config(*RUN[:-3], "plan=check", "batch_size=4", base=SMALL), tmp_path / "rows")
     assert pairs["predicted"]["reserved"] == pytest.approx(rows["predicted"]["reserved"], rel=0.01)
 
 
-def test_rows_of_a_pair_stay_on_one_device():
+def test_rows_of_one_pair_stay_on_one_device():
     batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(3))
     first, second, third = (Share(1, rank, 3).rows_of(batch) for rank in range(3))
     assert [len(one.input_ids) for one in (first, second, third)] == [2, 2, 2]
@@ -115,7 +119,7 @@ def test_rows_of_a_pair_stay_on_one_device():
     assert empty.weight == empty.learned_tokens == 0 and len(empty.margin) == 2 and type(empty) is Pairs
 
 
-def test_named_tensors_are_concatenated_and_moved():
+def test_extra_tensor_of_a_micro_batch_subclass_is_concatenated_and_moved():
     batch = DrawnPairs((0, 0), 12, 257, 16).micro_batch(np.arange(2))
     assert list(batch.tensors) == ["input_ids", "labels", "margin"]
     both = Pairs.concatenated([batch, batch])
@@ -123,8 +127,9 @@ def test_named_tensors_are_concatenated_and_moved():
     assert batch.to(torch.device("meta")).margin.device.type == "meta"
 
 
-def test_copies_to_a_card_start_from_pinned_memory(monkeypatch):
-    """Any other copy makes the host wait for the card. No card is needed: a stand-in records what torch is asked."""
+def test_micro_batch_is_pinned_and_copied_without_blocking_to_cuda_but_not_to_the_cpu(monkeypatch):
+    """A copy from pageable memory makes the host wait for the card. No card is needed: a tensor subclass records the
+    calls of `to`."""
     asked = []
 
     class Recorded(torch.Tensor):
@@ -165,8 +170,8 @@ def test_moving_a_micro_batch_to_a_card_does_not_synchronize():
         (PAIRS[:1], "averages over tokens and needs a MicroBatch"),
     ],
 )
-def test_loss_that_does_not_match_the_data_is_refused(overrides, words, config):
-    """It is refused before weights are loaded, for training and for a plan."""
+def test_pair_loss_on_tokens_and_token_loss_on_pairs_are_refused(overrides, words, config):
+    """The refusal comes before weights are loaded, for training and for a plan."""
     run = config("data=random", "loss=full", *overrides, base=SMALL)
     with pytest.raises(Refused, match=words):
         causal_lm(run, None)

@@ -1,4 +1,5 @@
-"""Mixtures: shares of the tokens that count, whole passes, an order from the seed alone. Random tokens: none stored."""
+"""Mixtures: shares of the learned tokens, equal repetition of rows, and an order from the seed alone. Also random
+tokens, which are drawn and not stored."""
 
 import json
 import re
@@ -27,7 +28,7 @@ T = 8
 
 
 def part(first, count, learned=None, packing="joined"):
-    """Rows of documents of T tokens whose ids tell which it is."""
+    """Returns rows of documents of T equal tokens: document i has the token `first` + i."""
     documents = [first + np.full(T, i) for i in range(count)]
     return rows(split(*documents, learned=learned), T, packing, "cut", "train")
 
@@ -37,7 +38,7 @@ def half_learned(first, count):
 
 
 def counted(mixed):
-    """Tokens that count, by part."""
+    """Returns the number of learned tokens of each part."""
     batch = mixed.micro_batch(np.arange(len(mixed)))
     of = Counter()
     for row, label in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
@@ -56,7 +57,7 @@ def test_mixture_weights_are_shares_of_learned_tokens(shares, share):
     assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
-def test_weighted_mixture_repeats_every_row_of_a_part_equally():
+def test_weighted_mixture_repeats_every_row_of_the_smaller_part_equally_often():
     mixed = Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1, "small": 1})
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
     large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
@@ -84,7 +85,7 @@ def test_mixed_micro_batch_has_the_rows_of_its_parts_in_order():
 
 
 @pytest.mark.parametrize("second", ["joined", "documents"])
-def test_planner_example_has_the_tensors_of_a_mixture(second):
+def test_planner_example_of_a_mixture_has_its_tensor_names_and_shapes(second):
     mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
     data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
     real, found = mixed.micro_batch(np.arange(4)), rows_class(data).example(4, T)
@@ -98,7 +99,7 @@ def windows(mixed, count, position=None):
 
 
 @pytest.mark.parametrize("done", [1, 5, 13, 14, 27])
-def test_mixture_resumes_after_any_window(done):
+def test_mixture_resumed_after_any_window_reads_the_remaining_rows_in_order(done):
     parts = {"large": part(0, 41), "small": part(1000, 11)}
     unbroken = windows(Mixed(parts, {"large": 1, "small": 1}), 30)
     resumed = windows(Mixed(parts, {"large": 1, "small": 1}), 30 - done, unbroken[done - 1].end)
@@ -106,20 +107,20 @@ def test_mixture_resumes_after_any_window(done):
         assert all(map(torch.equal, *([b.input_ids for b in w.micro_batches] for w in (one, other))))
 
 
-def test_other_mixture_weights_give_another_order_digest():
+def test_order_digest_of_a_mixture_changes_with_its_weights():
     parts = {"large": part(0, 41), "small": part(1000, 11)}
     orders = [WindowLoader(Mixed(parts, w), Share(3), fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
     assert orders[0] != orders[1]
 
 
-def test_weight_that_repeats_a_small_part_too_often_is_refused():
+def test_mixture_weight_that_repeats_a_small_part_too_often_is_refused():
     with pytest.raises(Refused, match=r"would repeat small .* times"):
         Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1e-10, "small": 1})
 
 
 @pytest.fixture
 def typed(small, text_folder, tmp_path):
-    """Returns the lines that are typed for a mixture of two, besides others."""
+    """Overrides of a small run on a mixture of two parts, code and notes."""
     for i in range(3):
         lines = [f'{{"text": "record {j}: {"x = self " * (j % 9 + 1)}"}}' for j in range(40)]
         (tmp_path / f"{i}.jsonl").write_text("\n".join(lines[i::3]))
@@ -138,7 +139,7 @@ def test_mixture_command_trains_evaluates_each_part_and_resumes(command, typed, 
     assert code == 0, said
 
 
-def test_planner_knows_whether_a_mixture_has_positions(config, typed):
+def test_planner_and_data_agree_whether_a_mixture_has_position_ids(config, typed):
     cfg = config(base=typed)
     assert with_positions(cfg.data.arguments) and build.data(cfg).train.sequences.positions
     cfg = config("data.parts.notes.packing=joined", base=typed)
@@ -146,7 +147,7 @@ def test_planner_knows_whether_a_mixture_has_positions(config, typed):
 
 
 def parts_of(folder):
-    """Notes and conversations."""
+    """Returns partial sources of notes and of conversations."""
     lines = {
         "notes": [{"text": f"note {i} " * 9} for i in range(20)],
         "talk": [
@@ -160,7 +161,7 @@ def parts_of(folder):
 
 
 @pytest.mark.parametrize("names", [("notes", "talk"), ("talk", "notes")])
-def test_documents_of_all_mixture_parts_end_in_one_token(tmp_path, names):
+def test_plain_documents_mixed_with_conversations_end_in_the_chat_end_token(tmp_path, names):
     make = parts_of(tmp_path)
     parts = {name: make[name](**({"messages": "messages"} if name == "talk" else {})) for name in names}
     train_bpe(["yes"], 300, tmp_path / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
@@ -171,7 +172,7 @@ def test_documents_of_all_mixture_parts_end_in_one_token(tmp_path, names):
     assert ends == {"<|im_end|>"} == {of.tokens.tokenizer.eos_token}
 
 
-def test_parts_with_different_chat_templates_are_refused(tmp_path):
+def test_mixture_parts_with_different_chat_templates_are_refused(tmp_path):
     talk = partial(parts_of(tmp_path)["talk"], messages="messages")
     assert Mix({"a": talk(template="chatml"), "b": talk(template="chatml")}).chat
     with pytest.raises(Refused, match=r"a and b use different chat templates.*data\.parts\.<name>\.template"):
@@ -186,13 +187,17 @@ REFUSED = {
 }
 
 
-def test_part_with_several_validation_sets_is_refused(tmp_path):
+def test_mixture_part_with_several_validation_sets_is_refused(tmp_path):
     with pytest.raises(Refused, match="each part of a mixture has one validation set"):
         parts_of(tmp_path)["notes"](val_path={"x": "a.jsonl", "y": "b.jsonl"})
 
 
 def nested(folder, names):
-    """A mixture of mixtures. Args: names: of each part, and of the only part below it; "" for a part without parts."""
+    """Opens a mixture of mixtures.
+
+    Args:
+        names: name of each part -> name of its only part, or "" for a part that is not a mixture.
+    """
     notes = parts_of(folder)["notes"]
     train_bpe(["note"], 300, folder / "tokenizer.json", [])
     wanted = RowSettings(folder / "cache", 32, 0, load_bpe(folder / "tokenizer.json"), [])
@@ -201,18 +206,18 @@ def nested(folder, names):
 
 
 @pytest.mark.parametrize("names", [{"a": "", "a_": ""}, {"x_": ""}, {"_": "", "__": ""}, {"a": "b_", "a_": "b"}])
-def test_validation_sets_of_nested_parts_have_joined_names(tmp_path, names):
+def test_validation_sets_of_nested_mixtures_are_named_part_underscore_subpart(tmp_path, names):
     expected = [f"{part}_{below}" if below else part for part, below in names.items()]
     assert [*nested(tmp_path, names).val] == expected
 
 
 @pytest.mark.parametrize("names", [{"a": "b_c", "a_b": "c"}, {"a_b": "", "a": "b"}])
-def test_parts_whose_validation_sets_share_a_name_are_refused(tmp_path, names):
+def test_nested_mixture_parts_whose_validation_sets_share_a_name_are_refused(tmp_path, names):
     with pytest.raises(Refused, match=r"two validation sets would both be named a_b(_c)?\. Rename the part a"):
         nested(tmp_path, names)
 
 
-def test_parts_with_similar_names_are_both_evaluated(command, typed, tmp_path):
+def test_mixture_parts_whose_names_differ_by_an_underscore_are_both_evaluated(command, typed, tmp_path):
     lines = tuple(line.replace("notes", "code_") for line in typed)
     code, said = command("max_steps=1", base=tuple(line for line in lines if not line.startswith("max_steps")))
     assert code == 0, said

@@ -1,4 +1,5 @@
-"""Rows of documents: every token that counts is there once, nobody sees another's, and the order is the seed's."""
+"""Rows of documents: every next token is a label once, positions restart at each document, and the seed alone decides
+the order."""
 
 from itertools import islice, pairwise
 
@@ -17,13 +18,13 @@ SEQ_LEN = 16
 
 
 def texts(count=60, longest=40, seed=0):
-    """Documents whose ids tell which one it is and where one stands in it."""
+    """Returns documents in which token j of document i is 1000 * i + j."""
     lengths = np.random.default_rng(seed).integers(1, longest, count)
     return [1000 * i + np.arange(length) for i, length in enumerate(lengths, start=1)]
 
 
 def pairs(batch):
-    """(token, the token to predict) wherever one is to be predicted."""
+    """Returns (token, label) of every token that has a label."""
     counts = batch.labels != IGNORED
     return list(zip(batch.input_ids[counts].tolist(), batch.labels[counts].tolist(), strict=True))
 
@@ -37,19 +38,19 @@ def following(documents):
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
-def test_every_next_token_inside_a_document_is_predicted_once(kind):
-    """Next tokens of documents that were cut, too."""
+def test_every_next_token_inside_a_document_is_a_label_exactly_once(kind):
+    """This includes documents that were cut into several rows."""
     made = rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
     assert sorted(pairs(every(made))) == following(texts())
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
-def test_real_mask_covers_document_tokens_and_no_filler(kind):
+def test_real_mask_is_true_for_document_tokens_and_false_for_filler(kind):
     batch = every(rows(split(*texts()), SEQ_LEN, kind, "cut", "train"))  # no document has the filler's id
     assert not batch.real.all() and torch.equal(batch.real, batch.input_ids != packing.FILLER)
 
 
-def test_joined_rows_are_the_concatenated_text_in_equal_cuts():
+def test_joined_rows_are_the_concatenated_text_cut_into_equal_lengths():
     text = np.concatenate(texts())
     batch = every(rows(split(*texts()), SEQ_LEN, "joined", "cut", "train"))
     count = (len(text) - 1) // SEQ_LEN
@@ -67,8 +68,8 @@ def layout(batch):
 
 @pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
-def test_planner_example_has_the_layout_of_full_rows(kind, other):
-    """The example has full rows, each with one document. The example of another kind differs."""
+def test_planner_example_has_the_memory_layout_of_full_rows_of_its_own_packing_only(kind, other):
+    """The example has full rows, each with one document. The example of another packing has another layout."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
     found = layout(packing.rows_class({"packing": other or kind}).example(4, SEQ_LEN))
     assert (found == layout(made.micro_batch(np.arange(4)))) == (other in (None, kind))
@@ -84,7 +85,7 @@ def test_tokens_that_are_not_learned_have_no_label(kind):
         assert sorted(found) == [(a, b) for a, b in following(texts()) if b % 1000 % 3 == 0]
 
 
-def test_positions_restart_at_each_document_and_in_the_tail():
+def test_positions_restart_at_each_document_and_in_the_filler_tail():
     batch = every(rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train"))
     tail = batch.input_ids == packing.FILLER
     assert torch.equal(batch.position_ids[~tail], batch.input_ids[~tail] % 1000)
@@ -92,18 +93,18 @@ def test_positions_restart_at_each_document_and_in_the_tail():
         assert positions[row].tolist() == list(range(int(row.sum())))
 
 
-def test_first_tokens_are_the_places_where_positions_restart():
+def test_first_tokens_of_a_packed_micro_batch_are_where_positions_restart():
     made = rows(split(*texts(longest=12)), SEQ_LEN, "documents", "cut", "train")
     batch = made.micro_batch(np.arange(len(made)))
     starts = [row * SEQ_LEN + start for row in range(len(made)) for start in made.starts(row)]
     assert batch.first_tokens == [*starts, len(made) * SEQ_LEN]
-    moved = batch.counted().to(torch.device("meta"))  # which has no number to read
+    moved = batch.counted().to(torch.device("meta"))  # a device whose tensors have no values
     assert moved.inputs["position_ids"].counted_first == batch.first_tokens
     part = batch.each(lambda tensor: tensor[1:])
     assert not hasattr(part.inputs["position_ids"], "counted_first")
 
 
-def test_best_fit_packing_fills_99_percent_of_each_row():
+def test_best_fit_packing_of_3000_documents_fills_99_percent_of_all_rows_together():
     lengths = np.random.default_rng(0).integers(2, 200, 3000)
     order, ends = packed(lengths, 256)
     assert sorted(order) == list(range(3000))
@@ -133,7 +134,8 @@ def test_documents_and_pieces_without_learned_tokens_are_dropped_and_counted(mon
     learned = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
     documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learned=learned)
     made = rows(documents, SEQ_LEN, "padded", "cut", "train")
-    # of the first what stands in its first row; of the last only the token is learned that nothing stands before
+    # the first document has learned tokens in its first row only; in the last, only the first token is learned, which
+    # no token predicts
     assert made.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 2, "rows": 2}
     assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
     silent = split(np.arange(40), learned=[np.zeros(40)])
@@ -143,13 +145,13 @@ def test_documents_and_pieces_without_learned_tokens_are_dropped_and_counted(mon
 
 
 def stored(folder):
-    """A split whose tokens are in a file."""
+    """Returns a split whose tokens are mapped from a file."""
     (folder / "train.bin").write_bytes(np.concatenate(texts()).astype(np.uint16).tobytes())
     text = split(*texts())
     return type(text)(np.memmap(folder / "train.bin", np.uint16, "r"), text.ends, text.text_bytes, None)
 
 
-def test_rows_of_one_length_are_packed_once_and_cached(tmp_path, monkeypatch):
+def test_packed_rows_are_cached_for_each_seq_len_and_too_long_setting(tmp_path, monkeypatch):
     text = stored(tmp_path)
     first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     calls = []
@@ -166,7 +168,7 @@ def test_damaged_cache_of_packed_rows_is_rebuilt_and_reported(tmp_path, caplog, 
     first = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
     (file,) = tmp_path.glob("train_rows_*.npz")
     content = bytearray(file.read_bytes())
-    content[content.index(b"NUMPY") + 130] ^= 1  # the first of the numbers
+    content[content.index(b"NUMPY") + 130] ^= 1  # the first number of the array
     file.write_bytes({"cut": content[:-50], "changed": content, "empty": b""}[damage])
     with caplog.at_level("INFO", "lowmem"):
         again = every(rows(text, SEQ_LEN, "documents", "cut", "train"))
@@ -174,7 +176,7 @@ def test_damaged_cache_of_packed_rows_is_rebuilt_and_reported(tmp_path, caplog, 
     assert f"{file} is corrupted; packing the rows again" in caplog.text
 
 
-# --- in which order ------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------------------------------
 
 
 def made(kind):
@@ -187,8 +189,8 @@ def read(windows):
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_packed_loader_resumes_after_any_window(kind, size):
-    """Over the end of an epoch, and from every window."""
+def test_loader_of_packed_or_padded_rows_resumes_exactly_after_any_window(kind, size):
+    """Every window is resumed from, also across the end of an epoch."""
     unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0
     for done in range(1, 39):
@@ -230,7 +232,7 @@ def test_padded_batches_group_similar_lengths_and_pad_to_their_longest_row():
     assert padded(documents.arranged) < 0.02 < 0.3 < padded(lambda permutation, _: permutation)
 
 
-def test_order_digest_depends_on_packing_text_and_batch_size():
+def test_order_digest_depends_on_packing_and_text_and_for_padded_rows_on_batch_size():
     def order(rows, batch_size=4):
         return WindowLoader(rows, Share(batch_size), fixed(1), 7).order
 
@@ -244,6 +246,6 @@ def test_order_digest_depends_on_packing_text_and_batch_size():
     assert set(orders[0]) == {"sequences", "seq_len", "seed", "text"}  # the first three in the oldest checkpoints
 
 
-def test_use_of_positions_is_known_from_the_config():
+def test_config_has_position_ids_if_the_data_or_any_part_is_packed_as_documents():
     assert not with_positions({"packing": "joined"}) and with_positions({"packing": "documents"})
     assert with_positions({"parts": {"a": {"packing": "padded"}, "b": {"packing": "documents"}}})

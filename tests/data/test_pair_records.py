@@ -1,6 +1,6 @@
-"""Records of pairs: their formats, which tokens of them are learned, and the words in which bad ones are refused.
+"""Records of pairs and rated answers: their formats, which tokens are learned, and the message for each bad record.
 
-Expectations are texts with [ ] around what is learned, as `show=1` writes them.
+Expectations are texts with [ ] around the learned tokens, as `show=1` prints them.
 """
 
 import json
@@ -51,7 +51,7 @@ OTHERS = {str: TEXT | {"prompt": "other"}, list: CHAT | {"prompt": "other"}}
 
 
 def validation(folder, like, **typed):
-    """A file of one pair that is not a training pair, in the fields that are typed."""
+    """Writes a file of one pair that is not a training pair. Args: typed: the names of the fields."""
     other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
     if like is str and "prompt" in typed:
         other = {key: "other" + str(value) for key, value in other.items()}
@@ -59,7 +59,8 @@ def validation(folder, like, **typed):
 
 
 def opened(folder, *records, like=None, **typed):
-    """Args: like: texts or messages for validation; None: as the first record's."""
+    """Returns a source of these records. Args: like: str for a validation pair of texts, list for messages; None: as in
+    the first record."""
     like = like or (str if isinstance(records[0].get(typed.get("chosen", "chosen")), str) else list)
     file = write(folder / "a.jsonl", records)
     return Preference(file, val_path=validation(folder, like, **typed), **typed)
@@ -89,37 +90,57 @@ FORMATS = {
     "lists": (CHAT | {"prompt": [USER]}, {}, CHATS),
     "several turns": (CHAT | {"prompt": EARLIER}, {}, [chatml(LONG, "yes"), chatml(LONG, "no")]),
     "messages hold the prompt": ({"chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
-    "both hold it": ({"prompt": [USER], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
-    "one holds it": ({"prompt": [USER], "chosen": [USER, A], "rejected": [B]}, {}, CHATS),
-    "a text beside answers": (CHAT, {}, CHATS),
-    "a text beside conversations": ({"prompt": "hi", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "prompt and both answers hold the prompt": (
+        {"prompt": [USER], "chosen": [USER, A], "rejected": [USER, B]},
+        {},
+        CHATS,
+    ),
+    "only chosen repeats the prompt": ({"prompt": [USER], "chosen": [USER, A], "rejected": [B]}, {}, CHATS),
+    "text prompt and answer messages": (CHAT, {}, CHATS),
+    "text prompt and full conversations": ({"prompt": "hi", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
     "single messages": ({"prompt": USER, "chosen": A, "rejected": B}, {}, CHATS),
     "a system message": (CHAT | {"prompt": [SYSTEM, USER]}, {}, [turn("system", "be") + one for one in CHATS]),
-    "it begins with an answer": (CHAT | {"prompt": [A, USER]}, {}, [turn("assistant", "yes") + one for one in CHATS]),
-    "a text that is a later message": (
+    "prompt begins with an answer": (
+        CHAT | {"prompt": [A, USER]},
+        {},
+        [turn("assistant", "yes") + one for one in CHATS],
+    ),
+    "text prompt is the last user message": (
         {"prompt": "and?", "chosen": [*EARLIER, A], "rejected": [*EARLIER, B]},
         {},
         [chatml(LONG, "yes"), chatml(LONG, "no")],
     ),
-    "a list that is a later message": (
+    "list prompt is the last user message": (
         {"prompt": EARLIER[2:], "chosen": [*EARLIER, A], "rejected": [*EARLIER, B]},
         {},
         [chatml(LONG, "yes"), chatml(LONG, "no")],
     ),
-    "they hold its end": (
+    "answers repeat the last prompt message": (
         {"prompt": EARLIER, "chosen": [EARLIER[2], A], "rejected": [EARLIER[2], B]},
         {},
         [chatml(LONG, "yes"), chatml(LONG, "no")],
     ),
-    "other white space": ({"prompt": [said("user", " hi\n")], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
-    "a text with other white space": ({"prompt": "hi ", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
-    "parts of a content": (
+    "list prompt with other white space": (
+        {"prompt": [said("user", " hi\n")], "chosen": [USER, A], "rejected": [USER, B]},
+        {},
+        CHATS,
+    ),
+    "text prompt with other white space": ({"prompt": "hi ", "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
+    "prompt in content parts": (
         {"prompt": [said("user", [{"type": "text", "text": "hi"}])], "chosen": [USER, A], "rejected": [USER, B]},
         {},
         CHATS,
     ),
-    "fields of one alone": ({"prompt": [USER | {"id": 1}], "chosen": [USER, A], "rejected": [USER, B]}, {}, CHATS),
-    "fields that are null": ({"prompt": [USER], "chosen": [USER | {"n": None}, A], "rejected": [USER, B]}, {}, CHATS),
+    "extra field in the prompt only": (
+        {"prompt": [USER | {"id": 1}], "chosen": [USER, A], "rejected": [USER, B]},
+        {},
+        CHATS,
+    ),
+    "null field in one answer": (
+        {"prompt": [USER], "chosen": [USER | {"n": None}, A], "rejected": [USER, B]},
+        {},
+        CHATS,
+    ),
 }
 
 
@@ -137,7 +158,7 @@ def test_last_answer_and_its_end_are_learned_in_every_pair_format(tmp_path, name
         ("Q a", "Q a b", ["Q[ a", "Q[ a b"]),
     ],
 )
-def test_pair_without_a_prompt_field_shares_the_common_beginning_up_to_a_word(tmp_path, chosen, rejected, expected):
+def test_pair_without_a_prompt_field_takes_the_common_whole_words_as_prompt(tmp_path, chosen, rejected, expected):
     found = read(tmp_path, {"chosen": chosen, "rejected": rejected}, prompt=None)
     assert found == [f"{one}{END}]" for one in expected]
 
@@ -159,7 +180,7 @@ def test_assistant_all_learns_all_answers_of_a_pair(tmp_path):
     ]
 
 
-def test_tools_of_a_pair_are_rendered_for_both_answers(tmp_path):
+def test_tools_of_a_pair_are_rendered_for_both_answers_or_refused_if_the_template_omits_them(tmp_path):
     with_tools = tokenizer("{% if tools %}{{ tools[0]['function']['name'] + '\\n' }}{% endif %}" + CHATML)
     source = opened(tmp_path, CHAT | {"tools": [ADD]})
     assert documents(token_store.tokenize(source, tmp_path / "cache", 0, with_tools)) == [
@@ -169,7 +190,7 @@ def test_tools_of_a_pair_are_rendered_for_both_answers(tmp_path):
         tokens_of(tmp_path, source)
 
 
-def test_pairs_of_parquet_and_folders_equal_pairs_of_jsonl(tmp_path):
+def test_pairs_from_a_folder_of_parquet_equal_pairs_from_a_folder_of_jsonl(tmp_path):
     records = [{"prompt": [said("user", f"hi {i}")], "chosen": [A], "rejected": [B]} for i in range(6)]
     other = validation(tmp_path, list)
     for part in (0, 3):
@@ -240,12 +261,12 @@ def as_json(record):
 
 
 @pytest.mark.parametrize("name", [name for name, (record, _, _) in FORMATS.items() if as_json(record) != record])
-def test_messages_stored_as_json_text_are_parsed(tmp_path, name):
+def test_pair_messages_stored_as_json_text_equal_plain_messages(tmp_path, name):
     record, typed, expected = FORMATS[name]
     assert read(tmp_path, as_json(record), like=list, **typed) == expected
 
 
-def test_json_answer_without_messages_stays_text(tmp_path):
+def test_pair_answer_that_is_json_but_not_messages_stays_text(tmp_path):
     assert read(tmp_path, TEXT | {"chosen": '["a"]', "rejected": '{"b": 1}'}) == [
         f'hi[["a"]{END}]',
         f'hi[{{"b": 1}}{END}]',
@@ -253,7 +274,7 @@ def test_json_answer_without_messages_stays_text(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["padded", "documents"])
-def test_show_prints_both_answers(tmp_path, kind):
+def test_show_prints_both_answers_of_a_pair_with_headings_if_padded(tmp_path, kind):
     made = tokens_of(tmp_path, opened(tmp_path, TEXT))
     loader = WindowLoader(pairs.rows(made.train, 40, kind, "drop", "train"), Share(1), fixed(1), 7)
     shown = page(loader, made.tokenizer, 1)
@@ -280,7 +301,7 @@ def rated(folder, *records, **typed):
 
 
 @pytest.mark.parametrize("name", RATED)
-def test_rated_answer_fills_its_side_and_leaves_the_other_empty(tmp_path, name):
+def test_rated_answer_is_stored_as_a_pair_with_an_empty_other_answer(tmp_path, name):
     record, typed, expected = RATED[name]
     label = typed.get("label", "label")
     worse = record | {label: type(record[label])(0)}
@@ -292,7 +313,7 @@ def test_pairs_and_ratings_can_share_a_file(tmp_path):
     assert found == [f"hi[ {YES}]", "", *FORMATS["texts"][2]]
 
 
-def test_rated_parquet_equals_rated_jsonl(tmp_path):
+def test_rated_answers_from_parquet_equal_rated_answers_from_jsonl(tmp_path):
     record = {"prompt": [USER], "completion": [A], "label": False}
     for name, rows in (("a", [record] * 2), ("v", [{"prompt": "other", "completion": [A], "label": True}])):
         write(tmp_path / "lines" / f"{name}.jsonl", rows)
@@ -343,7 +364,7 @@ BAD_RATINGS = [
 
 
 @pytest.mark.parametrize(("good", "bad", "why"), BAD_RATINGS, ids=[why[:45] for _, _, why in BAD_RATINGS])
-def test_bad_rating_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
+def test_bad_rated_answer_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
     with pytest.raises(Refused) as refused:
         tokens_of(tmp_path, rated(tmp_path, good, bad))
     assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)
@@ -366,12 +387,15 @@ JQ = r"""jq -c '\."prompt" as \$p \| \."completion" \|= ltrimstr\(\$p\)' FILE > 
         ([REPEATED | {"prompt": f" {Q}\n"}], "in 1 of 1 train record,"),
         ([{"prompt": Q, "completion": f"{Q} 4", "label": True}] * 2, f"in 2 of 2 train records.*Remove it: {JQ}"),
         ([REPEATED, ONCE], None),
-        ([REPEATED | {"chosen": " 4"}], None),  # one of both quotes it
+        ([REPEATED | {"chosen": " 4"}], None),  # only one of the two answers repeats the prompt
         ([ONCE | {"prompt": ""}], None),
     ],
-    ids=["all", "most", "white space", "rated", "few", "one answer", "no prompt"],
+    ids=[
+        *("all records", "two of three records", "other white space", "rated answers"),
+        *("half of the records, not reported", "one answer only, not reported", "empty prompt, not reported"),
+    ],
 )
-def test_pair_answers_that_repeat_their_prompt_are_reported_with_advice(tmp_path, records, told):
+def test_prompt_repeated_in_most_answers_is_reported_with_advice_and_otherwise_not(tmp_path, records, told):
     source = opened(tmp_path, *records, like=str)
     tokens_of(tmp_path, source)
     if told is None:
@@ -381,12 +405,12 @@ def test_pair_answers_that_repeat_their_prompt_are_reported_with_advice(tmp_path
         assert re.search(told, note)
 
 
-def test_advice_for_repeated_prompts_yields_correct_pairs(tmp_path):
+def test_prompt_null_for_answers_that_repeat_the_prompt_gives_the_pairs_of_a_clean_file(tmp_path):
     found = read(tmp_path, REPEATED, prompt=None)
     assert found == [f"{Q}[ 4{END}]", f"{Q}[ 5{END}]"] == read(tmp_path / "once", ONCE)
 
 
-def test_single_rated_text_without_a_prompt_is_refused(tmp_path):
+def test_rated_text_with_data_prompt_null_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE] * 2)
     with pytest.raises(Refused, match=r"data\.prompt=null leaves it without a prompt"):
         tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
@@ -407,7 +431,7 @@ def test_kto_loss_reads_a_preference_file_as_rated_answers(config, tmp_path):
         build.data(typed("loss=kto", "data.packing=documents"))
 
 
-def test_path_of_two_words_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypatch):
+def test_preference_path_of_two_words_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/name") and is_hub_id("org-1/name_2.5")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -417,7 +441,7 @@ def test_path_of_two_words_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypa
             is_hub_id(path)
 
 
-def test_preference_run_builds_padded_or_packed_pairs_by_its_keys(config, tmp_path):
+def test_dpo_run_builds_padded_pairs_or_with_packing_documents_packed_pairs(config, tmp_path):
     file = write(tmp_path / "a.jsonl", [TEXT | {"prompt": f"hi {i}"} for i in range(40)])
     typed = partial(config, "data=preference", "loss=dpo", f"data.path={file}")
     assert isinstance(build.data(typed()).train.sequences, PaddedPairs)
@@ -427,7 +451,8 @@ def test_preference_run_builds_padded_or_packed_pairs_by_its_keys(config, tmp_pa
 
 
 def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
-    """Ranked answers make several pairs of a prompt; held out one by one, their documents would be in both splits."""
+    """Ranked answers give several pairs per prompt. If single pairs were held out, answers of validation pairs would
+    also be trained on."""
     ranked = [
         {"prompt": f"Count to {n}.", "chosen": f"{n} a{better}", "rejected": f"{n} a{worse}"}
         for n in range(40)
@@ -442,8 +467,8 @@ def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
 
 
 @pytest.mark.parametrize(("rated", "line"), [(False, 2), (True, 3)])
-def test_too_long_answer_is_refused_with_its_line(tmp_path, rated, line):
-    """Each record is two documents, also where one of them is empty."""
+def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_behind_rated_answers(tmp_path, rated, line):
+    """Each record is two documents, one of them empty for a rated answer."""
     records = [TEXT, TEXT | {"prompt": "one", "chosen": " long" * 90}]
     if rated:
         single = {"prompt": "two", "completion": " yes", "label": True}
@@ -455,7 +480,7 @@ def test_too_long_answer_is_refused_with_its_line(tmp_path, rated, line):
 
 
 def test_ratings_of_a_hub_data_set_equal_ratings_of_a_file(tmp_path, monkeypatch):
-    """A local folder stands for the data set."""
+    """A local folder replaces the data set of the hub."""
     single = {"prompt": "two", "completion": " yes", "label": True}
     records = [single, single | {"prompt": "three", "label": False}, TEXT | {"prompt": "one"}]
     fields = [*single, "chosen", "rejected"]
@@ -465,7 +490,7 @@ def test_ratings_of_a_hub_data_set_equal_ratings_of_a_file(tmp_path, monkeypatch
         parquet.write_table(table, tmp_path / "set" / f"{split}-0.parquet")
     wanted = read(tmp_path, *records, like=str, rated=True)
     monkeypatch.setattr(preference, "is_hub_id", lambda path: True)
-    monkeypatch.setattr(token_store.Twice, "check", lambda self: None)  # both splits are the same records
+    monkeypatch.setattr(token_store.Twice, "check", lambda self: None)  # both splits have the same records
     source = Preference(str(tmp_path / "set"), val_split="test", rated=True)
     assert documents(tokens_of(tmp_path, source)) == wanted and len(wanted) == 6
 
@@ -493,8 +518,8 @@ def test_preference_file_with_one_prompt_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("prompts", [4, 5, 10])
-def test_at_least_two_prompts_of_rated_answers_are_held_out(tmp_path, prompts):
-    """KTO reads each answer behind another prompt, in validation too; other losses hold out what they did."""
+def test_two_prompts_of_rated_answers_but_one_of_pairs_are_held_out_for_validation(tmp_path, prompts):
+    """KTO pairs each answer with a mismatched prompt, also in validation, so it needs two prompts there."""
     records = [LONE | {"prompt": f"hi {i}", "label": label} for i in range(prompts) for label in (True, False)]
     file = write(tmp_path / "a.jsonl", records)
     for rated, held_out in ((True, 2), (False, 1)):

@@ -1,4 +1,4 @@
-"""Rows of pairs: every pair is there once, complete and on one device, and each token belongs to its answer.
+"""Rows of pairs: every pair is read once, complete and on one device, and each label belongs to its answer.
 
 Expectations are counted token by token.
 """
@@ -21,7 +21,7 @@ SEQ_LEN, COUNT = 40, 11
 
 
 def drawn(count=COUNT, longest=9):
-    """The split of pairs whose tokens are numbered, and both answers of each, as tuples of their tokens."""
+    """Returns a split of pairs with consecutive token ids, and the tokens of both answers of each pair."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
         prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # the same in both
@@ -36,7 +36,7 @@ def drawn(count=COUNT, longest=9):
 
 
 def answers_in(batch):
-    """The learned tokens of each answer of complete pairs."""
+    """Returns the learned tokens of both answers of each pair in the batch."""
     counts = batch.labels != IGNORED
     lengths = batch.lengths.flatten().tolist()
     each = [tuple(batch.labels[counts & (batch.answers == number)].tolist()) for number in range(len(lengths))]
@@ -60,7 +60,7 @@ def test_every_pair_is_read_once_with_its_lengths_and_reference(kind):
     assert np.array_equal(batch.reference[batch.lengths > 0].view(-1, 2), made.reference[order])
 
 
-def test_packed_rows_hold_complete_pairs_and_a_tail():
+def test_packed_rows_hold_complete_pairs_followed_by_filler():
     documents, expected = drawn()
     made = PackedPairs(documents, SEQ_LEN, "drop", "train")
     batch, texts = made.micro_batch(np.arange(len(made))), np.split(documents.ids, documents.ends[:-1])
@@ -81,12 +81,12 @@ def test_packed_rows_hold_complete_pairs_and_a_tail():
 
 
 @pytest.mark.wrong
-def test_answers_shifted_by_one_token_are_caught(monkeypatch):
-    """The deliberately wrong variant of the test above: an answer begins a token later."""
+def test_wrong_variant_with_answers_shifted_by_one_token_fails_the_packed_pairs_test(monkeypatch):
+    """The deliberately wrong variant begins each answer one token later."""
     late = property(lambda self, right=PairBatch.answers: right.fget(self).roll(1, 1))
     monkeypatch.setattr(PairBatch, "answers", late)
     with pytest.raises(AssertionError):
-        test_packed_rows_hold_complete_pairs_and_a_tail()
+        test_packed_rows_hold_complete_pairs_followed_by_filler()
 
 
 @both_kinds
@@ -98,17 +98,17 @@ def test_no_pair_is_divided_over_devices(kind):
         found += [pair for batch in batches for pair in answers_in(batch)]
         assert [batch.weight for batch in batches] == [len(answers_in(batch)) for batch in batches]
     assert sorted(found) == sorted(expected)
-    assert batches[-1].weight == 0 and batches[-1].learned_tokens == 0  # a device without a row takes part
+    assert batches[-1].weight == 0 and batches[-1].learned_tokens == 0  # a device without rows gets an empty batch
 
 
 @pytest.mark.wrong
-def test_pair_divided_over_devices_is_caught(monkeypatch):
+def test_wrong_variant_that_divides_a_pair_over_devices_fails_the_device_test(monkeypatch):
     monkeypatch.setattr(PairBatch, "ROWS", 1)
     with pytest.raises(AssertionError):
         test_no_pair_is_divided_over_devices("padded")
 
 
-def test_empty_batch_has_the_shape_of_one_pair_and_weight_0():
+def test_empty_pair_batch_has_the_rows_of_one_pair_and_weight_0():
     for kind in KINDS.values():
         batch = kind(drawn()[0], SEQ_LEN, "drop", "train").micro_batch(np.arange(3))
         assert len(batch.nothing.input_ids) == batch.ROWS == len(batch.nothing.lengths)
@@ -116,7 +116,7 @@ def test_empty_batch_has_the_shape_of_one_pair_and_weight_0():
 
 
 @both_kinds
-def test_rows_of_a_pair_do_not_depend_on_the_batch(kind):
+def test_rows_of_a_pair_do_not_depend_on_the_other_rows_of_the_batch(kind):
     made = KINDS[kind](drawn()[0], SEQ_LEN, "drop", "train")
     alone, beside = made.micro_batch(np.array([3])), made.micro_batch(np.array([1, 3]))
     fill = {"input_ids": FILLER, "labels": IGNORED, "lengths": 0, "real": False}
@@ -146,7 +146,7 @@ def test_padded_and_packed_pairs_have_equal_log_probabilities():
 
 
 def of_lengths(*lengths):
-    """Pairs of documents that have so many tokens, of which the last four are learned."""
+    """Returns a split of pairs whose documents have these lengths; their last four tokens are learned."""
     texts = [100 * number + np.arange(length) for number, length in enumerate(lengths, 1)]
     return split(*texts, learned=[np.arange(length) >= length - 4 for length in lengths])
 
@@ -167,7 +167,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(kind, how, kept, report):
     assert made.micro_batch(np.arange(len(made))).weight == len(kept)
 
 
-def test_too_long_pairs_are_refused_and_an_empty_split_is_an_error():
+def test_pairs_that_are_too_long_or_all_dropped_or_joined_are_refused():
     refused = r"val split has 2 pairs longer than seq_len=24 \(of 3\), the longest with {} tokens \({}\)"
     for kind, *words in (
         ("padded", 60, "prompt and answer"),

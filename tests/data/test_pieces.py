@@ -1,5 +1,5 @@
-"""A long text in pieces has the tokens of the whole, for every kind of tokenizer, or it stays whole. What is held of it
-does not grow with it."""
+"""A long text is tokenized in pieces with the tokens of the whole text, or in one piece if the tokenizer allows no cut.
+Memory does not grow with the text."""
 
 import json
 import random
@@ -21,10 +21,10 @@ LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-KINDS = {  # pre-tokenizer, normalizer, whether a text in pieces has the tokens of the whole
+KINDS = {  # pre-tokenizer, normalizer, whether a text may be cut into pieces
     "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, True),
     "llama3": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES]), None, True),
-    "no words": (BYTES, None, True),  # merges may go over lines
+    "no words": (BYTES, None, True),  # merges may cross line ends
     "sentencepiece": (pre_tokenizers.Metaspace(), None, False),
     "prefix space": (pre_tokenizers.ByteLevel(add_prefix_space=True), None, False),
     "llama2": (None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), False),
@@ -80,8 +80,11 @@ def test_ids_of_a_text_in_pieces_equal_ids_of_the_whole_text(tokenizer, small_pi
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 @pytest.mark.parametrize("wrong", ["every newline", "without proof"])
-def test_unproved_cuts_and_cuts_at_every_newline_change_the_ids(tokenizer, small_pieces, monkeypatch, kind, wrong):
-    """The deliberately wrong variants. The rule is right for GPT-2's words, and SentencePiece needs the proof."""
+def test_cuts_without_a_proof_change_the_ids_except_at_word_boundaries_of_gpt2(
+    tokenizer, small_pieces, monkeypatch, kind, wrong
+):
+    """The deliberately wrong variants skip the proof of a cut; one also cuts at every newline. For GPT-2 the regular
+    cuts are correct without a proof; for SentencePiece they are not."""
     if wrong == "every newline":
         monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
     monkeypatch.setattr(pieces.Cuts, "proved", lambda *_: True)
@@ -91,14 +94,16 @@ def test_unproved_cuts_and_cuts_at_every_newline_change_the_ids(tokenizer, small
     assert same == (kind == "gpt2" and wrong == "without proof")
 
 
-def test_proofs_reject_wrong_cuts(tokenizer, small_pieces, monkeypatch):
+def test_proof_rejects_cuts_at_every_newline_so_the_ids_stay_those_of_the_whole_text(
+    tokenizer, small_pieces, monkeypatch
+):
     monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
     long = text(20_000, seed=1)
     (ids,) = pieces.encode(tokenizer("gpt2"), [long])
     assert ids.tolist() == whole(tokenizer("gpt2"), long)
 
 
-def test_tokenizer_that_allows_no_cut_is_tried_a_few_times_and_reported_once(tokenizer, small_pieces, caplog):
+def test_tokenizer_that_allows_no_cut_encodes_texts_whole_and_is_reported_once(tokenizer, small_pieces, caplog):
     cuts = pieces.Cuts(tokenizer("sentencepiece"))
     with caplog.at_level("INFO"):
         for seed in range(3):
@@ -106,8 +111,8 @@ def test_tokenizer_that_allows_no_cut_is_tried_a_few_times_and_reported_once(tok
     assert cuts.tried == pieces.PROOFS and caplog.text.count("encoded whole") == 1
 
 
-def test_file_read_in_blocks_equals_the_file(tmp_path, monkeypatch):
-    """Blocks end inside characters."""
+def test_text_file_read_in_small_blocks_equals_the_whole_text(tmp_path, monkeypatch):
+    """Some blocks end inside a character."""
     said = text(300)
     (tmp_path / "a").write_bytes(said.encode())
     for size in (2, 3, 7, 1000):
@@ -160,7 +165,7 @@ MB = 10**6
 
 
 def grown(folder, kind, sizes, small, whole, pipe):
-    """In a process of its own: MB by which its resident memory rose beyond where it was, after files of each size."""
+    """Runs in a separate process. Sends the rise of its peak resident memory, in MB, after a file of each size (MB)."""
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     if small:
@@ -207,7 +212,7 @@ def peaks(processes, tmp_path):
 def test_memory_for_reading_a_file_does_not_grow_with_the_file(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15
-    first, second = peaks("text", (1, 3), True, True)  # what a reading of whole files costs
+    first, second = peaks("text", (1, 3), True, True)  # the wrong variant keeps whole files
     assert second - first > 50
 
 

@@ -1,4 +1,5 @@
-"""Rows of rated answers: each is there once with its rating, and its mismatched row is its prompt with another answer.
+"""Rows of rated answers: each answer is read once with its rating, beside a mismatched row of its prompt and another
+answer.
 
 Expectations are counted token by token.
 """
@@ -19,16 +20,16 @@ from lowmem.data.token_store import NO_TOKENS, Twice
 from lowmem.system.errors import Refused
 
 SEQ_LEN = 24
-# (the number of the prompt, its tokens, tokens of the desirable answer and of the undesirable one)
+# (number of the prompt, tokens of the prompt, of the desirable answer and of the undesirable answer)
 RECORDS = [(0, 2, 3, 4), (1, 3, 2, 0), (1, 3, 0, 5), (2, 1, 0, 3), (0, 2, 4, 0), (0, 2, 6, 2)]
 UNITS = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (0, 4), (0, 6), (0, 2)]  # (prompt, tokens of the answer)
 DESIRABLE = [True, False, True, False, False, True, True, False]
-OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # the next unit with another prompt, round about
+OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # the next unit with another prompt; the first unit follows the last
 PROMPTS = {0: [900, 901], 1: [910, 911, 912], 2: [920]}
 
 
 def drawn():
-    """The split of these records, whose answers are numbered tokens, and the answer of each unit."""
+    """Returns a split of RECORDS whose answers have consecutive token ids, and the answer of each unit."""
     texts, masks, answers, at = [], [], [], 1
     for prompt, _, *lengths in RECORDS:
         for length in lengths:
@@ -45,7 +46,7 @@ def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
 
 
 def read(ids, labels):
-    """The tokens of a row: its inputs, and the last label behind them; and those that are labels."""
+    """Returns the tokens of a row (its inputs and the last label), and its labels."""
     learned = labels != IGNORED
     return [*ids[: int(learned.nonzero().max()) + 1].tolist(), int(labels[learned][-1])], labels[learned].tolist()
 
@@ -73,8 +74,8 @@ def test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row():
 
 
 @pytest.mark.wrong
-def test_mismatched_row_with_its_own_prompt_is_caught(monkeypatch):
-    """The deliberately wrong variant of the test above: the next answer is taken, whatever its prompt is."""
+def test_wrong_variant_that_mismatches_an_answer_of_the_same_prompt_fails_the_row_test(monkeypatch):
+    """The deliberately wrong variant takes the next answer, even if it has the same prompt."""
     monkeypatch.setattr(RatedAnswers, "_next_prompt", lambda self, unit: (unit + 1) % len(self))
     with pytest.raises(AssertionError):
         test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row()
@@ -87,7 +88,7 @@ def test_mismatched_rows_do_not_depend_on_the_order_of_access():
             assert rows._next_prompt(unit) == OTHERS[unit]
 
 
-def test_rated_rows_do_not_depend_on_the_batch():
+def test_rated_rows_do_not_depend_on_the_other_rows_of_the_batch():
     rows = made()
     alone, beside = rows.micro_batch(np.array([3])), rows.micro_batch(np.array([6, 3]))
     fill = {"input_ids": FILLER, "labels": IGNORED, "mismatched_ids": FILLER, "mismatched_labels": IGNORED}
@@ -97,7 +98,7 @@ def test_rated_rows_do_not_depend_on_the_batch():
         assert all((left[:, width:] == fill.get(name)).all() for left in (other, tensor) if left.shape[1] > width)
 
 
-def test_devices_divide_rated_answers_and_a_device_without_rows_takes_part():
+def test_three_devices_read_every_rated_answer_once_and_one_without_rows_gets_weight_0():
     rows, found = made(), 0
     shares = [ValidationLoader(rows, Share(1, rank, 3), len(rows)) for rank in range(3)]
     for number, batches in enumerate(zip(*shares, strict=True)):
@@ -109,7 +110,7 @@ def test_devices_divide_rated_answers_and_a_device_without_rows_takes_part():
     assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].mismatched.learned_tokens == 0
 
 
-def test_too_long_rated_answer_is_dropped_or_cut_without_its_partner():
+def test_too_long_rated_answer_is_dropped_cut_or_refused_without_the_other_answer_of_its_pair():
     dropped = made(seq_len=7)
     assert len(dropped) == 6 and dropped.report["too_long"] == 2
     assert dropped.desirable[:, 0].tolist() == [True, False, True, False, True, False]
@@ -118,7 +119,7 @@ def test_too_long_rated_answer_is_dropped_or_cut_without_its_partner():
     assert len(cut) == len(UNITS) and cut.report["cut"] == 6 and batch.input_ids.shape[1] == 4
     for row, other in enumerate(OTHERS):
         prompt, before = PROMPTS[UNITS[row][0]], PROMPTS[UNITS[other][0]]
-        answer = answers[other][: 5 - len(before)]  # as much as its own row has of it
+        answer = answers[other][: 5 - len(before)]  # the part of the answer that fits in its own row
         tokens = (prompt + answer)[:5]
         assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (tokens, tokens[len(prompt) :])
     with pytest.raises(
@@ -152,7 +153,7 @@ def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
         twice.check()
 
 
-def test_indistinguishable_field_names_are_refused(tmp_path):
+def test_preference_keys_that_name_the_same_field_or_null_messages_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     for key, name, match in (
         ("completion", "prompt", "data.completion names this field, too"),
@@ -162,8 +163,8 @@ def test_indistinguishable_field_names_are_refused(tmp_path):
             Preference(str(tmp_path / "a.jsonl"), **{key: name})
 
 
-def test_mismatched_row_without_a_prompt_swaps_the_first_token():
-    """Nothing predicts the first token, so it is not a label."""
+def test_mismatched_row_without_a_prompt_keeps_its_own_first_token():
+    """No token predicts the first token, so the first token is not a label."""
     texts = [np.array([5, 6, 7]), np.array([8, 9])]
     batch = made(split(*texts, learned=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
     assert read(batch.mismatched_ids[0], batch.mismatched_labels[0]) == ([5, 9], [9])
@@ -171,7 +172,7 @@ def test_mismatched_row_without_a_prompt_swaps_the_first_token():
 
 
 @pytest.mark.parametrize("packing", ["padded", "documents"])
-def test_pair_rows_from_ratings_are_refused(packing):
+def test_pair_rows_from_single_rated_answers_are_refused(packing):
     with pytest.raises(Refused, match=r"val split has 4 records with a single rated answer .of 6..*Type loss=kto"):
         pairs.rows(drawn()[0], SEQ_LEN, packing, "drop", "val")
 
@@ -192,7 +193,7 @@ def test_pair_rows_from_ratings_are_refused(packing):
         ),
     ],
 )
-def test_ratings_of_one_kind_only_are_reported_with_advice(caplog, name, good, told):
+def test_answers_that_are_all_desirable_or_all_undesirable_are_reported_with_advice(caplog, name, good, told):
     answers = [np.array([number, 9]) for number in (5, 6)]
     sides = [side for answer in answers for side in ((answer, answer[:0]) if good else (answer[:0], answer))]
     documents = split(*sides, learned=[np.arange(len(side)) > 0 for side in sides])
@@ -203,7 +204,7 @@ def test_ratings_of_one_kind_only_are_reported_with_advice(caplog, name, good, t
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_packing_rated_answers_is_refused():
+def test_rated_answers_with_packing_documents_are_refused():
     for make in (
         lambda: rated.rows(drawn()[0], SEQ_LEN, "documents", "drop", "val"),
         lambda: rated.rows_class("documents"),
@@ -212,7 +213,7 @@ def test_packing_rated_answers_is_refused():
             make()
 
 
-def test_planner_example_has_the_tensors_of_rated_answers():
+def test_planner_example_of_rated_answers_has_their_tensor_names_dtypes_and_widths():
     rows = made()
     rows.reference = np.zeros((len(rows), 2))
     batch, example = rows.micro_batch(np.arange(3)), RatedAnswers.example(3, SEQ_LEN)

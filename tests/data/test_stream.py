@@ -1,4 +1,5 @@
-"""Data sets of a hub, for which local folders stand: read once or streamed, resumed to the bit in any window."""
+"""Data sets of the hub, replaced by local folders: read completely or streamed, and resumed bit-exactly from any
+window."""
 
 from itertools import islice
 
@@ -21,7 +22,7 @@ from lowmem.fit import fit
 from lowmem.system.errors import Refused
 from lowmem.training import build
 
-FILES, ROWS = 3, 14  # of parquet, and in each
+FILES, ROWS = 3, 14  # parquet files, and rows of each file
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def texts_of(windows, tokenizer):
 @pytest.mark.rows("joined")
 @pytest.mark.parametrize("packing", ["joined", "documents"])
 def test_stream_resumes_bit_exactly_from_any_window_twice(folder, tokenizer, packing):
-    """Over the edges of blocks, of shards and of an epoch."""
+    """The windows cross boundaries of blocks, of shards and of an epoch."""
     unbroken = list(islice(loader(folder, tokenizer, packing=packing), 60))
     epochs = {window.end.epoch for window in unbroken}
     assert len(epochs) > 1, "an epoch has to end"
@@ -81,16 +82,16 @@ def test_streamed_text_equals_the_tokenizer_call(folder, bos):
     assert document.learned is None or document.learned.tolist() == [False] + [True] * (len(document.ids) - 1)
 
 
-def test_stream_position_without_its_state_resumes_elsewhere(folder, tokenizer):
-    """A deliberately wrong variant."""
+def test_stream_resumed_without_its_saved_state_reads_other_rows(folder, tokenizer):
+    """The deliberately wrong variant drops the state of the stream."""
     unbroken = list(islice(loader(folder, tokenizer), 11))
     resumed = islice(loader(folder, tokenizer, Position(*unbroken[6].end[:3])), 4)
     assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
 
 
-@pytest.mark.matrix  # `datasets` takes 20 s over it
+@pytest.mark.matrix  # takes `datasets` 20 s
 def test_stream_with_a_shuffle_buffer_does_not_resume_exactly(folder, tokenizer, monkeypatch):
-    """Another one."""
+    """A deliberately wrong variant: the state of the stream does not include the contents of a shuffle buffer."""
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: load(*a, **k).shuffle(seed=0, buffer_size=9))
     unbroken = list(islice(loader(folder, tokenizer), 11))
@@ -113,7 +114,7 @@ def test_stream_epoch_reads_every_row_outside_validation_once(folder, tokenizer)
             assert text.count(f"shard {i} row {j}:") == (0 if held_out else 1)
 
 
-def test_stream_blocks_are_permuted_by_seed_and_epoch(folder, tokenizer):
+def test_row_order_of_a_stream_depends_on_the_seed_and_the_epoch(folder, tokenizer):
     first, same, other = (list(islice(loader(folder, tokenizer, seed=s), 60)) for s in (7, 7, 8))
     assert [numbers(w) for w in first] == [numbers(w) for w in same] != [numbers(w) for w in other]
     starts = [i + 1 for i, window in enumerate(first) if window.end.epoch > (first[i - 1].end.epoch if i else 0)]
@@ -127,7 +128,7 @@ def written(place, texts):
 
 
 def epoch_of(made):
-    """The windows of the first."""
+    """Returns the windows of the first epoch."""
     windows = []
     for window in made:
         windows.append(window)
@@ -135,8 +136,8 @@ def epoch_of(made):
             return windows
 
 
-def test_stream_block_without_learned_tokens_is_skipped_and_reported(tmp_path, tokenizer, caplog):
-    """Also at a resume. An epoch of such blocks is refused."""
+def test_stream_blocks_of_too_long_documents_only_are_skipped_and_reported(tmp_path, tokenizer, caplog):
+    """A resumed stream also skips such blocks, and a stream that has only such blocks is refused."""
     caplog.set_level("INFO")
     texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
     place = written(tmp_path / "set", texts)
@@ -151,7 +152,7 @@ def test_stream_block_without_learned_tokens_is_skipped_and_reported(tmp_path, t
         next(iter(loader(nothing, tokenizer, too_long="drop", block=4)))
 
 
-def test_bad_rows_of_a_stream_are_counted_over_blocks(tmp_path, tokenizer, caplog):
+def test_skipped_bad_rows_of_a_stream_are_counted_across_blocks(tmp_path, tokenizer, caplog):
     caplog.set_level("INFO")
     texts = ["" if i in (1, 5, 6, 40) else f"row {i}." for i in range(45)]
     epoch_of(loader(written(tmp_path / "set", texts), tokenizer, skip_bad=True, block=4))
@@ -161,13 +162,15 @@ def test_bad_rows_of_a_stream_are_counted_over_blocks(tmp_path, tokenizer, caplo
 
 @pytest.mark.parametrize("block", [2, 8])
 def test_remainder_of_a_stream_block_begins_the_next_block(tmp_path, tokenizer, block):
-    """A block of two documents has not one row."""
+    """A block of two documents is shorter than one row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
     learned = sum(window.learned_tokens for window in windows)
-    assert learned == (100 * 6 - 1) // 32 * 32  # a document has five bytes and an end; the tail of all is left out
+    assert (
+        learned == (100 * 6 - 1) // 32 * 32
+    )  # a document has five bytes and an end token; the last partial row is dropped
     read = texts_of(windows, tokenizer)
-    assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # others stand across two rows
+    assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # the other documents are divided over two rows
 
 
 @pytest.fixture
@@ -189,8 +192,8 @@ def test_streamed_run_is_reproducible_and_resumes_bit_exactly(config, typed, tmp
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_ranks_that_share_a_stream_compare_digests_of_its_files(config, typed, tmp_path):
-    """A stream has no rows to compare: its order has the digests of its files."""
+def test_ddp_run_with_one_device_trains_on_a_stream(config, typed, tmp_path):
+    """Ranks compare the order of their data. A stream has no list of rows, so its order has digests of its files."""
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "strategy=ddp", "devices=1")
     assert fit(config(*lines, base=typed), tmp_path / "run")["steps"] == 4
 
@@ -201,12 +204,12 @@ def test_hub_data_without_streaming_reads_every_row(config, typed, folder):
     assert count == FILES * ROWS and len(data.tokens.val.ends)
 
 
-def test_few_hub_rows_still_hold_out_one_for_validation(tmp_path):
+def test_five_hub_rows_hold_out_exactly_one_for_validation(tmp_path):
     reader = hub(str(written(tmp_path / "set", [f"row {i}" for i in range(5)])), val_fraction=0.001).reader
     assert [len(list(reader.records(split))) for split in ("train", "val")] == [4, 1]
 
 
-def test_gated_data_set_is_refused_with_login_advice(monkeypatch):
+def test_gated_hub_data_set_is_refused_with_login_advice(monkeypatch):
     answer = Response(403, request=Request("GET", "https://huggingface.co/api/datasets/some/gated"))
     gated = GatedRepoError("403 Client Error. Cannot access gated repo.", response=answer)
 

@@ -32,7 +32,7 @@ CHATS = HOW | {"messages": "messages"}
 
 @pytest.fixture(scope="module")
 def alphabet(tmp_path_factory):
-    """A tokenizer with a token for each byte, and none for an end."""
+    """A tokenizer with one token per byte and without an end token."""
     file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe([], 257, file)
     return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
@@ -66,7 +66,7 @@ def test_parquet_rows_are_read_back_as_written(tmp_path, rows, group):
 
 @CASES
 @given(raw=st.one_of(st.binary(max_size=200), st.text(alphabet='a,"\n\r;é', max_size=60).map(str.encode)))
-def test_arbitrary_bytes_as_a_table_are_read_or_refused(tmp_path, raw):
+def test_arbitrary_bytes_as_csv_or_parquet_are_read_or_refused_in_one_line(tmp_path, raw):
     (tmp_path / "a.csv").write_bytes(raw)
     (tmp_path / "a.parquet").write_bytes(raw)
     for read in (
@@ -100,7 +100,7 @@ def test_parquet_date_out_of_python_range_is_refused(tmp_path):
         list(parquet_rows(tmp_path / "a.parquet", ["text"]))
 
 
-def test_damaged_parquet_page_is_reported_as_damaged(tmp_path):
+def test_parquet_file_with_a_damaged_page_is_refused_as_damaged(tmp_path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": ["one", "two"] * 50}), file)
     damaged = bytearray(file.read_bytes())
@@ -160,15 +160,18 @@ REFUSED = {
         lambda f: parquet.write_table(pa.table({"a": [1], "b": [2]}), f),
         'no column "text"; its columns are "a", "b"',
     ),
-    "a name twice": (
+    "duplicate column": (
         lambda f: parquet.write_table(pa.Table.from_arrays([["a"], ["b"]], ["text", "text"]), f),
         'has two columns named "text". Rename one',
     ),
-    "no parquet": (
+    "not parquet": (
         lambda f: f.write_bytes(b"PAR1 it is not"),
         "is not a parquet file, or is damaged after row 0 .Parquet magic",
     ),
-    "cut": (lambda f: f.write_bytes(_whole()[:-20]), "is not a parquet file, or is damaged after row 0 .Parquet magic"),
+    "truncated": (
+        lambda f: f.write_bytes(_whole()[:-20]),
+        "is not a parquet file, or is damaged after row 0 .Parquet magic",
+    ),
     "damaged": (
         lambda f: f.write_bytes(_whole().replace(b"a text", b"\xff" * 6)),
         "damaged after row 0 ..utf-8. codec can't decode",
@@ -192,7 +195,7 @@ def test_invalid_parquet_file_is_refused(tmp_path, kind, alphabet):
         list(source.encoded("train", alphabet))
 
 
-def test_split_of_a_table_by_rows_is_stable_when_rows_are_added(tmp_path):
+def test_added_csv_rows_move_no_other_row_between_splits(tmp_path):
     texts = [f"row number {i}" for i in range(200)]
 
     def sides(rows):
@@ -205,14 +208,14 @@ def test_split_of_a_table_by_rows_is_stable_when_rows_are_added(tmp_path):
     assert val < more and not train & more
 
 
-def test_conversations_are_read_from_a_parquet_column_of_structs(tmp_path):
+def test_parquet_column_of_message_structs_is_read_as_conversations(tmp_path):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
     assert [row.fields for row in parquet_rows(tmp_path / "a.parquet", ["messages"])] == [{"messages": chat}]
 
 
 def test_parquet_column_of_tools_is_read_if_present(tmp_path):
-    """So that a template that does not know them is refused, as with lines of JSON."""
+    """A template that does not render the tools is then refused, as with lines of JSON."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
         parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
@@ -226,7 +229,7 @@ def called(**arguments):
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-# Each conversation's arguments lack keys that another one's have, at three depths.
+# The arguments of each conversation lack keys that another conversation has, at three depths.
 CALLS = [
     called(city="Paris"),
     called(unit="C", at={"x": 1.5}),
@@ -235,7 +238,7 @@ CALLS = [
 
 
 def streamed(folder, monkeypatch):
-    """The records that a stream gives its encoder."""
+    """Returns the records that a stream passes to its encoder."""
     seen = []
     monkeypatch.setattr(Records, "documents", lambda self, records, *_: seen.extend(records) or [])
     source = hub(str(folder), messages="messages", streaming=True)
@@ -254,7 +257,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_parquet_schema_adds_no_null_fields_to_nested_rows(tmp_path, monkeypatch, reader):
-    """The oracle is what was written."""
+    """The oracle is the list of written conversations."""
     records = [{"messages": messages, "label": True} for messages in CALLS]
     table = pa.Table.from_pylist(records)
     assert "'unit': None" in str(table.to_pylist()[0]), "the schema has to add something"
@@ -263,7 +266,7 @@ def test_parquet_schema_adds_no_null_fields_to_nested_rows(tmp_path, monkeypatch
     assert [record.fields["messages"] for record in read] == CALLS
 
 
-def test_parquet_map_of_arguments_is_read_as_an_object(tmp_path):
+def test_parquet_map_column_is_read_as_an_object(tmp_path):
     rows = pa.array([[("city", "Paris")], []], pa.map_(pa.string(), pa.string()))
     parquet.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
     assert [row.fields["text"] for row in parquet_rows(tmp_path / "a.parquet", ["text"])] == [{"city": "Paris"}, {}]
@@ -275,20 +278,22 @@ def test_null_in_a_jsonl_value_is_kept(tmp_path):
 
 
 def scanned(file):
-    """As `datasets` reads it: the wrong variant."""
+    """The deliberately wrong variant: reads a file as `datasets` does."""
     how = pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
     fragment = pa.dataset.ParquetFileFormat(default_fragment_scan_options=how).make_fragment(file.open("rb"))
     for batch in fragment.to_batches(batch_size=64, columns=["text"], batch_readahead=0, fragment_readahead=0):
         yield from batch.to_pylist()
 
 
-@pytest.mark.parametrize("read", [lambda file: parquet_rows(file, ["text"]), scanned], ids=["ours", "scanned"])
-def test_large_parquet_row_group_is_read_in_parts(tmp_path, read):
+@pytest.mark.parametrize(
+    "read", [lambda file: parquet_rows(file, ["text"]), scanned], ids=["lowmem", "wrong variant, as datasets"]
+)
+def test_large_parquet_row_group_is_read_within_8_mib_of_memory(tmp_path, read):
     count, size = 8_000, 4_000
     table = pa.table({"text": [f"{i:06d}" * (size // 6) for i in range(count)]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=count, use_dictionary=False, compression="snappy")
     whole = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(whole)  # which counts from here on
+    pool = pa.proxy_memory_pool(whole)  # counts the allocations from here on
     pa.set_memory_pool(pool)
     try:
         assert sum(1 for _ in read(tmp_path / "a.parquet")) == count

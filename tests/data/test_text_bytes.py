@@ -1,4 +1,4 @@
-"""Bits per byte: the bytes of labels that count, whichever way they are found, and of nothing else."""
+"""Bits per byte: the text bytes of the learned labels and of nothing else, with equal results of both ways to count."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ def made(text_folder, tmp_path):
 
 
 def pieces(tmp_path):
-    """As SentencePiece makes them: a space before every word, and bytes for what is not in the vocabulary."""
+    """Returns a tokenizer like SentencePiece's: a space before every word, and bytes for characters that are not in the
+    vocabulary."""
     words = ["wörd", "other", "läst"]
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
     model = Tokenizer(models.Unigram([(token, -1.0) for token in ids], unk_id=0, byte_fallback=True))
@@ -29,7 +30,7 @@ def pieces(tmp_path):
 
 
 def batch(rows, learned=None):
-    """Rows of T + 1 tokens."""
+    """Returns a micro-batch. Args: rows: (B, T + 1) tokens; learned: (B, T) bool, None for all."""
     ids = torch.tensor(np.asarray(rows, np.int64))
     labels = ids[:, 1:].clone()
     if learned is not None:
@@ -42,16 +43,19 @@ def test_label_bytes_of_plain_text_equal_the_bytes_of_the_token_store(made):
     known = made.val_bytes(loader.predicted + 1) - made.val_bytes(1)
     assert label_bytes(made.tokenizer, loader) == (loader.predicted, known) == (800, known)
     assert bits_per_byte(made, loader)(np.log(2)) == pytest.approx(800 / known, rel=1e-12)
-    assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # nor is it bits per token
+    assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # bits per token would be another number
 
 
-def test_label_bytes_of_a_sentencepiece_row_are_the_text_its_labels_add(tmp_path):
-    """The text has 23 bytes; the first word is never predicted, and neither is its space."""
+def test_label_bytes_of_a_sentencepiece_row_are_the_bytes_that_its_labels_add(tmp_path):
+    """The text has 23 bytes. The first word and its space are never predicted."""
     tokenizer = pieces(tmp_path)
     ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
     assert len(ids) == 7
     assert label_bytes(tokenizer, [batch([ids])]) == (6, len(" other läst wördß".encode()))
-    rows = [ids[:4], ids[3:]]  # cut where ▁wörd ends the one and begins the other: its labels are ß's bytes and the end
+    rows = [
+        ids[:4],
+        ids[3:],
+    ]  # ▁wörd ends one row and begins the other, whose labels are the bytes of ß and the end token
     assert sum(label_bytes(tokenizer, [batch([row])])[1] for row in rows) == len(" other läst wördß".encode())
     alone = [len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows]  # deliberately wrong
     assert sum(alone) != len(" other läst wördß".encode())
@@ -63,7 +67,7 @@ def test_tokens_that_are_not_learned_have_no_label_bytes(made, tmp_path, level):
     ids = tokenizer("return if x" if level == "bytes" else "other läst wörd")["input_ids"]
     ids = [*ids, tokenizer.eos_token_id, *ids]
     learned = np.zeros((1, len(ids) - 1), bool)
-    learned[0, len(ids) // 2 - 2] = learned[0, -1] = True  # twice the last word
-    learned[0, len(ids) // 2 - 1] = True  # the end
+    learned[0, len(ids) // 2 - 2] = learned[0, -1] = True  # both copies of the last word
+    learned[0, len(ids) // 2 - 1] = True  # the end token
     last = tokenizer.decode(ids).removeprefix(tokenizer.decode(ids[:-1]))
     assert label_bytes(tokenizer, [batch([ids], learned)]) == (3, 2 * len(last.encode()))

@@ -1,4 +1,4 @@
-"""Tokens on disk: they are the text, they are made once, and nobody sees half of them."""
+"""Tokens on disk: they decode to the text, are made once, and are never seen half written."""
 
 import hashlib
 import random
@@ -47,7 +47,7 @@ WORDS_OF_ALL_KINDS = (
     "10",
     "1",
 )
-# SHA-256 of the ids that format 3 had, whose files were encoded whole: losses at a fixed seed hang on them.
+# SHA-256 of the ids in cache format 3, which encoded whole files. Losses at a fixed seed depend on these ids.
 FORMAT_3 = {
     ".": (
         "457f8c26f01468a35cd2601d2c7f49c9412813df7be22d3a3138c359c90df872",
@@ -61,7 +61,7 @@ FORMAT_3 = {
 
 
 @pytest.mark.parametrize("given", FORMAT_3)
-def test_token_ids_on_disk_equal_recorded_digests(tmp_path, given):
+def test_token_ids_of_a_fixed_text_equal_the_recorded_digests_of_format_3(tmp_path, given):
     draw = random.Random(0)
     for i in range(6):
         lines = (" ".join(draw.choices(WORDS_OF_ALL_KINDS, k=draw.randrange(9))) for _ in range(80))
@@ -71,7 +71,7 @@ def test_token_ids_on_disk_equal_recorded_digests(tmp_path, given):
     assert digests == FORMAT_3[given] and made.train.learned_bits is None
 
 
-def test_second_tokenization_reads_the_cache(texts, tmp_path, monkeypatch):
+def test_second_tokenization_of_a_text_reads_the_cache(texts, tmp_path, monkeypatch):
     first = token_store.tokenize(texts, tmp_path, 300)
     monkeypatch.setattr(token_store, "_write", lambda *a: pytest.fail("made again"))
     second = token_store.tokenize(texts, tmp_path, 300)
@@ -143,7 +143,7 @@ def test_invalid_utf_8_is_refused_with_the_file_name_unless_on_error_is_set(tmp_
     assert "data.on_error=skip: skipped 1 of 2 train files" in caplog.text
 
 
-def test_end_of_a_single_file_is_its_validation_split(tmp_path):
+def test_last_tenth_of_a_single_text_file_is_its_validation_split(tmp_path):
     text = "\n\n".join(f"Paragraph {i} says Größe.\nAnd more of {i}." for i in range(40))
     (tmp_path / "one.txt").write_text(text)
     made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
@@ -156,7 +156,7 @@ def test_end_of_a_single_file_is_its_validation_split(tmp_path):
     assert made.val_bytes(len(made.val.ids)) == len(val.encode())
 
 
-def test_val_fraction_of_a_single_file_is_part_of_the_cache_key(tmp_path):
+def test_other_val_fraction_of_a_single_text_file_is_tokenized_into_another_cache_folder(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"line {i} of text\n" for i in range(100)))
     sizes = [
         len(
@@ -169,14 +169,14 @@ def test_val_fraction_of_a_single_file_is_part_of_the_cache_key(tmp_path):
     assert sizes[0] == sizes[2] < sizes[1] and len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_file_of_one_character_is_refused(tmp_path):
+def test_text_file_of_one_character_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(Refused, match="contain no text"):
         token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.1), tmp_path / "cache", 300)
     assert not list((tmp_path / "cache").iterdir())
 
 
-# --- a word without an end, and a disk without room ------------------------------------------------------------------
+# --- overlong words, and a full disk ---------------------------------------------------------------------------------
 
 
 def _letters(count):
@@ -185,7 +185,7 @@ def _letters(count):
 
 
 def test_overlong_word_is_split_only_for_tokenizer_training(tmp_path, monkeypatch):
-    """A piece is longer than every word of ordinary text, whose tokenizer stays what it was."""
+    """LONGEST_WORD exceeds every word of ordinary text, so a tokenizer of ordinary text does not change."""
     word = "ab" * 3 * token_store.LONGEST_WORD
     for name, text in (("0", f"a word {word}"), ("1", word)):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -210,8 +210,8 @@ def test_splitting_overlong_words_does_not_change_a_tokenizer_of_ordinary_text(t
 
 
 @pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.matrix)])
-def test_overlong_word_does_not_slow_tokenizer_training(tmp_path, letters):
-    """Whole, 200 000 letters take 8 s and 2 000 000 a minute and a half of one core, here half a second and 6 s."""
+def test_tokenizer_training_on_one_overlong_word_takes_under_10_microseconds_per_letter(tmp_path, letters):
+    """Unsplit, 200 000 letters take 8 s and 2 000 000 take 90 s of one core; split, they take 0.5 s and 6 s."""
     (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
     before = time.process_time()
     made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
@@ -221,7 +221,7 @@ def test_overlong_word_does_not_slow_tokenizer_training(tmp_path, letters):
 
 @pytest.fixture
 def small_files():
-    """No file may grow beyond this many bytes, as on a disk that is full."""
+    """(bytes) -> limits the size of every file, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def at_most(size):
@@ -231,12 +231,12 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # bytes that are too few for each
+WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # limits in bytes, too small for the file
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_full_disk_during_tokenization_is_refused_and_leaves_no_draft(texts, tmp_path, small_files, writer):
-    if writer == "val_ends":  # which are larger than their tokens where they have one token each
+    if writer == "val_ends":  # ends take more bytes than tokens if each document has one token
         tokenizer = token_store.tokenize(texts, tmp_path / "made before", 300).tokenizer
         _write_all(tmp_path / "train", ["some words"])
         _write_all(tmp_path / "val", ["x"] * 100)
@@ -252,7 +252,7 @@ def test_full_disk_during_tokenization_is_refused_and_leaves_no_draft(texts, tmp
         token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)
     small_files(10**9)
     assert not list((tmp_path / "cache").iterdir())
-    made = token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)  # with room it goes on
+    made = token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)  # succeeds once there is space
     sizes = {path.stem: path.stat().st_size for path in (tmp_path / "cache").glob("*/*")}
     assert next(name for name in WRITERS if sizes.get(name, 0) > WRITERS[writer]) == writer and len(made.val.ids)
 
@@ -277,7 +277,8 @@ SIGNS = "éß".encode() * 100  # not in the training text: every byte is a token
 
 @pytest.fixture
 def uneven(tmp_path):
-    """Several bytes per token in the first validation document, one in the second: their tokens and ends."""
+    """Tokens of two validation documents, with several bytes per token in the first and one byte per token in the
+    second; and the end of the first."""
     for name, content in (("train", WORDS * 9), ("val/0", WORDS), ("val/1", SIGNS)):
         (tmp_path / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.txt").write_bytes(content)
@@ -293,12 +294,12 @@ def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     for count in range(first):
         assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
     assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token has no bytes
-    for count in range(len(SIGNS) + 1):  # also inside a sign of two bytes
+    for count in range(len(SIGNS) + 1):  # also inside a character of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 
 
-def test_val_bytes_decode_only_the_document_that_is_cut(uneven, monkeypatch):
+def test_val_bytes_decode_tokens_of_the_cut_document_only(uneven, monkeypatch):
     made, first = uneven
     counted, looked_at = token_store.bytes_of, []
     monkeypatch.setattr(token_store, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))
@@ -308,7 +309,8 @@ def test_val_bytes_decode_only_the_document_that_is_cut(uneven, monkeypatch):
 
 
 def test_val_bytes_of_sentencepiece_tokens_equal_the_decoded_bytes(uneven, tmp_path):
-    """As SentencePiece makes them: a space before every word, and bytes only for what is not in the vocabulary."""
+    """The tokenizer is like SentencePiece's: a space before every word, and bytes only for characters that are not in
+    the vocabulary."""
     words = ["wörd", "other", "läst"]
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
     model = Tokenizer(models.Unigram([(token, -1.0) for token in ids], unk_id=0, byte_fallback=True))
@@ -342,7 +344,7 @@ def test_control_tokens_in_plain_text_are_counted_and_reported(tmp_path, caplog)
     source = text_files.text(str(tmp_path / "a.txt"), "*", 0.2)
     with caplog.at_level("INFO"):
         made = token_store.tokenize(source, tmp_path / "cache", 300)
-    assert (made.train.ids == made.tokenizer.eos_token_id).sum() == 3  # bits of earlier runs stay
+    assert (made.train.ids == made.tokenizer.eos_token_id).sum() == 3  # encoded as in earlier versions
     assert (
         "the train text contains 2 control tokens of the tokenizer" in caplog.text and "the val text" not in caplog.text
     )

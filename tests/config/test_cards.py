@@ -1,4 +1,4 @@
-"""Cards by name and by size: what a run can have of one, with its context counted once."""
+"""Cards by name and by size: the memory that a run can use, with the CUDA context counted once."""
 
 import os
 import subprocess
@@ -40,20 +40,20 @@ def test_card_has_all_fields_and_names_its_source(name):
     assert all(map(card.multiplies, ("float32", "tensorfloat32", "float16")))
 
 
-def test_all_card_names_are_in_the_help_and_the_docs():
+def test_names_of_all_known_cards_are_in_the_help_of_gpu_and_on_the_cards_page():
     assert set(cards.cards()) == set(NAMES)
     comment = help.comments(ROOT / "conf" / "plan.yaml")["gpu"]
     assert all(name in comment and name in (ROOT / "docs" / "cards.md").read_text() for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_usable_memory_of_a_card_is_below_its_nominal_memory(name):
+def test_usable_memory_of_a_card_is_90_to_100_percent_of_its_nominal_memory(name):
     sold = {"rtx3060": 12, "rtx4090": 24, "rtx5090": 32, "a10g": 24, "t4": 16, "h100": 80, "h200": 141}
     sold = sold.get(name) or int(name.partition("-")[2].removesuffix("gb"))
     assert 0.9 * sold < cards.card(name).size / GIB < sold
 
 
-def test_card_given_by_size_reserves_a_share_and_assumes_a_cuda_context():
+def test_card_given_as_12gib_keeps_2_percent_free_and_assumes_half_a_gib_of_cuda_context():
     card = cards.card("12GiB")
     assert card.size == round(0.98 * 12 * GIB) and card.context_bytes == GIB // 2
     assert card.rates is None and card.multiplies("bfloat16") and cards.card(None) is None
@@ -72,16 +72,16 @@ def test_nearest_card_name_is_suggested_first(word, first):
 
 
 def predicted(reserved, context_bytes):
-    """Returns what README's recipe for 12 GiB needs. Args: reserved: by torch."""
+    """Returns a prediction. Args: reserved: bytes reserved by torch; context_bytes: of the CUDA context."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
     device, host = DeviceBytes("step", activations=reserved, context=context_bytes), HostBytes("step", libraries=GIB)
     return Prediction(phases, device, host, DriveBytes(), reserved, 1, True)
 
 
-RECIPE = round(11.12 * GIB)  # what the first recipe of `plan.py model=gpt2-xl gpu=12GiB` makes torch reserve
+RECIPE = round(11.12 * GIB)  # bytes that torch reserves with the first recipe of `plan.py model=gpt2-xl gpu=12GiB`
 
 
-def test_run_fits_a_named_card_with_its_reserved_memory_and_cuda_context():
+def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_size():
     card = cards.card("rtx3060")
     assert predicted(RECIPE, card.context_bytes).fits(Target(True, card))
     assert predicted(card.size - card.context_bytes, card.context_bytes).fits(Target(True, card))
@@ -90,7 +90,8 @@ def test_run_fits_a_named_card_with_its_reserved_memory_and_cuda_context():
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_cuda_context_is_not_subtracted_twice_from_free_memory_of_a_present_card(monkeypatch, config, twice):
-    """11.75 GiB, of which the context took 0.3: README's recipe fits. Twice: the wrong variant."""
+    """The context has taken 0.3 of 11.75 GiB, and the recipe fits in the rest. The wrong variant (`twice`) subtracts a
+    context again."""
     free = round((11.75 - 0.3) * GIB)
     made_up(monkeypatch, free)
     cfg = config("device=cuda", "plan=check")
@@ -112,7 +113,7 @@ def made_up(monkeypatch, free, capability=(8, 6)):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
-def test_memory_limit_caps_the_allocator_and_excludes_the_cuda_context(monkeypatch, config):
+def test_memory_limit_caps_the_free_memory_of_the_present_card_before_the_cuda_context(monkeypatch, config):
     made_up(monkeypatch, 11 * GIB)
     of_card, capped, above = (
         at_start._free(config("device=cuda", *typed)) for typed in ((), ("memory.limit=8GiB",), ("memory.limit=12GiB",))
@@ -123,7 +124,7 @@ def test_memory_limit_caps_the_allocator_and_excludes_the_cuda_context(monkeypat
     assert at_start._free(config()) is None
 
 
-def test_present_card_reports_the_dtypes_it_can_multiply(monkeypatch):
+def test_present_card_multiplies_bfloat16_with_capability_12_0_but_not_with_7_5(monkeypatch):
     made_up(monkeypatch, GIB, (7, 5))
     assert not cards.here().multiplies("bfloat16") and cards.here().multiplies("float16")
     made_up(monkeypatch, GIB, (12, 0))
@@ -133,13 +134,13 @@ def test_present_card_reports_the_dtypes_it_can_multiply(monkeypatch):
             known.multiplies("float8_e4m3fn")
 
 
-def test_query_of_the_card_without_cuda_is_refused(monkeypatch):
+def test_query_of_the_present_card_without_cuda_is_refused_with_gpu_size_advice(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match=r"this machine has no CUDA card.*Type gpu=12GiB"):
         cards.here()
 
 
-# --- what is typed ---------------------------------------------------------------------------------------------------
+# --- typed values ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.process
@@ -153,8 +154,8 @@ def test_query_of_the_card_without_cuda_is_refused(monkeypatch):
         ("train.py", "plan=rtx3070", "or a card: rtx3060, "),
     ],
 )
-def test_invalid_input_is_reported_before_torch_is_imported(script, line, says):
-    """Nor anything else that is heavy: in a second, most of which Hydra takes, and 450 modules."""
+def test_invalid_gpu_rows_or_plan_value_is_refused_before_torch_is_imported(script, line, says):
+    """No other heavy package is imported either: about 450 modules in a second, most of which Hydra takes."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
     imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]

@@ -1,4 +1,4 @@
-"""Tests what techniques declare of themselves in their yaml."""
+"""Tests the properties that techniques declare in their yaml files."""
 
 import pytest
 import yaml
@@ -18,11 +18,11 @@ def test_technique_in_the_config_equals_the_declaration_in_its_yaml(config, grou
 
 
 @pytest.mark.parametrize("group", groups())
-def test_each_group_advises_one_technique_and_host_variants_exist(group):
+def test_group_advises_at_most_one_technique_and_its_host_variants_exist(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
-    # weights stream beside a precision and a checkpointing that are chosen with them, and who has one device has no
-    # others to share with: that is a plan's advice; compiled blocks save time first
+    # No advice in three groups: only a plan can advise streamed weights, which need a precision and a checkpointing,
+    # or a strategy, which needs several devices; compiled blocks mainly save time.
     assert len(advised) == (group not in ("weights", "strategy", "compile")) and all(
         every[name].saves for name in advised
     )
@@ -31,7 +31,7 @@ def test_each_group_advises_one_technique_and_host_variants_exist(group):
         assert technique.steps_by in (None, "element", "matrix")
 
 
-def test_unknown_declaration_is_refused(tmp_path, monkeypatch, config):
+def test_declaration_of_an_unknown_property_is_refused(tmp_path, monkeypatch, config):
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "typo.yaml").write_text(yaml.safe_dump({"declares": {"pagse": True}}))
     monkeypatch.setattr(module, "CONF", tmp_path)
@@ -47,7 +47,7 @@ def test_technique_without_declarations_has_the_defaults():
     assert Technique() == techniques("accumulation")["none"]
 
 
-def test_strategies_that_run_in_one_process_declare_it():
-    """The command line asks what is declared: it does not import torch to know whether it starts ranks."""
+def test_strategy_declares_several_processes_exactly_if_its_class_needs_them():
+    """The command line reads the declaration, because it decides without torch whether to start ranks."""
     runs = [run_of([f"strategy={name}"]) for name in techniques("strategy")]
     assert [run.several for run in runs] == [run.strategy_class.several for run in runs]

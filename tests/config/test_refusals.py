@@ -114,7 +114,7 @@ def test_refused_command_line_builds_nothing_and_says_what_to_type(command, tmp_
         ["optim=adam8bit", "optim.embedding_bits=32"],
     ],
 )
-def test_allowed_command_lines_near_a_refusal_train(fit, allowed):
+def test_command_line_close_to_a_refused_one_trains_4_steps(fit, allowed):
     summary, _ = fit(*allowed)
     assert summary["steps"] == 4
 
@@ -141,7 +141,7 @@ def test_without_refusal_loss_scaling_in_backward_lets_an_overflow_through(confi
 
     monkeypatch.setattr(NarrowOptimizer, "step_one", overflowing)
     lines = ("optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd", "max_steps=1")
-    weights = trained(config, *lines)  # skips nothing
+    weights = trained(config, *lines)  # does not skip the step
     assert not any(p.isfinite().all() for p in weights.values())
 
 
@@ -163,7 +163,7 @@ def test_without_refusal_an_early_step_cannot_be_undone(config, monkeypatch):
     fetch, step, stepped = host_optimizer.HostOptimizer._fetch, host_optimizer.HostOptimizer._step, []
 
     def broken(self, p, receive):
-        if self.masters[p].name.endswith("layers.0.input_layernorm.weight"):  # one of the last that backward makes
+        if self.masters[p].name.endswith("layers.0.input_layernorm.weight"):  # one of the last gradients of backward
             p.grad.fill_(float("inf"))
         fetch(self, p, receive)
 
@@ -212,21 +212,23 @@ def test_without_refusal_lightning_ranks_claim_separate_run_folders(monkeypatch)
             return 0
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # it writes there, too
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # Lightning also writes to os.environ
     trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False, enable_checkpointing=False)
     monkeypatch.setattr(sys, "argv", ["train.py", "+trainer.strategy=ddp", "+trainer.devices=2"])
     trainer.strategy.launcher.launch(lambda: None)
     ((command, env),) = started
     assert command[-len(sys.argv) + 1 :] == sys.argv[1:]
     monkeypatch.setattr(os, "environ", env)
-    assert rank_environment.number() == 0 and rank_environment.of_run() is None  # so it claims another
+    assert (
+        rank_environment.number() == 0 and rank_environment.of_run() is None
+    )  # so the second rank claims another folder
 
 
 def test_without_refusal_only_one_of_two_devices_trains(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     one, two = fit(folder="one")[0], fit("devices=2", folder="two")[0]
     same = ("tokens", "train_loss", "val_loss")
-    assert [one[key] for key in same] == [two[key] for key in same]  # no other device has read a row
+    assert [one[key] for key in same] == [two[key] for key in same]  # the second device has read no row
 
 
 def moved_in(config, *lines):
@@ -240,7 +242,7 @@ def moved_in(config, *lines):
 def test_without_refusal_each_process_holds_all_streamed_weights(config):
     """Every process stores all blocks in host memory that it does not share."""
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
-    for strategy in ("strategy=auto", "strategy=ddp"):  # whatever the strategy is, it is not asked
+    for strategy in ("strategy=auto", "strategy=ddp"):  # the strategy makes no difference
         module = moved_in(config, *typed, strategy)
         waits = [p for p in module.model.parameters() if module.weights.host_block(p)]
         host_blocks = {id(host_block): host_block for host_block in map(module.weights.host_block, waits)}.values()
@@ -254,7 +256,7 @@ def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(confi
     seen = []
 
     class Exchange:
-        def __init__(self, p):  # as DDP does it: a hook that reads the gradient when it is complete
+        def __init__(self, p):  # like DDP: a hook that reads the complete gradient
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
 
     layer, cfg = torch.nn.Linear(4, 4), config("precision=bf16-master")
@@ -282,7 +284,7 @@ def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, m
 
     monkeypatch.setattr(refusals, "REFUSALS", ())
     monkeypatch.setattr(ddp.DataParallel, "before_training", among_others)
-    monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # what hooks of backward are on
+    monkeypatch.setattr(ddp.DataParallel, "local", lambda self, p: p)  # the parameters with backward hooks
     monkeypatch.setattr(ddp.DataParallel, "local_parameters", lambda self, model: model)
 
     def moved(*lines):
@@ -309,7 +311,8 @@ def test_without_refusal_paged_state_is_not_sharded(config):
     ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
 )
 def test_without_refusal_whole_matrix_optimizers_update_shards_differently(config, optim, is_another):
-    """The first of two ranks has the upper half of a matrix, whose 5,000 elements are not a whole number of blocks."""
+    """The first of two ranks has the upper half of a matrix. Its 5,000 elements do not fill whole blocks of the 8-bit
+    optimizer."""
     whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
     with torch.no_grad():
         half.weight.copy_(whole.weight[:50])
@@ -323,7 +326,7 @@ def test_without_refusal_whole_matrix_optimizers_update_shards_differently(confi
 
 @pytest.mark.parametrize("kind", ["OptimState4bit", "Tensor"])
 def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, kind):
-    """A plain tensor of `torch.zeros` is saved."""
+    """For comparison, a plain tensor of `torch.zeros` is saved."""
     of_its_own = kind == "OptimState4bit"
     made = import_module("torchao.optim.subclass_4bit").OptimState4bit.zeros if of_its_own else torch.zeros
     with pytest.raises((ValueError, NotImplementedError)) if of_its_own else nullcontext():
@@ -394,7 +397,7 @@ def test_without_refusal_an_optimizer_cannot_update_streamed_weights():
 def test_without_refusal_autograd_reads_overwritten_streamed_weights(config):
     arguments = streams.lines("llama", "max_steps=2", policy="none")
     right = streams.trained(config, ["weights=resident"], "llama", arguments)
-    with suppress(NotFinite):  # with two slots the blocks of either parity find their own weights
+    with suppress(NotFinite):  # three slots: with two, even and odd blocks would each find their own weights
         assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
 
 
@@ -408,7 +411,7 @@ def test_without_refusal_batch_size_auto_fails_without_an_effective_batch(config
 
     from lowmem.plan import batch_size
 
-    with pytest.raises(Exception, match="size"):  # accumulation.size is missing, whose divisors are tried
+    with pytest.raises(Exception, match="size"):  # accumulation.size, whose divisors are tried, is missing
         batch_size.resolve(config().knowing(batch_size="auto"))
 
 
@@ -434,7 +437,7 @@ def products(policy):
 
 
 def test_without_refusal_selective_checkpointing_recomputes_all_of_compiled_blocks():
-    # none of their results is stored: selective computes all of them again, as every_layer does
+    # no matrix product of a compiled block is stored, so selective recomputes all of them, as every_layer does
     assert products(policies.selective) >= products(policies.every_layer) > products(policies.none)
 
 
@@ -475,17 +478,17 @@ def test_without_refusal_a_missing_compiler_fails_in_the_first_step(fit, monkeyp
         fit("optim=adamw4bit", "model.architecture.n_embd=64")
 
 
-def test_all_refusals_of_a_command_line_are_reported_together(command):
+def test_command_line_with_three_refusals_reports_all_three(command):
     code, said = command("optim.in_backward=true", "accumulation=fixed", "precision=16")
     assert code == 1 and all(word in said for word in ("clip=null", "accumulation=none", "precision=bf16"))
 
 
-def test_refused_accumulation_size_is_reported_without_a_traceback(command):
+def test_accumulation_size_10_with_batches_of_4_is_refused_and_8_is_suggested(command):
     lines = ("optim.in_backward=true", "clip=null", "accumulation=effective_batch", "accumulation.size=10")
     code, said = command(*lines)
     assert code == 1 and "accumulation.size=8" in said and "Traceback" not in said
 
 
-def test_check_refuses_the_same_config_from_a_notebook(config):
+def test_check_called_from_python_refuses_clipping_with_in_backward(config):
     with pytest.raises(Refused, match="clip=null"):
         check.check(config("optim.in_backward=true"), {})

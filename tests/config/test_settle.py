@@ -1,4 +1,4 @@
-"""A config is settled once: a `Run` is frozen, follows what becomes known later, and is what everything else reads."""
+"""A config is settled once into a frozen `Run`. Facts known later produce a new `Run` from the same overrides."""
 
 import pytest
 from pydantic import ValidationError
@@ -10,7 +10,7 @@ from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused
 
 
-def test_run_is_frozen():
+def test_assignment_to_any_field_of_a_run_raises_an_error():
     run = run_of([])
     for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.precision, "target")):
         with pytest.raises(ValidationError, match="frozen"):
@@ -18,7 +18,7 @@ def test_run_is_frozen():
 
 
 def test_building_a_transformers_config_does_not_change_the_run():
-    """Some write into the mappings that they are made of, such as rope_scaling."""
+    """Some transformers configs write into the mappings that they are built from, such as rope_scaling."""
     run = run_of(["model=qwen3-0.6b", "model.pretrained=false"])
     others = {key: value for key, value in run.model.architecture.items() if key != "rope_parameters"}
     run = run.replacing("model.architecture", others | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
@@ -26,7 +26,7 @@ def test_building_a_transformers_config_does_not_change_the_run():
     assert run.model.architecture["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_values_that_depend_on_a_late_fact_are_computed_again():
+def test_late_max_steps_changes_the_scheduler_unless_the_run_was_resolved():
     run = run_of(["scheduler=cosine"])
     later = run.knowing(max_steps=77)
     assert later.scheduler.total_steps == 77 == later.max_steps and run.scheduler.total_steps == run.max_steps != 77
@@ -34,14 +34,14 @@ def test_values_that_depend_on_a_late_fact_are_computed_again():
     assert alone.scheduler.total_steps == run.max_steps and alone.max_steps == 77
 
 
-def test_replaced_mapping_keeps_no_old_keys():
+def test_replaced_architecture_keeps_no_keys_of_the_old_architecture():
     run = run_of([])
     other = {"model_type": "llama"}
     assert "n_layer" in run.knowing(model={"architecture": other}).model.architecture
     assert run.replacing("model.architecture", other).model.architecture == other
 
 
-def test_settled_reports_all_errors_together_and_returns_a_run_unchanged():
+def test_settled_reports_all_errors_together_and_returns_a_valid_run_unchanged():
     with pytest.raises(Refused) as refusal:
         settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
     assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)

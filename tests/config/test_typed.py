@@ -1,4 +1,4 @@
-"""Whatever is typed makes a config that can be built, or is answered with a sentence: never a traceback or a hang."""
+"""Every command line gives a config that can be built, or an error message: never a traceback or a hang."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from lowmem.system.errors import Refused
 from lowmem.training.build import optimizer
 from typed import typed_run
 
-# --- lines that once ended in a traceback, or were taken without a word ----------------------------------------------
+# --- lines that once ended in a traceback, or were silently accepted -------------------------------------------------
 
 REFUSED = {
     "precison=16": "there is no key precison. Type precision=16.",
@@ -154,7 +154,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_invalid_line_is_refused_in_one_sentence_with_what_to_type(line):
+def test_invalid_override_is_refused_in_one_line_with_its_reason_or_a_correction(line):
     with pytest.raises(Refused) as refusal:
         typed_run(shlex.split(line))
     assert REFUSED[line] in str(refusal.value) and "\n" not in str(refusal.value)
@@ -168,13 +168,13 @@ MISSPELT |= {"early_stop.patence": "early_stop.patience"}
 OTHER_WORDS = "banana foo workers shuffle port rank gpus stride lang output path dtype layers sweep mode_of lora_r"
 
 
-def test_suggested_key_is_a_near_spelling():
+def test_misspelt_key_is_corrected_to_the_nearest_key_and_an_unrelated_word_to_none():
     known = {*spelling.keys_of(OmegaConf.to_container(composed([], whole=True), resolve=False)), *GROUPS}
     assert {word: spelling.nearest(word, known) for word in MISSPELT} == MISSPELT
     assert {word: near for word in OTHER_WORDS.split() if (near := spelling.nearest(word, known))} == {}
 
 
-def test_streaming_with_a_tokenizer_and_single_character_delimiters_are_accepted():
+def test_streaming_with_a_tokenizer_and_delimiters_of_one_character_are_accepted():
     for line in (
         "data=hub data.path=x data.streaming=true tokenizer=x",
         "data=hub data.path=x data.streaming=true model.pretrained=true",
@@ -204,12 +204,12 @@ def test_streaming_with_a_tokenizer_and_single_character_delimiters_are_accepted
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several paths need names, as in {news:a,wiki:b}."),
     ],
 )
-def test_missing_path_is_refused_before_torch_is_imported(lines, said):
+def test_missing_path_or_inconsistent_data_keys_are_refused_before_data_is_read(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
         check.check_places(typed_run(lines))
 
 
-def test_folder_name_typed_as_a_choice_is_suggested_as_data_path(tmp_path, monkeypatch):
+def test_existing_folder_typed_as_data_choice_is_suggested_as_data_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes").mkdir()
     for line, says in (
@@ -221,24 +221,24 @@ def test_folder_name_typed_as_a_choice_is_suggested_as_data_path(tmp_path, monke
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])
-def test_architecture_of_a_shipped_type_may_leave_out_keys(model_type):
+def test_architecture_with_only_model_type_and_vocab_size_is_accepted(model_type):
     architecture = f"model.architecture={{model_type: {model_type}, vocab_size: 300}}"
     run = settled(composed(["model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", architecture]))
     assert run.model.architecture == {"model_type": model_type, "vocab_size": 300}
 
 
-def test_all_invalid_keys_are_reported_together():
+def test_three_invalid_overrides_are_reported_in_one_line_each():
     with pytest.raises(Refused) as refusal:
         typed_run(["max_steps=0", "lr=a", "+seeds=1"])
-    assert len(str(refusal.value).splitlines()) == 3  # and none of what takes lr and max_steps over
+    assert len(str(refusal.value).splitlines()) == 3  # no further lines for keys that interpolate lr and max_steps
 
 
-def test_invalid_lines_are_accepted_without_the_schema():
+def test_invalid_values_pass_composition_so_only_the_schema_refuses_them():
     for line in ("max_steps=abc", "+precison=16", "clip=true", "optim.lr=[]", "+trainer.accelerator=gpu"):
         composed(cli.prepare([line]))
 
 
-def test_arguments_unknown_to_the_schema_are_checked_against_the_signature():
+def test_added_argument_of_a_wrong_type_or_unknown_to_its_class_is_refused():
     for line, says in (("+optim.amsgrad=often", "optim.amsgrad=often: give true or false."), ("+loss.x=1", "'x'")):
         with pytest.raises(Refused, match=says):
             checked(typed_run([line, "loss=chunked"]), {})
@@ -255,19 +255,19 @@ def test_arguments_unknown_to_the_schema_are_checked_against_the_signature():
         ("optim=glob(adam*),sdg", "optim=sdg: there is no such choice. Type optim=sgd, or one of"),
     ],
 )
-def test_glob_without_a_match_is_refused_before_an_empty_sweep(line, says):
+def test_sweep_glob_that_matches_no_choice_or_is_on_a_plain_key_is_refused(line, says):
     with pytest.raises(Refused, match=re.escape(says)):
         cli.prepare(["-m", "data=text", line])
 
 
-def test_quoting_advice_can_be_pasted_and_keeps_the_typed_value():
+def test_advised_quoting_of_an_override_keeps_the_typed_value():
     (advice,) = shlex.split(
         spelling._unreadable("hydra.sweep.subdir=lr=${seed}").partition("in quotes: ")[2].removesuffix(".")
     )
     assert composed([advice], whole=True).hydra.sweep.subdir == "lr=0"
 
 
-def test_key_missing_in_one_job_of_a_sweep_is_explained_as_in_a_single_run():
+def test_sweep_key_missing_in_one_job_is_explained_as_in_a_single_run():
     typed = ["optim=adamw,sgd", "optim.betas=[0.8,0.9]"]
     with pytest.raises(Refused) as single:
         typed_run(["optim=sgd", typed[1]])
@@ -285,7 +285,7 @@ def test_unknown_choices_and_keys_are_refused_in_a_sweep():
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_multirun_flag_is_accepted_at_any_position(flag):
+def test_multirun_flag_at_any_position_gives_the_same_sweep(flag):
     lines = ["precision='32','16'", "lr=0.1,0.2"]
     for place in range(3):
         typed = [unquoted(line) for line in lines]
@@ -359,16 +359,16 @@ def text_values():
 def test_text_value_is_quoted_once_and_read_back_unchanged(value, key):
     line = f"{key}={value}"
     assert quoted(quoted(line)) == quoted(line)
-    if not re.match("~|['\"]", value):  # a home folder; Hydra's own quotes, which may be typed
+    if not re.match("~|['\"]", value):  # a home folder, or Hydra's own quotes
         assert unquoted(quoted(line)) == line
 
 
-def test_quotes_of_hydra_may_be_typed():
+def test_value_typed_in_the_quotes_of_hydra_is_read_without_quotes():
     assert composed(cli.prepare(["data=text", "data.path='a, b'"])).data.path == "a, b"
     assert composed(cli.prepare(["data=text", 'data.path="it\'s"'])).data.path == "it's"
 
 
-def test_home_folder_is_expanded_and_null_is_none(monkeypatch, tmp_path):
+def test_typed_tilde_expands_to_the_home_folder_and_null_to_none(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = composed(cli.prepare(["data=text", "data.path=~/notes", "data.val_path=null"]))
     assert cfg.data.path == f"{tmp_path}/notes" and cfg.data.val_path is None
@@ -385,14 +385,14 @@ def test_comma_in_a_sweep_separates_values_unless_the_whole_path_exists(tmp_path
     assert cli.prepare(["-m", "data.path=choice(a,b)"])[1] == "data.path=choice(a,b)"
 
 
-def test_printed_recipe_can_be_copied_into_a_shell():
+def test_printed_recipe_split_by_a_shell_gives_the_typed_overrides():
     typed = ["data=text", *(f"data.path={value}" for value in AWKWARD), "accumulation.sizes={0: 1, 3: 4}"]
     of_one = SimpleNamespace(devices=1, node=8)
     printed = table.command(typed, Recipe(("optim=sgd",), of_one, 0.0))
     assert shlex.split(printed) == ["python", "train.py", *typed, "optim=sgd"]
 
 
-def test_run_with_an_awkward_path_trains_and_stores_the_typed_path(command, text_folder, tmp_path):
+def test_run_on_a_path_with_special_characters_trains_and_stores_the_typed_path(command, text_folder, tmp_path):
     folder = tmp_path / "Müller's (old) notes, #h=1, 数据"
     folder.symlink_to(text_folder)
     typed = f"data.path={folder}"
@@ -404,7 +404,7 @@ def test_run_with_an_awkward_path_trains_and_stores_the_typed_path(command, text
 
 
 @pytest.mark.process
-def test_sweep_with_an_awkward_path_trains(command, text_folder, tmp_path):
+def test_sweep_on_a_path_with_a_comma_and_a_quote_trains_and_stores_the_typed_path(command, text_folder, tmp_path):
     folder = tmp_path / "Müller's (old) notes, 2026"
     folder.symlink_to(text_folder)
     code, said = command(f"data.path={folder}", "seed=0,1", "-m")
@@ -421,7 +421,7 @@ def declared(kind) -> set[str]:
     return {".".join(path) for path, _ in schema._wordings(kind) if "*" not in path and "_target_" not in path}
 
 
-def test_schema_declares_every_config_key_once_and_no_other_key():
+def test_schema_declares_exactly_the_keys_of_the_config():
     cfg = composed(["precision=bf16-master"], "plan")
     groups = {key for key in cfg if is_group(key)} - {"model", "optim"}
     here = {key for key in keys_of(OmegaConf.to_container(cfg)) if key.partition(".")[0] not in groups}
@@ -432,7 +432,7 @@ def test_schema_declares_every_config_key_once_and_no_other_key():
     assert declared(schema.PlanKeys) - groups == (here | extra) - groups
 
 
-def test_key_without_a_declaration_is_refused():
+def test_config_key_without_a_declaration_in_the_schema_is_refused():
     cfg = composed([])
     with pytest.raises(Refused, match="there is no key patience"):
         settled(OmegaConf.merge(OmegaConf.create({"patience": 3}, flags={"struct": False}), cfg))
@@ -442,7 +442,7 @@ def test_key_without_a_declaration_is_refused():
     "identity",
     ["torch.optim.AdamW", "lowmem.techniques.scheduler.cosine", "lowmem.techniques.loss.cross_entropy.Chunked", "gpt2"],
 )
-def test_arguments_of_every_technique_have_descriptions_without_an_entry(identity):
+def test_arguments_of_a_class_named_in_a_yaml_all_have_descriptions(identity):
     kinds = {field.alias: field for field in schema.arguments(identity).model_fields.values()}
     assert all(field.description for field in kinds.values())
     assert not schema.arguments("no.yaml.names.it").model_fields
@@ -453,7 +453,7 @@ OWN = ("+loss.path=[a,b]", "+loss.target=3", "+loss.alpha=-1", "+loss.dropout=1.
 
 @pytest.fixture
 def a_yaml_of_ones_own(tmp_path, monkeypatch):
-    """(package) -> the lines of its class `Weighted`, which a yaml of conf/ names."""
+    """(package) -> overrides that choose its class `Weighted`, which a yaml of conf/ names."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(package):
@@ -481,21 +481,24 @@ def test_paths_of_a_user_source_are_not_checked():
     check.check_places(typed_run(lines))
 
 
-def test_arguments_of_lowmem_classes_have_the_types_of_their_names(a_yaml_of_ones_own):
+def test_lowmem_class_arguments_of_wrong_types_are_all_refused(a_yaml_of_ones_own):
     with pytest.raises(Refused) as refusal:
         typed_run(a_yaml_of_ones_own("lowmem"))
     assert all(line.split("=")[0].lstrip("+") in str(refusal.value) for line in OWN)
 
 
-def test_user_argument_that_interpolates_a_key_has_the_type_of_the_key(a_yaml_of_ones_own):
+def test_user_argument_that_interpolates_lr_is_refused_if_it_is_not_a_number(a_yaml_of_ones_own):
     with pytest.raises(Refused, match=r"loss\.lr=fast"):
         typed_run([*a_yaml_of_ones_own("mine"), "loss.lr=fast"])
 
 
-@pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # of which a command does one
-def test_numbers_typed_for_text_keys_stay_text(one):
-    others = {"resume", "evaluate", "export", "generate"} - {one} | {"may_change", "drive"}  # no number; of plan.py
-    others |= set() if one == "generate" else {"prompt"}  # which goes with it alone
+@pytest.mark.parametrize("one", ["resume", "evaluate", "export", "generate"])  # a command uses only one of these keys
+def test_number_typed_for_a_text_key_stays_text(one):
+    others = {"resume", "evaluate", "export", "generate"} - {one} | {
+        "may_change",
+        "drive",
+    }  # may_change takes no number; drive is a key of plan.py
+    others |= set() if one == "generate" else {"prompt"}  # prompt needs generate
     keys = [key for key in TEXTS if key not in others]
     lines = ["data=jsonl", "adapter=lora", "weights=streamed", *(f"{key}={number}" for number, key in enumerate(keys))]
     cfg = composed(cli.prepare(lines), whole=True)
@@ -508,7 +511,7 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if is_group(folder.name
 CHOICES = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
 
 
-GIVEN = {  # what a choice leaves to be said
+GIVEN = {  # keys that must be set beside a choice
     "data=text": ["data.path=x"],
     "model=hf": ["model.name=x"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
@@ -517,7 +520,7 @@ GIVEN = {  # what a choice leaves to be said
 
 
 def keys() -> list[tuple[str, object, list[str]]]:
-    """(key, value, what must be typed beside it) of every yaml that a run reads."""
+    """Returns (key, value, overrides that must be typed beside it) of every yaml that a run reads."""
     found = []
     for file in (CONF / "config.yaml", *(file for group in GROUPS for file in sorted((CONF / group).glob("*.yaml")))):
         whole, choice = OmegaConf.to_container(OmegaConf.load(file)), f"{file.parent.name}={file.stem}"
@@ -546,7 +549,7 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Generates lines for a group or a key that exists or nearly does, with a value like its yaml's or any other."""
+    """Generates lines for an existing or misspelt group or key, with a value as in its yaml or with any other value."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))
@@ -567,10 +570,13 @@ def as_typed(value: object) -> str:
 
 
 def outcome(arguments: list[str]) -> str:
-    """As the command goes, up to where data is read and weights are made.
+    """Runs the checks of a command, up to reading data and creating weights.
+
+    Returns:
+        `runs`, or which check refused the command line.
 
     Raises:
-        Exception: anything but `Refused`: what a user would see as a traceback.
+        Exception: any error but `Refused`; a user would see it as a traceback.
     """
     try:
         run = typed_run(arguments)
@@ -607,7 +613,7 @@ def holds(parts: list[list[str]]) -> None:
 
 
 DRAWN = given(st.lists(lines(), min_size=1, max_size=3))
-# a case takes a quarter of a second: to make one that fails smaller would take minutes
+# A case takes a quarter of a second, so shrinking a failing case would take minutes.
 SLOWLY = {
     "phases": [Phase.generate],
     "deadline": None,
@@ -616,5 +622,9 @@ SLOWLY = {
     "database": None,
 }
 
-test_ten_command_lines = settings(max_examples=10, **SLOWLY)(DRAWN(holds))
-test_five_hundred_command_lines = pytest.mark.matrix(settings(max_examples=500, **SLOWLY)(DRAWN(holds)))
+test_ten_random_command_lines_are_built_or_refused_with_full_sentences = settings(max_examples=10, **SLOWLY)(
+    DRAWN(holds)
+)
+test_five_hundred_random_command_lines_are_built_or_refused_with_full_sentences = pytest.mark.matrix(
+    settings(max_examples=500, **SLOWLY)(DRAWN(holds))
+)

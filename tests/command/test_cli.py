@@ -1,4 +1,4 @@
-"""Tests how typed lines become what Hydra reads."""
+"""Tests how typed overrides become the overrides that Hydra reads."""
 
 import importlib
 import os
@@ -42,10 +42,10 @@ from typed import typed_run
         ("~precision=16", "~precision='16'"),
         ("precision@x=16", "precision@x='16'"),
         ("+precision@x=choice(16,32)", "+precision@x='16','32'"),
-        ("precision=interval(1,2)", "precision=interval(1,2)"),  # Hydra refuses what cannot be enumerated
+        ("precision=interval(1,2)", "precision=interval(1,2)"),  # Hydra refuses a sweep over an interval
         ("precision=choice(16", "precision=choice(16"),
         ("batch_size=choice(16,32)", "batch_size=choice(16,32)"),
-        ("batch_size=16", "batch_size=16"),  # no group: stays a number
+        ("batch_size=16", "batch_size=16"),  # not a group: the value stays a number
         ("optim.lr=16", "optim.lr=16"),
         ("model=qwen3-8b", "model=qwen3-8b"),
         ("seed=1,2,3", "seed=1,2,3"),
@@ -53,7 +53,7 @@ from typed import typed_run
         ("-m", "-m"),
     ],
 )
-def test_values_of_group_overrides_are_quoted_and_other_values_are_not(typed, read):
+def test_numeric_choices_of_a_group_are_quoted_for_hydra_and_other_values_are_not(typed, read):
     assert quoted(typed) == read
 
 
@@ -71,7 +71,7 @@ SWEEPS = {
 
 @pytest.mark.parametrize("typed", SWEEPS)
 def test_sweep_over_a_group_gives_each_job_its_choice(typed, command, monkeypatch):
-    """Hydra composes each job's config, as it does for a launcher."""
+    """Hydra composes the config of each job; a stand-in for `sweep.job` records it."""
     chosen = []
 
     def job(folder, number, overrides):
@@ -91,7 +91,7 @@ def test_sweep_over_an_unknown_choice_is_refused_before_any_job_starts():
         cli.prepare(["-m", "precision=choice(16,17)"])
 
 
-def test_numeric_choice_works_with_a_prefix_and_a_package():
+def test_numeric_choice_with_a_plus_and_a_package_is_composed_into_the_package():
     assert composed(["+precision@mine=16"]).mine.init_scale == 65536
 
 
@@ -135,7 +135,7 @@ def test_resume_with_another_logger_drops_the_keys_of_the_replaced_logger(earlie
 
 
 @pytest.mark.parametrize("value", ["true", "Yes", "200GB", "http://x"])
-def test_drive_value_that_is_not_a_folder_is_refused(value):
+def test_weights_drive_value_that_does_not_name_a_folder_is_refused(value):
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=sqrt")
     with pytest.raises(Refused, match=f"weights.drive={value}: give a folder on a drive"):
         typed_run([*streamed, f"weights.drive={value}"])
@@ -158,7 +158,7 @@ def test_resume_of_a_sweep_with_damaged_overrides_file_is_refused(tmp_path, cont
         cli.prepare([f"sweep.resume={tmp_path}"])
 
 
-def test_resume_without_an_overrides_file_uses_the_typed_overrides(tmp_path):
+def test_resume_of_a_folder_without_overrides_uses_the_typed_overrides_only(tmp_path):
     assert cli.prepare([f"resume={tmp_path}", "precision=16"]) == [f"resume={tmp_path}", "precision='16'"]
 
 
@@ -215,7 +215,7 @@ def test_run_with_a_removed_strategy_resumes_with_the_typed_replacement(earlier,
     for typed in ("strategy=fsdp", "strategy=fsdp_offload"):
         assert cli.prepare([f"resume={earlier}", typed]) == ["devices=2", f"resume={earlier}", typed]
     assert cli.prepare([f"evaluate={earlier}"]) == ["strategy=fsdp", "devices=2", f"evaluate={earlier}"]
-    assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # by one process
+    assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # one process exports
 
 
 def test_run_with_a_choice_that_became_a_setting_resumes_with_the_setting(earlier):
@@ -239,7 +239,7 @@ def test_run_with_a_choice_that_became_a_setting_resumes_with_the_setting(earlie
         ("lr=-1", "lr=-1: give a positive learning rate"),
     ],
 )
-@pytest.mark.filterwarnings("error")  # Hydra's, of a callback that failed: it would go on without a lock
+@pytest.mark.filterwarnings("error")  # Hydra only warns if a callback fails, and would run without a lock
 def test_invalid_value_leaves_an_existing_run_folder_unchanged(command, tmp_path, line, says):
     run = tmp_path / "run"
     (run / ".hydra").mkdir(parents=True)
@@ -251,7 +251,7 @@ def test_invalid_value_leaves_an_existing_run_folder_unchanged(command, tmp_path
     assert len(files) == 3 and all(file.read_text() == "{}" for file in files)
 
 
-def test_hydra_runtime_interpolations_are_resolved_by_the_job(command, tmp_path):
+def test_negative_lr_is_reported_beside_a_valid_hydra_runtime_interpolation(command, tmp_path):
     code, said = command("cache_dir=${hydra:runtime.output_dir}/cache", "lr=-1")
     assert code == 1 and "lr=-1: give a positive learning rate" in said and not (tmp_path / "run").exists()
 
@@ -259,7 +259,7 @@ def test_hydra_runtime_interpolations_are_resolved_by_the_job(command, tmp_path)
 @pytest.mark.rows("seq_len=999999*")
 @pytest.mark.process
 @pytest.mark.parametrize("typed", ["seq_len=999999", "lr=-1", "model=llama-3.2-1b seq_len=999999"])
-def test_config_errors_are_reported_before_torch_is_imported(typed, tmp_path):
+def test_seq_len_beyond_the_model_and_negative_lr_are_refused_before_torch_is_imported(typed, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     line = [sys.executable, "train.py", *typed.split(), f"hydra.run.dir={tmp_path}/run"]
@@ -278,7 +278,7 @@ def test_copy_of_train_py_writes_a_run_folder(command, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "train.log").exists()
 
 
-def test_sweep_started_from_a_copy_of_train_py_runs_the_copy(command, tmp_path, monkeypatch):
+def test_sweep_started_from_a_copy_of_train_py_runs_its_jobs_with_the_copy(command, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train.py", tmp_path / "train_swept.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("train.main", importlib.import_module("train_swept").main)
@@ -290,7 +290,7 @@ def test_sweep_started_from_a_copy_of_train_py_runs_the_copy(command, tmp_path, 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("script", "line"), [("train.py", "seed=1"), ("plan.py", "rows=3")])
-def test_copy_of_a_command_reads_the_config_of_the_original_command(tmp_path, script, line):
+def test_copy_of_train_py_or_plan_py_corrects_misspelt_keys_of_its_original_config(tmp_path, script, line):
     copy = shutil.copy(ROOT / script, tmp_path / f"my_{script}")
     done = subprocess.run([sys.executable, copy, f"x{line}"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and f"Type {line}" in done.stderr, done.stderr

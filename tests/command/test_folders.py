@@ -1,4 +1,4 @@
-"""A run has its folder to itself, and one that was refused leaves a folder as it was."""
+"""A run has a folder of its own, and a refused run leaves a folder unchanged."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ EIGHT = 8
 
 @pytest.fixture
 def race(processes, tmp_path):
-    """(arguments) -> (exit codes, what was said) of commands that start at once, in the same second."""
+    """(arguments) -> (exit codes, outputs) of commands that start at the same time."""
 
     def run(*arguments, count=EIGHT, claims=True):
         together = processes.Barrier(count)
@@ -40,7 +40,7 @@ def race(processes, tmp_path):
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """Run's folder -> who has written there."""
+    """Returns folder of a run -> number of the process that wrote its summary."""
     return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
 
 
@@ -66,14 +66,14 @@ def test_three_sweeps_started_in_one_second_get_three_folders(race, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_runs_without_a_folder_lock_share_a_folder_and_the_check_fails(race, tmp_path):
+def test_wrong_variant_without_a_folder_lock_fails_the_check_for_separate_folders(race, tmp_path):
     with pytest.raises(AssertionError):
         have_their_own(race, tmp_path, count=2, claims=False)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("exists", "more"), [(False, ()), (True, ("resume=auto",))])
-def test_eight_runs_in_one_folder_start_once_and_seven_are_refused(race, tmp_path, more, exists):
+def test_of_eight_runs_started_at_once_in_one_folder_one_runs_and_seven_are_refused(race, tmp_path, more, exists):
     if exists:
         (tmp_path / "mine").mkdir()
     codes, said = race(f"hydra.run.dir={tmp_path}/mine", *more)
@@ -89,10 +89,10 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_second_run_in_an_occupied_folder_is_refused_and_resume_of_it_is_accepted(command, tmp_path):
+def test_second_run_in_the_folder_of_a_run_is_refused_but_may_resume_that_run(command, tmp_path):
     run = tmp_path / "run"
     assert command("max_steps=2", "save_every=1")[0] == 0
-    assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # all of it is known as a run's
+    assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # every file is known as a file of a run
     before = content(run)
 
     code, said = command("max_steps=3")
@@ -102,7 +102,7 @@ def test_second_run_in_an_occupied_folder_is_refused_and_resume_of_it_is_accepte
     )
     assert content(run) == before
 
-    code, said = command(f"resume={run}", "max_steps=2")  # it is done
+    code, said = command(f"resume={run}", "max_steps=2")  # the run is done
     assert code == 1 and "2 steps are done" in said
     code, said = command(f"resume={run}", "batch_size=0")
     assert code == 1 and "batch_size=0" in said
@@ -112,7 +112,7 @@ def test_second_run_in_an_occupied_folder_is_refused_and_resume_of_it_is_accepte
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
 
 
-def test_failed_run_is_no_longer_failed_after_a_successful_resume(command, tmp_path):
+def test_failed_run_has_status_done_after_a_successful_resume(command, tmp_path):
     assert command("max_steps=1")[0] == 0
     (tmp_path / "run" / folders.FAILED).write_text("SIGTERM: ended at once.\n")
     assert command(f"resume={tmp_path}/run", "max_steps=2")[0] == 0
@@ -120,19 +120,19 @@ def test_failed_run_is_no_longer_failed_after_a_successful_resume(command, tmp_p
 
 
 @pytest.mark.parametrize("name", [None, "notes.txt", "train.log", "model"])
-def test_files_of_other_programs_in_a_run_folder_are_kept(command, tmp_path, name):
+def test_refused_run_keeps_an_existing_folder_and_the_files_of_other_programs(command, tmp_path, name):
     folder = tmp_path / "run"
     folder.mkdir()
     if name is not None:
         (folder / name).write_text("mine")
     before = content(folder)
-    code, said = command("optim.in_backward=true")  # refused when the folder is claimed already
+    code, said = command("optim.in_backward=true")  # refused after the folder was claimed
     assert code == 1 and ("clip=null" in said) == (name in (None, "notes.txt"))
     assert folder.is_dir() and content(folder) == before
 
 
 def test_error_while_inspecting_a_folder_refuses_the_run(command, tmp_path, monkeypatch):
-    """Hydra takes what its hooks raise for a warning."""
+    """Hydra turns exceptions of its callbacks into warnings."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("mine")
     monkeypatch.setattr("lowmem.command.folder_lock._goes_on", lambda *_: 1 / 0)
@@ -141,8 +141,8 @@ def test_error_while_inspecting_a_folder_refuses_the_run(command, tmp_path, monk
     assert code == 1 and "cannot be read (division by zero)" in said and content(tmp_path / "run") == before
 
 
-def test_folder_with_a_hydra_interpolation_in_its_name_is_locked(command, tmp_path):
-    """Hydra's own values are known to it only after its callbacks, and it takes what they raise for a warning."""
+def test_second_run_in_a_folder_named_by_a_hydra_interpolation_is_refused(command, tmp_path):
+    """Hydra resolves its own values only after its callbacks, and turns their exceptions into warnings."""
     named = f"hydra.run.dir={tmp_path}/${{hydra:job.name}}-run"
     assert command("max_steps=1", named)[0] == 0
     (folder,) = tmp_path.glob("*-run")
@@ -174,7 +174,7 @@ def test_other_sweep_in_an_occupied_folder_is_refused_and_the_same_sweep_continu
 
 
 @pytest.mark.parametrize(("left", "typed"), [("train.log", ()), ("multirun.yaml", ("-m",))])
-def test_resume_command_in_the_error_can_be_copied_into_a_shell(command, tmp_path, left, typed):
+def test_resume_advice_for_a_folder_name_with_a_quote_can_be_pasted_into_a_shell(command, tmp_path, left, typed):
     folder = tmp_path / "Müller's run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-00000001.ckpt").touch()
@@ -186,7 +186,7 @@ def test_resume_command_in_the_error_can_be_copied_into_a_shell(command, tmp_pat
 
 
 def test_folder_of_a_plan_cannot_be_resumed(command, tmp_path):
-    """resume=auto, which would be said of another folder without a checkpoint, is refused here too."""
+    """resume=auto, which is accepted in the folder of a run, is refused here too."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").touch()
     for more in ((), ("resume=auto",)):
@@ -201,7 +201,7 @@ def test_live_run_has_status_running_and_killed_run_has_status_broken(command, t
         seen.append(folders.load(file.parent).status)
         write(file, summary)
 
-    monkeypatch.setattr(folders, "QUIET", 0)  # the age of its files says nothing
+    monkeypatch.setattr(folders, "QUIET", 0)  # ignore the age of the files
     monkeypatch.setattr(results, "write", watched)
     assert command("max_steps=1")[0] == 0 and seen == ["running"]
     (tmp_path / "run" / "summary.json").unlink()  # as kill -9 leaves a run

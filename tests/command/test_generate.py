@@ -1,4 +1,4 @@
-"""`generate=`: what a folder's model writes behind a prompt, checked against plain transformers; and who cannot."""
+"""`generate=`: the completion that a folder's model generates, compared with plain transformers, and refusals."""
 
 import json
 
@@ -30,7 +30,8 @@ def run(small, tmp_path_factory):
 
 
 def greedy(folder, ids, tokens):
-    """Without a cache, one whole pass per token."""
+    """Returns the prompt and its greedy completion, computed without a cache: one forward pass over all tokens per new
+    token."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([ids])
     for _ in range(tokens):
@@ -46,7 +47,7 @@ def test_generate_from_run_or_model_equals_transformers_and_creates_no_folder(co
     ids = tokenizer("def return")["input_ids"]
     expected = tokenizer.decode(greedy(run / "model", ids, 5)[len(ids) :])
     assert code == 0 and said == printable(expected) + "\n"
-    assert not (tmp_path / "outputs").exists()  # nor the folder of the day
+    assert not (tmp_path / "outputs").exists()  # and not even the folder of the day
 
 
 def test_empty_or_blank_completion_is_reported_with_a_warning(config, run, monkeypatch, caplog):
@@ -57,14 +58,14 @@ def test_empty_or_blank_completion_is_reported_with_a_warning(config, run, monke
         assert ("the completion of this prompt is empty or blank" in caplog.text) == warned
 
 
-def test_sampling_with_a_temperature_depends_on_the_seed(config, run):
+def test_sampled_text_is_reproducible_with_one_seed_and_differs_with_another(config, run):
     def written(*more):
         return generate(config(f"generate={run}", "prompt=def", "max_new_tokens=8", *more))
 
     assert written("temperature=1.5") == written("temperature=1.5") != written("temperature=1.5", "seed=1")
 
 
-def test_streamed_weights_generate_the_text_of_resident_weights_and_are_fetched_once(
+def test_streamed_weights_generate_the_text_of_resident_weights_and_copy_less_in_larger_batches(
     config, run, tmp_path, monkeypatch
 ):
     file = tmp_path / "prompts.txt"
@@ -80,10 +81,10 @@ def test_streamed_weights_generate_the_text_of_resident_weights_and_are_fetched_
     for more in ([], ["weights.order=by_micro_batch"], ["batch_size=2"], ["loss=tiled"], drive):
         assert generate(config(*lines, "weights=streamed", *more)) == resident
     at_once, one_by_one, in_twos = fetched[:3]
-    assert at_once < in_twos < one_by_one < 3 * at_once + 9  # a stack of two slots keeps what is there
+    assert at_once < in_twos < one_by_one < 3 * at_once + 9  # the last blocks stay in their two slots
 
 
-def test_prompt_is_rendered_as_a_user_message_by_the_chat_template(run):
+def test_prompt_for_a_chat_model_is_rendered_as_a_user_message_by_its_template(run):
     chats = AutoTokenizer.from_pretrained(run / "model")
     chats.chat_template = TEMPLATE
     expected = chats("<|im_start|>user\nhi, {a: 1}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
@@ -95,7 +96,7 @@ def test_prompt_is_rendered_as_a_user_message_by_the_chat_template(run):
         prompt_ids(chats, "hi", chat=True)
 
 
-def test_generate_from_an_adapter_folder_loads_its_base(command, run, tmp_path):
+def test_generate_from_an_adapter_folder_equals_the_merged_model(command, run, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(run / "model"), LoraConfig(target_modules=["c_attn"]))
@@ -118,7 +119,7 @@ def test_generate_from_an_adapter_folder_loads_its_base(command, run, tmp_path):
     assert code == 1 and "does not name its base model" in said
 
 
-def test_invalid_generate_commands_are_refused(command, tmp_path):
+def test_generate_without_a_model_or_prompt_or_with_conflicting_keys_is_refused(command, tmp_path):
     (tmp_path / "empty").mkdir()
     for lines, says in (
         (("generate=/none", "prompt=x"), "there is no such run folder"),
@@ -133,7 +134,7 @@ def test_invalid_generate_commands_are_refused(command, tmp_path):
         assert code == 1 and says in said and "Traceback" not in said, said
 
 
-def test_generation_stops_at_end_token_last_position_or_stop_request():
+def test_generation_stops_at_the_end_token_the_last_position_or_a_stop_request():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""Tests what the command line says about itself: --help, made from the comments of conf/, and tab completion."""
+"""Tests --help, which is made from the comments of conf/, and tab completion."""
 
 import os
 import shlex
@@ -34,7 +34,7 @@ def said(*arguments: str, script: str = "train.py") -> str:
 
 @pytest.fixture(scope="module")
 def typed():
-    """`python train.py --help`, as it is typed."""
+    """The output of `python train.py --help`."""
     return said("--help")
 
 
@@ -44,7 +44,7 @@ def unwrapped(text: str) -> str:
 
 @pytest.mark.parametrize("name", YAMLS, ids=str)
 def test_comment_parser_finds_every_key_of_each_yaml(name):
-    """By a parser that knows YAML; it does not see what stands on one line in braces, nor `override /group`."""
+    """The oracle is a YAML parser. The comment parser skips keys in braces on one line, and `override /group`."""
     found = help.comments(CONF / name)
     there = {key for key in keys_of(yaml.safe_load((CONF / name).read_text())) if "override" not in key}
     ends = {key for key in found if not any(other.startswith(f"{key}.") for other in found)}
@@ -54,21 +54,21 @@ def test_comment_parser_finds_every_key_of_each_yaml(name):
     assert all(f"# {comment}\n" in text for comment in found.values() if comment)
 
 
-def test_comments_and_heading_of_a_yaml_are_parsed(tmp_path):
+def test_comment_of_each_key_and_heading_of_a_yaml_are_parsed(tmp_path):
     (tmp_path / "a.yaml").write_text("# head\n# on two lines\na: 1 # one\nb:\n  - c: x\n  d: '{e: f}' # g # h\ni: 2\n")
     assert help.comments(tmp_path / "a.yaml") == {"a": "one", "b": None, "b.c": None, "b.d": "g # h", "i": None}
     assert help.heading(tmp_path / "a.yaml") == "head on two lines"
 
 
 @pytest.mark.process
-def test_help_shows_every_key_with_its_comment(typed):
+def test_help_shows_every_key_of_config_yaml_with_its_comment(typed):
     assert len(COMMENTS) > 30
     for key, comment in COMMENTS.items():
         assert f"{key.removeprefix('defaults.')}" in typed and unwrapped(comment) in unwrapped(typed), key
 
 
-def test_every_overridable_key_has_a_comment():
-    """Sections, what the groups fill and Hydra's own part aside."""
+def test_every_overridable_key_of_config_yaml_and_plan_yaml_has_a_comment():
+    """Exceptions are sections, keys that groups fill, and Hydra's own keys."""
     cfg = OmegaConf.load(CONF / "config.yaml")
     for key, comment in help.comments(CONF / "config.yaml").items():
         inside = key.startswith(("trainer.", "callbacks", "hydra")) or key == "defaults"
@@ -79,7 +79,7 @@ def test_every_overridable_key_has_a_comment():
 
 @pytest.mark.process
 def test_help_shows_new_comments_and_drops_removed_comments(tmp_path, typed):
-    """The text is made from the files: another conf/ has another help."""
+    """The help is made from the yaml files, so another conf/ gives another help."""
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "config.yaml"
     text = file.read_text()
@@ -108,7 +108,7 @@ def test_help_is_at_most_80_columns_wide(typed):
 
 
 @pytest.mark.process
-def test_help_shows_keys_of_typed_choices():
+def test_help_shows_the_keys_of_typed_choices_with_the_typed_values():
     text = said("precision=bf16-master", "optim=muon", "loss=chunked", "loss.rows=7", "data=text", "--help")
     assert "loss.rows=7" in text and "tokens whose logits exist at once" in text
     assert "optim=muon" in text and "Muon for the matrices inside the blocks" in text
@@ -117,13 +117,13 @@ def test_help_shows_keys_of_typed_choices():
 
 
 @pytest.mark.process
-def test_help_shows_removed_keys_with_a_tilde():
+def test_help_shows_keys_removed_on_the_command_line_with_a_tilde():
     text = said("~clip", "memory=null", "--help")
     assert "  ~clip " in text and "  ~memory.limit " in text and unwrapped(COMMENTS["clip"]) in unwrapped(text)
 
 
 @pytest.mark.process
-def test_help_of_the_planner_shows_its_own_keys():
+def test_help_of_the_planner_shows_every_key_of_plan_yaml_with_its_comment():
     text = unwrapped(said("--help", script="plan.py"))
     for key, comment in help.comments(CONF / "plan.yaml").items():
         assert not comment or (f"{key}=" in text and unwrapped(comment) in text)
@@ -131,7 +131,7 @@ def test_help_of_the_planner_shows_its_own_keys():
 
 
 @pytest.mark.process
-def test_help_of_compare_shows_its_options():
+def test_help_of_compare_mentions_comparison_csv():
     assert "comparison.csv" in said("--help", script="compare.py")
 
 
@@ -146,7 +146,7 @@ def test_help_piped_into_head_writes_no_error():
 
 
 def completed(line: str, script: str = "train.py") -> list[str]:
-    """As bash asks for it."""
+    """Returns the completions of a line, requested as bash does."""
     environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     words = [sys.executable, script, "-sc", "query=bash"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -160,22 +160,22 @@ def completed(line: str, script: str = "train.py") -> list[str]:
     [
         ("python train.py optim=lion", ["optim=lion8bit"]),
         ("python train.py precision=16-", ["precision=16-master", "precision=16-true"]),
-        ("python train.py precision=16 cli", ["clip=", "clip_value="]),  # Hydra takes 16 for a number
+        ("python train.py precision=16 cli", ["clip=", "clip_value="]),  # Hydra would parse 16 as a number
         ("python train.py -m precision=16,32 optim=adam8bit optim.emb", ["optim.embedding_bits="]),
     ],
 )
-def test_completion_offers_groups_choices_and_keys(line, expected):
+def test_tab_completion_offers_the_matching_choices_and_keys(line, expected):
     assert completed(line) == expected
 
 
 @pytest.mark.process
-def test_completion_offers_keys_of_the_planner():
+def test_tab_completion_of_plan_py_offers_the_key_gpu():
     assert completed("python plan.py gp", "plan.py") == ["gpu="]
 
 
 @pytest.fixture
 def in_bash(tmp_path):
-    """(line of bash that installs it) -> what it completes and whether it ran a stranger's script."""
+    """(line of bash that installs completion) -> (completion of optim=lion, whether another project's script ran)."""
     (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -201,7 +201,7 @@ def in_bash(tmp_path):
 
 
 @pytest.mark.process
-def test_documented_completion_line_completes_and_does_not_run_other_scripts(in_bash):
+def test_documented_tab_completion_line_completes_and_does_not_run_other_scripts(in_bash):
     install = next(
         line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "-sc install=bash" in line
     )
@@ -209,6 +209,6 @@ def test_documented_completion_line_completes_and_does_not_run_other_scripts(in_
 
 
 @pytest.mark.process
-def test_completion_line_of_hydra_runs_another_projects_script(in_bash):
-    """The wrong variant: Hydra's own line, which looks for its decorator and does not ask what it found."""
+def test_wrong_variant_with_hydras_own_tab_completion_runs_the_script_of_another_project(in_bash):
+    """Hydra's own line runs every script to complete its arguments."""
     assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)

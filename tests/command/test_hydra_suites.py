@@ -1,5 +1,5 @@
-"""Hydra's own tests of launchers and sweepers, with this project's callbacks around each sweep: they work as people
-know them. A launcher that is not installed is left out."""
+"""Hydra's own tests of launchers and sweepers, with this project's callbacks around each sweep. Tests of a launcher
+that is not installed are skipped."""
 
 from importlib.util import find_spec
 
@@ -12,7 +12,7 @@ from lowmem.command import folder_lock
 
 pytestmark = [
     pytest.mark.process,  # the integration tests start scripts
-    # of the apps of these tests, which ask for an old version's behaviour
+    # the apps of these tests request the behavior of an old Hydra version
     pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning", "ignore:\\s*version_base"),
 ]
 
@@ -46,8 +46,8 @@ THERE = [
 
 @pytest.fixture(autouse=True)
 def a_command():
-    """Each sweep is a separate command, which releases its folder. The apps of these tests do not ask for a version of
-    Hydra's behaviour, unlike apps of other tests."""
+    """Makes each sweep a separate command, which releases its folder. Unlike apps of other tests, the apps of these
+    tests do not request a version of Hydra's behavior."""
     state = Singleton.get_state()
     version.setbase("1.1")
     yield

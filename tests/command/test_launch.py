@@ -29,7 +29,7 @@ from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from made_up import WATCHDOG
 
-# What a stand-in has: `rank`, `run`, and how it hears a signal as training does: it ends in order after its window.
+# What a stand-in for train.py has: `rank`, `run`, and signal handlers as in training, which stop after the window.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -58,7 +58,7 @@ def stops():
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """(what each rank does, how many) -> what the command that started them makes of it."""
+    """(code of each rank, number of ranks) -> the result of `launch.run`, which starts them."""
     monkeypatch.setattr(launch.sweep, "script", tmp_path / "train.py")
     monkeypatch.setattr(launch, "SETTLE", 0.3)
     monkeypatch.setattr(launch, "GRACE", 0.5)
@@ -89,12 +89,12 @@ def message(ranks, does: str, size: int = 2) -> str:
 
 
 def meet(word: str) -> str:
-    """On a busy machine ranks start seconds apart."""
+    """Returns code that waits for all ranks: on a busy machine, ranks start seconds apart."""
     return f"(run / f'{word}-{{rank}}').touch()\ntogether('{word}')\n"
 
 
 @pytest.mark.process
-def test_each_rank_has_its_environment_and_its_own_log(ranks, capfd):
+def test_each_of_three_ranks_has_its_environment_overrides_and_output_log(ranks, capfd):
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     does = f"print(*(os.environ[key] for key in {keys}), *sys.argv[1:])"
     assert ranks(does, 3) is None
@@ -115,7 +115,7 @@ def test_each_rank_has_its_environment_and_its_own_log(ranks, capfd):
     ],
 )
 def test_dead_rank_ends_the_other_ranks_and_is_reported_with_its_last_lines(ranks, end, says):
-    """The other one is deaf and never ends: it waits in a collective."""
+    """The other rank ignores signals and does not end, like a rank that waits in a collective."""
     began = time.monotonic()
     said = message(
         ranks,
@@ -149,8 +149,8 @@ def test_error_of_rank_0_quotes_the_last_lines_of_train_log(ranks):
 
 @pytest.mark.process
 def test_error_reports_the_rank_that_failed_first_and_not_the_lost_connections(ranks):
-    """Rank 0 sees a connection that closes before anybody sees that rank 1 has died; rank 2 aborts."""
-    launch.SETTLE = 2.0  # put back by the fixture
+    """Rank 0 reports a closed connection before the launcher notices that rank 1 has died; rank 2 aborts."""
+    launch.SETTLE = 2.0  # the fixture restores the value
     lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank has exited.')\n"
     lost += "if rank == 2: os.abort()\ntime.sleep(0.15)\n"
     said = message(ranks, meet("once") + lost + "os.kill(os.getpid(), signal.SIGKILL)", 3)
@@ -162,13 +162,13 @@ def test_error_reports_the_rank_that_failed_first_and_not_the_lost_connections(r
 
 
 @pytest.mark.process
-def test_crash_of_a_library_at_exit_does_not_fail_a_finished_run(ranks):
+def test_abort_of_a_rank_after_it_reported_done_does_not_fail_the_run(ranks):
     assert ranks("launched.report('done')\nif rank == 0: os.abort()") is None
     assert message(ranks, "if rank == 0: os.abort()").startswith("Rank 0 of 2: killed by SIGABRT")
 
 
 @pytest.mark.process
-def test_timeout_of_the_waiting_ranks_names_the_collective(ranks):
+def test_error_of_a_rank_whose_collective_timed_out_names_the_collective(ranks):
     said = message(
         ranks, "if rank == 1: time.sleep(60)\nfails('lost', 'all_reduce in total: another rank did not ...')"
     )
@@ -176,9 +176,9 @@ def test_timeout_of_the_waiting_ranks_names_the_collective(ranks):
 
 
 @pytest.mark.process
-def test_nccl_watchdog_timeout_names_the_collective(ranks, capfd):
-    """The first rank prints them to the terminal only; another rank's stand before everything that follows. If several
-    ranks were aborted, the one whose words are understood is reported."""
+def test_error_of_a_rank_aborted_by_the_nccl_watchdog_names_the_collective(ranks, capfd):
+    """Rank 0 prints the watchdog's message to the terminal, rank 1 to its log, before 50 further lines. If several
+    ranks were aborted, the error names the rank that printed the message."""
     aborts = f"print({WATCHDOG!r}, *['a frame'] * 50, sep='\\n', file=sys.stderr, flush=True); os.abort()"
     for number in (0, 1):
         first = f"if rank != {number}: os.abort()\n" if number else f"if rank != {number}: time.sleep(60)\n"
@@ -206,7 +206,7 @@ def test_failed_rank_gets_time_to_finish_its_cleanup(ranks):
 
 
 @pytest.mark.process
-def test_refusal_of_all_ranks_is_printed_once_without_a_rank(ranks, capfd):
+def test_refusal_by_all_ranks_is_reported_once_without_a_rank_and_by_one_rank_with_it(ranks, capfd):
     sentence = "lr=-1: give a positive learning rate."
     assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
     assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
@@ -222,7 +222,8 @@ def test_failed_upload_of_rank_0_does_not_mark_a_complete_run_as_failed(ranks):
 
 
 def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
-    """In a while, when all ranks listen: to this process, or to one rank."""
+    """Sends signals once two ranks have signal handlers. Args: to: a rank, or None for this process; apart: seconds
+    between two signals."""
 
     def send() -> None:
         while len([*ranks.run.glob("listens-*")]) < 2:
@@ -238,7 +239,7 @@ def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_signal_is_forwarded_to_all_ranks_once_and_ranks_stop_in_order(ranks, name):
-    signalled(ranks, name, name, apart=0.0)  # twice at once, as of a terminal's whole process group
+    signalled(ranks, name, name, apart=0.0)  # twice at once, as from a terminal to the whole process group
     does = "listens()\nwhile not told: time.sleep(0.01)\ntime.sleep(0.4)\n"
     sent = ranks(does + "(run / f'told-{rank}').write_text(str(told))\nstops()")
     assert sent == signal.Signals[name]
@@ -255,22 +256,22 @@ def test_second_signal_ends_all_ranks_including_one_that_ignores_signals(ranks):
 
 
 @pytest.mark.process
-def test_signal_sent_to_one_rank_ends_the_run_with_that_signal(ranks):
+def test_signal_sent_to_one_rank_stops_the_run_and_is_returned(ranks):
     signalled(ranks, "SIGTERM", to=1)
     does = "listens()\ntogether('listens')\nwhile not told and not (run / 'told').exists(): time.sleep(0.01)\n"
     assert ranks(does + "(run / 'told').touch()\ntold = told or [15]\nstops()") == signal.SIGTERM
 
 
 @pytest.mark.process
-def test_signal_before_the_first_checkpoint_ends_the_run_immediately(ranks):
+def test_launcher_reports_ended_at_once_if_ranks_exit_on_a_signal_without_a_report(ranks):
     signalled(ranks, "SIGHUP")
     with pytest.raises(Ended) as ended:
         ranks("listens()\nwhile not told: time.sleep(0.01)\nsys.exit(129)")
     assert ended.value.code == 129 and ended.value.said == "SIGHUP: ended at once."
 
 
-def test_each_rank_is_started_with_the_overrides_and_one_run_folder(tmp_path, monkeypatch):
-    """In this process: the first rank is not started."""
+def test_first_rank_of_three_is_started_with_the_overrides_and_the_run_folder(tmp_path, monkeypatch):
+    """A stand-in for `_rank` records its arguments instead of starting a process."""
 
     class Started(Exception):
         pass
@@ -287,7 +288,7 @@ def test_each_rank_is_started_with_the_overrides_and_one_run_folder(tmp_path, mo
 
 @pytest.mark.seam
 @pytest.mark.process
-def test_ranks_end_when_their_launcher_dies(tmp_path):
+def test_ranks_end_when_their_launcher_is_killed_even_if_one_ignores_sigterm(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "train.py").write_text(
@@ -303,7 +304,7 @@ def test_ranks_end_when_their_launcher_dies(tmp_path):
     pids = [int(file.read_text()) for file in run.glob("pid-*")]
     parent.kill()
     parent.wait()
-    until(lambda: not any(map(alive, pids)), 10)  # one hears SIGTERM, the other one is killed
+    until(lambda: not any(map(alive, pids)), 10)  # rank 0 handles SIGTERM, rank 1 is killed
 
 
 def until(what, seconds=60) -> None:
@@ -313,12 +314,12 @@ def until(what, seconds=60) -> None:
         time.sleep(0.02)
 
 
-# --- the place of a process ----------------------------------------------------------------------------------------
+# --- environment variables of a rank ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def place(monkeypatch):
-    """(environment) of this process from now on."""
+    """(variables) -> None; sets environment variables of this process, after removing all variables of ranks."""
     for key in (
         "RANK",
         "WORLD_SIZE",
@@ -345,7 +346,7 @@ def place(monkeypatch):
     ],
 )
 def test_world_size_that_differs_from_devices_is_refused(place, env, says):
-    """Hydra turns an exception of a callback into a warning, so it exits."""
+    """Hydra turns an exception of a callback into a warning, so the callback exits."""
     place(**env)
     with pytest.raises(SystemExit) as ended:
         cli.Settle().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
@@ -363,7 +364,7 @@ def test_world_size_that_equals_devices_is_accepted(place, env, monkeypatch):
     assert cli.Settle.run.devices == 2
 
 
-def test_sweep_under_torchrun_is_refused(place):
+def test_sweep_started_by_torchrun_is_refused(place):
     place(RANK="0", WORLD_SIZE="2")
     with pytest.raises(Refused, match=r"each would run the whole sweep. Type python train.py -m ... devices=2"):
         cli.prepare(["-m", "strategy=ddp", "devices=2", "seed=1,2"])
@@ -371,7 +372,7 @@ def test_sweep_under_torchrun_is_refused(place):
 
 @pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
 def test_more_ranks_than_cuda_devices_are_refused(place, monkeypatch, device, ranks):
-    """Only the ranks of this machine count, out of 8."""
+    """Only the ranks on this machine count, out of 8 ranks."""
     place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -382,7 +383,7 @@ def test_more_ranks_than_cuda_devices_are_refused(place, monkeypatch, device, ra
             check._device(device, snapshot=False)
 
 
-def test_ranks_without_local_rank_are_refused(place, monkeypatch):
+def test_several_ranks_on_one_machine_without_local_rank_are_refused(place, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -404,7 +405,7 @@ def test_restarted_torchrun_ranks_do_not_read_store_keys_of_the_previous_attempt
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_single_process_commands_ignore_strategy_and_devices(place, env):
+def test_show_drops_strategy_and_devices_overrides_but_export_null_keeps_them(place, env):
     place(**env)
     assert cli.prepare(["show=3", "strategy=ddp", "strategy.timeout=9", "devices=2"]) == ["show=3"]
     assert cli.prepare(["export=null", "strategy=ddp", "devices=2"])[1:] == ["strategy=ddp", "devices=2"]
@@ -427,16 +428,18 @@ hydra: {run: {dir: RUN}, output_subdir: .hydra, overrides: {hydra: ["hydra.run.d
 
 
 @pytest.mark.parametrize(("number", "file"), [(0, "train.log"), (1, None)])
-def test_rank_uses_the_claimed_folder_and_does_not_overwrite_hydra_files(place, tmp_path, monkeypatch, number, file):
-    (tmp_path / "summary.json").touch()  # another run is in this folder, which a command would refuse
+def test_rank_uses_the_folder_of_its_launcher_and_writes_no_hydra_files_or_second_log(
+    place, tmp_path, monkeypatch, number, file
+):
+    (tmp_path / "summary.json").touch()  # another run's folder, which a command would refuse
     place(RANK=str(number), WORLD_SIZE="2", LOWMEM_RANK_OF=str(tmp_path))
     config = OmegaConf.create(HYDRAS.replace("RUN", str(tmp_path)))
     monkeypatch.setattr(folder_lock.Claim, "now", None)
-    monkeypatch.setattr(HydraConfig, "set_config", lambda *_: None)  # this one is not of Hydra's making
+    monkeypatch.setattr(HydraConfig, "set_config", lambda *_: None)  # Hydra did not create this config
     folder_lock.Claim().on_run_start(config)
     assert (config.hydra.run.dir, config.hydra.output_subdir) == (str(tmp_path), None)
     assert config.hydra.job_logging.handlers.file.filename == (str(tmp_path / file) if file else os.devnull)
-    assert folder_lock.Claim.now is None  # who has started it holds the lock
+    assert folder_lock.Claim.now is None  # the launcher holds the lock
 
 
 @pytest.mark.parametrize("earlier", [None, "of an earlier life"])
@@ -454,7 +457,7 @@ def test_refused_multi_rank_run_leaves_the_folder_unchanged(tmp_path, monkeypatc
     assert not earlier or log.read_text() == earlier
 
 
-def test_folder_with_metrics_of_a_rank_is_not_untouched(tmp_path):
+def test_folder_in_which_rank_1_has_written_metrics_counts_as_used(tmp_path):
     claimed = folder_lock._this(tmp_path / "run", "hydra.run.dir", lambda: True)
     (tmp_path / "run" / "rank-1").mkdir()
     (tmp_path / "run" / "rank-1" / "metrics.csv").touch()
@@ -466,7 +469,7 @@ def test_folder_with_metrics_of_a_rank_is_not_untouched(tmp_path):
 
 @pytest.fixture
 def typed(small, tmp_path):
-    """(arguments) -> the command's process, in a folder of its own, whose words are in `said`."""
+    """(arguments) -> the process of the command; its output is in the file `said`."""
     started = []
 
     def start(*arguments: str, with_=(), **env: str) -> subprocess.Popen:
@@ -485,7 +488,7 @@ def typed(small, tmp_path):
 
 
 def of_run(run: Path) -> list[int]:
-    """The processes of ranks of this run that are alive, the first rank's first."""
+    """Returns the process ids of the ranks of this run that are alive, ordered by rank."""
     found = {}
     for one in Path("/proc").glob("[0-9]*"):
         try:
@@ -515,7 +518,7 @@ def at_step(run: Path, step: int, process: subprocess.Popen) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank_ends_the_run_and_resume_continues(typed, tmp_path, rank):
+def test_killed_rank_fails_the_run_and_resume_auto_completes_it(typed, tmp_path, rank):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -532,7 +535,7 @@ def test_killed_rank_ends_the_run_and_resume_continues(typed, tmp_path, rank):
 
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "to"), [("SIGTERM", None), ("SIGINT", None), ("SIGHUP", 0), ("SIGTERM", 1)])
-def test_signal_to_launcher_or_rank_leaves_a_checkpoint(typed, tmp_path, name, to):
+def test_signal_to_the_launcher_or_a_rank_stops_the_run_with_a_checkpoint(typed, tmp_path, name, to):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -555,16 +558,16 @@ def test_hung_rank_ends_the_run_at_the_timeout_and_names_the_collective(typed, t
     assert process.wait(90) == 1
     said = (tmp_path / "said").read_text()
     assert re.search(r"Rank 0 of 2: .*did not answer (in time|within 20)", said) and "strategy.timeout=" in said, said
-    if device == "cuda":  # NCCL's watchdog ends the rank, and prints C++'s stack
+    if device == "cuda":  # NCCL's watchdog ends the rank and prints a C++ stack
         return
-    # Which collective it waits in depends on the moment: the one in DDP's backward pass, or those between two steps.
+    # Rank 0 waits in a collective of DDP's backward pass, or in a collective between two steps.
     collective = r"(backward's all_reduce of gradients|all_reduce|all_gather|broadcast)"
     assert re.search(rf"Rank 0 of 2: {collective} in \w+ \(\w+\.py:\d+\)", said), said
     assert "Traceback" not in said
 
 
 @pytest.mark.process
-def test_ranks_end_when_the_command_is_killed(typed, tmp_path):
+def test_ranks_of_a_killed_command_end_and_record_sigterm(typed, tmp_path):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)
@@ -590,13 +593,13 @@ def test_torchrun_creates_one_run_folder_and_reports_a_shared_refusal_once(typed
     run = tmp_path / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert (run / "rank-1" / "output.log").read_text() and not (run / "rank-1" / ".hydra").exists()
-    assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 1  # the folder is taken
+    assert typed("max_steps=2", with_=(*TORCHRUN, "2")).wait(120) == 1  # another run is in the folder
     assert (tmp_path / "said").read_text().count("another run is in this folder") == 1
 
 
 @pytest.mark.process
-def test_two_torchrun_agents_form_one_run(typed, tmp_path):
-    """As `srun torchrun` starts them, one on each of two nodes."""
+def test_two_torchrun_agents_with_one_rank_each_train_one_run_of_two_ranks(typed, tmp_path):
+    """Stands for `srun torchrun`, which starts one agent on each of two nodes."""
     where = f"--rdzv-endpoint=127.0.0.1:{launch.free_port()}"
     agents = (
         "-m",

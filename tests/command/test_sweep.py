@@ -1,4 +1,4 @@
-"""Every job of a sweep is a process: what kills one harms no other, and what is done is not done again."""
+"""Every job of a sweep is a process: a killed job does not affect other jobs, and finished jobs are not repeated."""
 
 import json
 import resource
@@ -19,7 +19,7 @@ import os, signal
 from lightning.pytorch import Callback
 
 class Fails(Callback):
-    \"\"\"In the way that `how` has for the seed.\"\"\"
+    \"\"\"Fails in the way that `how` names for the seed.\"\"\"
 
     def __init__(self, seed, how):
         self.how = how.get(f"s{seed}")
@@ -34,7 +34,7 @@ class Fails(Callback):
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """(seed -> how) -> overrides under which jobs of those seeds fail."""
+    """(seed -> way to fail) -> overrides with which the jobs of these seeds fail."""
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -50,7 +50,7 @@ def summaries(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.process
-def test_killed_job_leaves_other_jobs_intact_and_is_the_only_job_repeated(command, failing, tmp_path, monkeypatch):
+def test_killed_job_does_not_stop_other_jobs_and_sweep_resume_repeats_it_alone(command, failing, tmp_path, monkeypatch):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
     assert "job 0 done: " in said and "bits per byte" in said
@@ -61,7 +61,7 @@ def test_killed_job_leaves_other_jobs_intact_and_is_the_only_job_repeated(comman
     assert said.rstrip().endswith(
         f"1 of 3 jobs failed: 1. The full error of the first is in {tmp_path}/sweep/1/failed.txt."
     )
-    table = said[said.index("run  seed") :].splitlines()  # what differs, and nothing of what does not
+    table = said[said.index("run  seed") :].splitlines()  # only keys that differ between jobs
     assert table[0].split()[:3] == ["run", "seed", "loss"] and table[0].endswith("status")
     assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
     assert f"{first['2']['val_loss']:.4f}" in table[3] and table[3].endswith("done")
@@ -89,7 +89,7 @@ def test_sweep_with_3_failing_jobs_of_18_leaves_15_results_and_3_reasons(command
 
 @pytest.fixture
 def small_files():
-    """No file may grow beyond this many bytes: what a disk does that is full, to the large files alone."""
+    """Limits files to 1 MB, so that only large files fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     yield
@@ -106,7 +106,7 @@ def test_job_on_a_full_disk_is_reported_and_later_jobs_run(command, small_files,
     assert "/model cannot be written either (" in why
     assert why.endswith("Free disk space, and type the same line again.\n")
     ended = {run.folder.name: run.status for run in folders.runs_below(tmp_path / "sweep")}
-    assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` does the first one again
+    assert ended == {"0": "failed", "1": "done"}  # so `sweep.resume=` repeats job 0
 
 
 @pytest.mark.process
@@ -122,8 +122,8 @@ def test_failure_reason_that_cannot_be_written_is_printed(tmp_path, monkeypatch,
 
 
 @pytest.mark.process
-def test_ctrl_c_waits_for_the_running_job_and_ends_the_sweep(tmp_path, monkeypatch):
-    """The job gets the signal from the terminal too: it ends after its step, with a checkpoint, and exit code 130."""
+def test_ctrl_c_lets_the_running_job_save_a_checkpoint_and_then_ends_the_sweep(tmp_path, monkeypatch):
+    """The terminal also sends the signal to the job, which ends after its step with a checkpoint and exit code 130."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
@@ -142,7 +142,7 @@ def test_ctrl_c_waits_for_the_running_job_and_ends_the_sweep(tmp_path, monkeypat
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """(what a train.py in its place does) -> how the sweep takes it; `summarised` stands for a summary."""
+    """(code of a stand-in for train.py) -> the result of `sweep.job`; the word `summarised` writes a summary."""
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
@@ -176,8 +176,8 @@ def test_job_ended_by_a_signal_or_without_a_summary_has_failed(job, tmp_path, ca
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """(exit code and stderr of a job, whether it leaves a summary) -> how the sweep takes it, without a process;
-    `ran.words` are the command."""
+    """(exit code, stderr, whether the job writes a summary) -> the result of `sweep.job`, without a process;
+    `ran.words` is the command of the job."""
     summary = json.dumps({"interrupted": False, "overrides": ["lr=1"]})
 
     def run(code=0, stderr="", summarised=True):
@@ -244,7 +244,7 @@ def test_jobs_with_a_slash_in_their_name_are_listed_and_resumed_from_the_sweep_f
     assert names == {f"{tmp_path}/sweep/data.path=d/{name}" for name in "ab"}
 
 
-def test_table_of_a_sweep_has_complete_job_names(tmp_path, capsys):
+def test_table_of_a_sweep_shows_job_names_with_a_slash_completely(tmp_path, capsys):
     for name in ("d/a", "d/b"):
         finished(tmp_path / name, ["lr=0.001"])
     (tmp_path / "d/b" / folders.FAILED).write_text("killed")
@@ -262,7 +262,7 @@ def test_table_of_a_sweep_has_complete_job_names(tmp_path, capsys):
         ("hydra.run.dir", [], "Type hydra.run.dir=<a writable folder>."),
     ],
 )
-def test_too_long_folder_name_is_reported_with_its_key(command, tmp_path, key, flags, says):
+def test_too_long_run_or_sweep_folder_name_is_refused_with_its_key(command, tmp_path, key, flags, says):
     place = "x" * 300 if flags else f"{tmp_path}/{'x' * 300}"
     code, said = command(*flags, "seed=1", f"{key}={place}", base=())
     assert code == 1 and "File name too long" in said and said.rstrip().endswith(says), said
@@ -277,7 +277,7 @@ def test_sweep_continues_after_a_signal_to_one_job_and_reports_it(command, faili
     assert (tmp_path / "sweep" / "0" / "checkpoints" / "step-00000001.ckpt").exists()
 
 
-def test_sweep_resume_is_refused_for_other_folders_and_with_extra_overrides(tmp_path, command):
+def test_sweep_resume_of_a_folder_without_a_sweep_or_with_extra_overrides_is_refused(tmp_path, command):
     code, said = command(f"sweep.resume={tmp_path}", base=None)
     assert code == 1 and "this is not the folder of a sweep" in said and "multirun.yaml" in said
     code, said = command(f"sweep.resume={tmp_path}", "lr=1e-3", base=())

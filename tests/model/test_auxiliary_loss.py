@@ -1,4 +1,4 @@
-"""A mixture of experts: the auxiliary loss that its config asks for is part of what is trained, weighted by tokens."""
+"""Mixture of experts: the training loss includes the auxiliary loss that the config requests, weighted by tokens."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ from lowmem.training.module import CausalLM, Update
 from networks import VOCABULARY, network
 
 pytestmark = pytest.mark.kernels
-FACTOR = 0.25  # of the auxiliary loss
+FACTOR = 0.25  # coefficient of the auxiliary loss
 MIXTRAL = {"router_aux_loss_coef": FACTOR, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -29,7 +29,7 @@ def mixture(asked=True, **changes):
 
 
 def window(*ignored):
-    """Micro-batches of 2 x 12 tokens; ignored: how many labels of each do not count."""
+    """Returns a window of micro-batches of 2 x 12 tokens. Args: ignored: number of ignored labels per micro-batch."""
     torch.manual_seed(3)
     batches = []
     for count in ignored:
@@ -41,7 +41,7 @@ def window(*ignored):
 
 
 def gradients(config, model, loss, window):
-    """Returns the gradients of one window, as the module makes them."""
+    """Returns the gradients of one window, computed by the training module."""
     kept = {}
 
     class Looks(CausalLM):
@@ -63,7 +63,8 @@ class Once:
 
 
 def expected(model, window, factor=FACTOR):
-    """The mean over the window's tokens of their loss, and of the auxiliary loss of their micro-batch."""
+    """Returns the gradients of the reference: the mean over the window's tokens of each token's loss plus the auxiliary
+    loss of its micro-batch."""
     total = 0.0
     for batch in window.micro_batches:
         output = model(input_ids=batch.input_ids, use_cache=False)
@@ -82,13 +83,14 @@ def worst(ours, theirs):
 def test_auxiliary_loss_gradients_equal_the_token_weighted_reference(config, loss, ignored):
     ours, theirs = gradients(config, mixture(), loss, window(*ignored)), expected(mixture(), window(*ignored))
     assert worst(ours, theirs) < 1e-5
-    # wrong: left out, or of twice the size
+    # wrong variants: auxiliary loss left out, or doubled
     assert worst(ours, expected(mixture(), window(*ignored), 0.0)) > 1e-2
     assert worst(ours, expected(mixture(), window(*ignored), 2 * FACTOR)) > 1e-2
 
 
-def test_auxiliary_loss_of_one_micro_batch_equals_the_loss_of_transformers(config):
-    """The model's own loss shifts labels; the ids of a row that repeats are their own next tokens."""
+def test_auxiliary_loss_of_one_micro_batch_equals_that_in_the_loss_of_transformers(config):
+    """The model's own loss shifts labels. In a row of equal ids, each id is also its next token, so a shift has no
+    effect."""
     row = torch.full((2, 13), 7)
     batch = MicroBatch(row[:, :-1], row[:, 1:])
     model = mixture()
@@ -97,7 +99,7 @@ def test_auxiliary_loss_of_one_micro_batch_equals_the_loss_of_transformers(confi
     assert (output.loss - plain).item() == pytest.approx(FACTOR * output.aux_loss.item(), rel=1e-4)
 
 
-def test_auxiliary_loss_with_checkpointing_has_the_same_bits(config):
+def test_auxiliary_loss_gradients_with_activation_checkpointing_equal_those_without_bit_for_bit(config):
     kept = gradients(config, mixture(), losses.full, window(0, 4))
     model = mixture()
     policies.every_layer(model)
@@ -105,7 +107,7 @@ def test_auxiliary_loss_with_checkpointing_has_the_same_bits(config):
     assert all(torch.equal(again[name], g) for name, g in kept.items())
 
 
-# Sizes by the names that configs give them.
+# Sizes, by their names in the configs of different models.
 SMALL = {
     **dict.fromkeys(("num_local_experts", "num_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
@@ -136,10 +138,10 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # about kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # warnings about kernels that are not installed
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])
 def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(family):
-    """Oracle: transformers' own loss of the same rows with an attention mask."""
+    """The oracle is the auxiliary loss of transformers for these rows with an attention mask."""
     known = CONFIG_MAPPING[family]()
     shape = {name: size for name, size in SMALL.items() if hasattr(known, name)}
     model, bodies = network(family, output_router_logits=True, **shape).eval(), []
@@ -156,7 +158,7 @@ def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(fa
             auxiliary.count(real)
             model(input_ids=rows, use_cache=False)
             found.append(auxiliary.take().item() / FACTOR)
-        model(input_ids=ids, use_cache=False)  # wrong: all tokens count
+        model(input_ids=ids, use_cache=False)  # wrong variant: all tokens count
         found.append(auxiliary.take().item() / FACTOR)
     roundings = 1e-6  # of a loss near 2, computed in fp32
     assert found[:2] == pytest.approx([right, right], rel=roundings) and abs(found[2] - right) > 100 * roundings
@@ -164,8 +166,8 @@ def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(fa
 
 
 @pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
-def test_filler_changes_no_gradient_of_the_auxiliary_loss(config, loss):
-    """A row alone, and with filler behind it."""
+def test_filler_behind_a_row_changes_no_gradient_of_a_mixture_of_experts(config, loss):
+    """Compares a row with the same row followed by filler. The wrong variant has no `real` mask."""
     short = window(0).micro_batches[0].each(lambda tensor: tensor[:1, :5])
     filled = torch.nn.functional.pad(short.input_ids, (0, 7))
     labels = torch.nn.functional.pad(short.labels, (0, 7), value=losses.IGNORED)
@@ -181,7 +183,7 @@ def test_model_without_output_router_logits_adds_no_auxiliary_loss(config):
     assert worst(ours, expected(mixture(), window(0), 0.0)) < 1e-5
 
 
-def test_loss_function_of_the_model_is_left_unchanged(config):
+def test_training_with_an_auxiliary_loss_leaves_the_loss_function_of_the_model_unchanged(config):
     model = mixture()
     before = model.loss_function
     gradients(config, model, losses.full, window(0))

@@ -1,4 +1,4 @@
-"""Documents of a row are computed by themselves, wherever they begin, and by whichever kernel takes them."""
+"""Attention treats each document of a row separately, wherever the document starts and whichever kernel computes it."""
 
 import inspect
 from itertools import pairwise
@@ -79,7 +79,7 @@ def apart(ours, theirs):
     return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
 
 
-def test_document_starts_are_found_in_the_mask():
+def test_document_starts_are_found_in_the_mask_function():
     assert first_tokens(mask_function(), 2, TOKENS, CPU).tolist() == FIRST
     assert first_tokens(mask_function(), 2, TOKENS, CPU).dtype == torch.int32
     assert asked().tolist() == FIRST
@@ -94,10 +94,10 @@ def test_document_starts_are_found_in_the_mask():
         (chunked_causal_mask_function(TOKENS, torch.zeros(2, dtype=torch.int64)), None),
         (or_masks(causal_mask_function, lambda *at: at[3] == 0), None),
         (lambda *at: at[3] <= at[2], None),
-        (packed_sequence_mask_function(NUMBERS), None),  # nothing hides what follows
+        (packed_sequence_mask_function(NUMBERS), None),  # not causal: later tokens are visible
     ],
 )
-def test_mask_is_not_evaluated_if_the_host_knows_the_document_starts(base, known):
+def test_document_starts_counted_on_the_host_are_used_for_full_causal_document_masks_only(base, known):
     numbers = NUMBERS.clone()
     numbers.counted_first = FIRST
     mask = and_masks(base, packed_sequence_mask_function(numbers))
@@ -111,7 +111,7 @@ def test_mask_is_not_evaluated_if_the_host_knows_the_document_starts(base, known
 
 @pytest.mark.parametrize("places", [[[0, 1, 2, 0, 1, 2, 3, 0], [*range(8)]], [[*range(8)], [*range(8)]]])
 @pytest.mark.parametrize("attention", [BY_DOCUMENT, MASKED])
-def test_micro_batch_with_known_document_starts_has_the_same_bits(places, attention):
+def test_micro_batch_with_counted_document_starts_has_the_logits_of_one_without_bit_for_bit(places, attention):
     model, ids = network("llama").eval(), torch.randint(0, 500, (2, 8))
     model.set_attn_implementation(attention)
     batch = MicroBatch(ids, ids, torch.tensor(places))
@@ -128,11 +128,11 @@ def test_sliding_window_shorter_than_the_row_needs_the_dense_mask(window):
     sliding = sliding_window_causal_mask_function(window)
     found = asked(sliding, local_size=window)
     assert (found.shape == (2, 1, TOKENS, TOKENS)) == (window < TOKENS)
-    # and if nobody tells the window: the mask does not let a token see its document from the first one on
+    # also if the size of the window is not passed: in the mask, tokens do not see the start of their document
     assert (first_tokens(mask_function(sliding), 2, TOKENS, CPU) is None) == (window < TOKENS)
 
 
-def test_non_causal_mask_is_not_replaced():
+def test_non_causal_mask_gives_a_dense_mask_instead_of_document_starts():
     both_ways = packed_sequence_mask_function(NUMBERS)
     assert first_tokens(both_ways, 2, TOKENS, CPU) is None
     assert asked(lambda *at: at[2] >= 0).shape == (2, 1, TOKENS, TOKENS)
@@ -164,7 +164,7 @@ def test_attention_by_document_has_the_bits_of_separate_documents():
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [FIRST[:1] + FIRST[2:], [0, 4, *FIRST[2:]], [0, 12, 24]])
-def test_wrong_document_boundaries_are_caught(wrong):
+def test_wrong_document_boundaries_change_the_outputs_or_gradients(wrong):
     def shifted(query, key, value):
         return attend(Layer(), query, key, value, torch.tensor(wrong, dtype=torch.int32), scaling=0.3)[0]
 
@@ -172,7 +172,8 @@ def test_wrong_document_boundaries_are_caught(wrong):
 
 
 def reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """Computes what torch's kernel does, on a CPU, and takes nothing else. Args: query: (tokens, heads, D)."""
+    """Computes the result of torch's varlen kernel on a CPU, after checking the arguments. Args: query: (tokens, heads,
+    D)."""
     inspect.signature(varlen.varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
     assert options["window_size"] == (-1, 0) and query.dim() == 3
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
@@ -188,28 +189,28 @@ def reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """A CPU that has the kernel."""
+    """Replaces torch's varlen kernel by `reference` on a CPU, and returns the list of its calls."""
     called = []
     monkeypatch.setattr(document_attention, "has_kernel", lambda dtype, device: True)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **how: called.append(how) or reference(*args, **how))
     return called
 
 
-def test_varlen_kernel_call_equals_the_dense_mask(at_once):
+def test_attention_with_one_varlen_kernel_call_equals_attention_with_the_dense_mask(at_once):
     assert apart(with_gradients(by_document, inputs()), with_gradients(dense, inputs())) < CLOSE
     assert len(at_once) == 1
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3", "gemma"])
-def test_models_call_the_varlen_kernel_with_their_own_scale_and_heads(at_once, model_type):
+def test_model_that_calls_the_varlen_kernel_keeps_documents_apart(at_once, model_type):
     model = network(model_type, **({"n_positions": 64} if model_type == "gpt2" else {})).eval()
     packed_attention.separate(model)
     assert packed_attention.keeps_apart(model, torch.randint(0, 500, (2, 40)))
     assert len(at_once) > 0
 
 
-def test_kernel_that_mixes_documents_is_caught(at_once, monkeypatch):
-    """The wrong variant: one document in each row."""
+def test_model_whose_varlen_kernel_mixes_documents_fails_the_separation_check(at_once, monkeypatch):
+    """The deliberately wrong kernel treats each row as one document."""
 
     def mixes(query, key, value, first, *args, **how):
         rows = torch.tensor([0, len(query) // 2, len(query)], dtype=torch.int32)
@@ -250,7 +251,7 @@ def test_varlen_kernel_is_used_for_supported_dtypes_heads_and_cards(
     assert not takes_all_at_once(*inputs(torch.bfloat16)[::2], 0.0)  # a CPU
 
 
-def test_autocast_applies_to_attention_by_document_as_to_sdpa():
+def test_attention_by_document_under_bf16_autocast_returns_bfloat16_as_sdpa():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert by_document(*inputs()).dtype == dense(*inputs()).dtype == torch.bfloat16
 
@@ -272,7 +273,7 @@ def test_model_that_slices_its_mask_gets_a_dense_mask(monkeypatch, caplog):
     assert "needs a (tokens, tokens) mask" in caplog.text
 
 
-def test_no_tensor_of_tokens_by_tokens_is_saved_for_backward():
+def test_packed_documents_save_no_tensor_of_tokens_by_tokens_for_backward():
     model, sizes = network("llama", num_hidden_layers=2), []
     packed_attention.separate(model)
     places = torch.arange(64).repeat(2, 4)  # (2, 256): four documents in each row

@@ -1,5 +1,5 @@
-"""A model whose function changes at a length treats rows and documents on both sides of it as it does alone, or it is
-refused."""
+"""Models whose rotary embedding changes with the length of the input: a row or document must give equal logits alone
+and beside longer ones, otherwise the model is refused."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,8 @@ def tokens(rows, count):
 
 
 def off(model, length, beside):
-    """The largest change of the logits of a row of `length` tokens, filled up or not, by a longer one."""
+    """Returns the largest change of the logits of a row of `length` tokens caused by a longer row: in the same
+    micro-batch (`beside`), or in an earlier forward pass."""
     ids = tokens(2, LONGEST)
     short = ids[:1].clone()
     short[:, length:] = 0
@@ -53,7 +54,7 @@ def off(model, length, beside):
     return ((together[:1, :length] if beside else after) - alone).abs().max().item()
 
 
-# What model(...) itself does, by kind: (a short row beside a long one, a middle one after a long one).
+# Whether logits depend on a longer row, by kind: (in the same micro-batch, in an earlier forward pass).
 DEPENDS = {"longrope": (True, False), "dynamic": (True, True), "none": (False, False)}
 
 
@@ -65,12 +66,12 @@ def test_length_from_which_logits_depend_on_other_rows_is_found(kind):
     assert (beside, after) == DEPENDS[kind]
     assert lengths.depends_from(model, LONGEST, together=True) == (CHANGES if beside else None)
     assert lengths.depends_from(model, LONGEST, together=False) == (CHANGES if after else None)
-    assert lengths.depends_from(model, CHANGES, together=True) is None  # no row is beyond it
+    assert lengths.depends_from(model, CHANGES, together=True) is None  # no row is longer
 
 
-# Angles as complex numbers, of each kind of layer, and of some dimensions of a head alone.
+# Angles as complex numbers, angles per kind of layer, and angles for some dimensions of a head.
 @pytest.mark.parametrize("model_type", ["llama4_text", "gemma3_text", "gpt_neox", "qwen3_5_text"])
-def test_models_with_every_kind_of_rotary_embedding_can_be_checked(model_type):
+def test_length_check_of_models_with_other_rotary_embeddings_finds_no_dependence(model_type):
     model = network(model_type, max_position_embeddings=CHANGES)
     assert any(hasattr(module, "rope_type") for module in model.modules())
     assert lengths.depends_from(model, LONGEST, together=True) is None
@@ -111,7 +112,7 @@ def test_padded_rows_that_depend_on_each_other_are_refused(kind, rows, told, dty
     [("longrope", "seq_len=20 or, .*data.packing=padded batch_size=1"), ("dynamic", "seq_len=20"), ("none", None)],
 )
 def test_packed_documents_that_depend_on_the_longest_are_refused(kind, told):
-    """The tokens that are looked at show nothing: all documents among them are short."""
+    """A check of the first tokens finds no error, because all of their documents are short."""
     model, row = made(kind), tokens(1, LONGEST)
     packed_attention.separate(model)
     assert packed_attention.keeps_apart(model, row[:, :16])
@@ -123,7 +124,7 @@ def test_packed_documents_that_depend_on_the_longest_are_refused(kind, told):
         packed_attention.verify(model, row)
 
 
-BEYOND, ROW = 100, 128  # longer than the tokens that are looked at, and shorter than a row
+BEYOND, ROW = 100, 128  # BEYOND: more than the checked tokens, and less than a row
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
@@ -147,7 +148,7 @@ def test_long_attention_windows_are_tested_at_a_shorter_length(model_type):
 
 
 def test_attention_scale_that_depends_on_the_position_in_a_packed_row_is_refused():
-    """Llama 4 counts a row's tokens from its start, so that its later documents get another scale."""
+    """Llama 4 counts the tokens of a row from the start of the row, so later documents get another scale."""
     more = {
         "max_position_embeddings": 256,
         "num_local_experts": 2,
@@ -163,11 +164,11 @@ def test_attention_scale_that_depends_on_the_position_in_a_packed_row_is_refused
         packed_attention.verify(model, row)
 
 
-def test_rows_of_a_run_are_checked_before_the_first_step(monkeypatch):
+def test_padded_rows_are_checked_before_training_and_validation_and_others_are_not(monkeypatch):
     asked, share = [], SimpleNamespace(batch_size=3)
     monkeypatch.setattr(lengths, "check_rows", lambda *called: asked.append(called[1:]))
     pairs = SimpleNamespace(filler=True, positions=False, longest=77, example=PaddedPairs.example)
-    loaders = [SimpleNamespace(sequences=rows, share=share) for rows in (pairs, Rows())]  # the others have no filler
+    loaders = [SimpleNamespace(sequences=rows, share=share) for rows in (pairs, Rows())]  # plain `Rows` have no filler
     sets = [SimpleNamespace(micro_batches=loader) for loader in loaders]
     trainer = SimpleNamespace(train_dataloader=loaders[0], val_dataloaders=sets, validating=True)
     module = SimpleNamespace(model="the model", loss=losses.Function(losses.full), tiles=None)

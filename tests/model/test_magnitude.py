@@ -1,4 +1,5 @@
-"""Numbers that a dtype cannot hold: refused with the tensor's name, before a step and before a file."""
+"""Numbers that a dtype cannot hold are refused with the name of the tensor, before training and before a file is
+written."""
 
 import logging
 
@@ -31,7 +32,7 @@ def adapted(made):
 
 
 class Divided(OneDevice):
-    """A strategy of which this process has all shards."""
+    """A sharding strategy in which this process has all shards."""
 
     divides = True
 
@@ -80,17 +81,17 @@ def test_weights_within_the_range_of_the_export_dtype_are_written(tmp_path, writ
     assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
-def test_inf_and_nan_already_in_the_weights_are_exported():
+def test_inf_and_nan_already_in_the_weights_pass_the_export_check():
     numbers = torch.tensor([float("inf"), float("nan"), 1.0])
     for each in (numbers[:1], numbers[1:2], numbers):
         assert Rounding(torch.float16)("x", each).dtype == torch.float16
 
 
 @pytest.mark.parametrize(("small", "told"), [(2, False), (200, True)])
-def test_weights_rounded_to_zero_are_counted_and_reported_if_many(caplog, small, told):
+def test_exported_weights_rounded_to_zero_are_counted_and_reported_if_many(caplog, small, told):
     numbers = torch.ones(10_000)
     numbers[:small] = 1e-8
-    numbers[-1000:] = 0.0  # as they were
+    numbers[-1000:] = 0.0  # were 0 before
     rounding = Rounding(torch.float16)
     rounding("x", numbers)
     assert (rounding.zeros, rounding.all) == (small, 9_000)
@@ -99,7 +100,7 @@ def test_weights_rounded_to_zero_are_counted_and_reported_if_many(caplog, small,
     assert ("200 of 9,000 nonzero exported numbers became 0" in caplog.text) == told
 
 
-def test_export_to_a_wider_dtype_skips_the_range_check(monkeypatch):
+def test_export_to_a_wider_dtype_does_not_look_for_the_largest_number(monkeypatch):
     monkeypatch.setattr("lowmem.model.magnitude._largest", lambda _: pytest.fail("looked"))
     assert Rounding(torch.float32)("x", torch.ones(3, dtype=torch.float16)).dtype == torch.float32
 
@@ -128,4 +129,4 @@ def test_weights_out_of_range_of_export_dtype_are_refused_before_training(config
         _check(config(*lines), large())
     with pytest.raises(Refused, match=f"{NORM} contains 100000"):
         _check(config(*lines, "adapter=lora", "merge=true"), large())
-    _check(config(*lines, "adapter=lora"), large())  # the adapter alone is written
+    _check(config(*lines, "adapter=lora"), large())  # only the adapter is exported

@@ -1,4 +1,4 @@
-"""Models from files: the weights that were saved, in the dtype that was asked for, once in memory."""
+"""Models from files: the stored weights, in the requested dtype, with one copy in memory."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ from new_process import in_a_new_process
 
 @pytest.fixture(params=["gpt2", "llama"])
 def folder(request, tmp_path, small, config):
-    """A published model: weights in 16 bits, configuration and a tokenizer."""
+    """A folder like a published model's: weights in bfloat16, a configuration and a tokenizer."""
     from lowmem.data import token_store
     from lowmem.data.sources import text_files
 
@@ -67,21 +67,24 @@ def test_weights_that_transformers_keeps_in_fp32_are_rounded_with_a_message(tmp_
 
 
 @pytest.mark.rows("llama")
-def test_pretrained_model_is_fine_tuned_with_its_own_tokenizer(command, folder, tmp_path):
+def test_fine_tuned_model_keeps_its_tokenizer_and_moves_its_weights_by_less_than_0_1(command, folder, tmp_path):
     code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")
     assert code == 0, said
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "model")
     assert exported.get_vocab() == PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
     before, after = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, tmp_path / "run" / "model"))
     moved = (before.get_input_embeddings().weight.float() - after.get_input_embeddings().weight).abs().max()
-    assert 0 < moved < 0.1  # fine-tuned, not started over
+    assert 0 < moved < 0.1  # fine-tuned, not started from random weights
 
 
 @linux
 @pytest.mark.rows("llama")
 @pytest.mark.parametrize("copied", [True, pytest.param(False, marks=pytest.mark.wrong)])
-def test_streamed_masters_leave_no_weight_file_mapped(fit, folder, monkeypatch, copied):
-    """The master of the embedding is not split, so it would be a view of the file, all of which would stay resident."""
+def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are_skipped(
+    fit, folder, monkeypatch, copied
+):
+    """The master of the embedding is not split. Without a copy it would be a view of the file, and the whole file would
+    stay in memory."""
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     mapped, on_train_start = [], MemoryMeter.on_train_start
 
@@ -98,8 +101,8 @@ def test_streamed_masters_leave_no_weight_file_mapped(fit, folder, monkeypatch, 
 
 
 @pytest.mark.rows("llama")
-def test_run_with_a_drive_reads_16_bit_files_from_folder_cache_or_hub(config, folder, tmp_path, monkeypatch):
-    """The files' own headers say it, in a folder, in the hub's cache and on the hub; only a plan believes the yaml."""
+def test_run_with_a_drive_loads_in_bfloat16_only_if_all_file_headers_say_16_bit(config, folder, tmp_path, monkeypatch):
+    """The headers of the files decide, in a folder, in the hub's cache and on the hub. Only a plan trusts the yaml."""
     drive = (
         "precision=bf16-master",
         "weights=streamed",
@@ -118,7 +121,7 @@ def test_run_with_a_drive_reads_16_bit_files_from_folder_cache_or_hub(config, fo
     assert read(named, plans=True) == torch.bfloat16 == read(named)
     assert read(config("model=llama-3.2-1b", *drive[:3])) == torch.float32  # no drive
     assert read(config("model=llama-3.2-1b", "precision=16-master", *drive[1:]), plans=True) == torch.float32
-    headers |= {"F32": 1}  # one that is wider, whatever config.json says
+    headers |= {"F32": 1}  # a wider tensor, which config.json does not mention
     assert read(named) == torch.float32
     monkeypatch.setattr(loading, "get_safetensors_metadata", lambda name: 1 / 0)  # no network
     assert read(named) == torch.float32
@@ -131,20 +134,20 @@ def test_run_with_a_drive_reads_16_bit_files_from_folder_cache_or_hub(config, fo
     assert read(named) == torch.float32 == read(named, plans=True)
 
 
-def test_model_without_pretrained_weights_starts_at_random(folder):
+def test_model_with_pretrained_false_does_not_start_from_the_stored_weights(folder):
     assert not torch.equal(
         built(spec(folder, pretrained=False)).get_input_embeddings().weight,
         built(spec(folder)).get_input_embeddings().weight,
     )
 
 
-def test_architecture_keys_of_the_yaml_override_the_model_config(folder):
+def test_typed_architecture_key_overrides_the_config_of_a_pretrained_model(folder):
     key = "resid_pdrop" if loading.architecture(spec(folder)).model_type == "gpt2" else "attention_dropout"
     changed = loading.architecture(spec(folder, architecture={"model_type": "any", key: 0.25}))
     assert getattr(changed, key) == 0.25
 
 
-def test_missing_weights_are_refused(folder):
+def test_files_that_lack_the_weights_of_a_third_layer_are_refused(folder):
     more = loading.architecture(spec(folder))
     layers = "n_layer" if more.model_type == "gpt2" else "num_hidden_layers"
     with pytest.raises(Refused, match="lack the weights"):
@@ -154,7 +157,7 @@ def test_missing_weights_are_refused(folder):
 @pytest.mark.process
 @pytest.mark.matrix
 def test_loading_holds_one_copy_of_the_weights(tmp_path):
-    """A process of its own: what it holds in anonymous memory at most, over the weights' bytes."""
+    """A separate process measures its peak of anonymous memory, divided by the bytes of the weights."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
     code = """
 import sys, torch, threading, time
@@ -180,7 +183,7 @@ weights = sum(p.nbytes for p in network.parameters())
 print((max(peak, anonymous()) - before) / weights)
 """
     big = AutoModelForCausalLM.from_config(loading._of_type("gpt2", **shape))
-    big.to(torch.bfloat16).save_pretrained(tmp_path)  # another dtype than asked for: every tensor is converted
+    big.to(torch.bfloat16).save_pretrained(tmp_path)  # not the requested dtype: every tensor is converted
     ratio = float(
         subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)],
@@ -190,7 +193,7 @@ print((max(peak, anonymous()) - before) / weights)
             timeout=240,
         ).stdout.split()[-1]
     )
-    # once, and the allocations around it: importing the model's class, buffers, one tensor in flight
+    # one copy, and allocations for the import of the model's class, for buffers and for one tensor in transit
     assert 0.9 < ratio < 1.5
 
 
@@ -198,9 +201,9 @@ print((max(peak, anonymous()) - before) / weights)
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_a_new_process
-def test_loading_shards_adds_the_weights_and_at_most_one_tensor_to_memory(tmp_path, dtype, wrong):
-    """In fp32 they are new tensors, one after the other; in the dtype of the files they are the files' pages. Wrong:
-    each file is read before it is copied."""
+def test_loading_weight_shards_uses_memory_for_the_weights_and_at_most_one_more_tensor(tmp_path, dtype, wrong):
+    """In fp32 the weights are new tensors, converted one by one; in the dtype of the files they are pages of the files.
+    The wrong variant reads all files first."""
     shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     config = loading._of_type("llama", **shape, num_attention_heads=4)
     with torch.device("meta"):
@@ -247,7 +250,7 @@ def test_architecture_that_cannot_be_built_is_refused_with_the_reason(changed, s
 @pytest.mark.parametrize(
     ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
 )
-def test_longest_position_is_read_from_the_text_config(model_type, longest):
+def test_number_of_positions_is_read_from_the_text_config_of_the_model(model_type, longest):
     try:
         config = loading._of_type(model_type)
     except Refused:
@@ -266,13 +269,13 @@ WIDTHS = {
 }
 ENCODERS = {
     "bert": WIDTHS,
-    "rembert": WIDTHS | {"input_embedding_size": 16, "output_embedding_size": 16},  # says nothing of itself
+    "rembert": WIDTHS | {"input_embedding_size": 16, "output_embedding_size": 16},  # does not declare is_causal
     "xlm": {"vocab_size": 300, "emb_dim": 32, "n_layers": 2, "n_heads": 2},
 }
 CAUSAL = {
     "bert": WIDTHS | {"is_decoder": True},
-    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 2},  # says nothing of itself
-    "bart": {"vocab_size": 300, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2},  # its decoder alone
+    "bloom": {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 2},  # does not declare is_causal
+    "bart": {"vocab_size": 300, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2},  # only its decoder
     "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2},
 }
 
@@ -294,12 +297,12 @@ def test_encoder_is_refused_because_it_attends_to_later_tokens(model_type, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", CAUSAL)
-def test_causal_model_passes_the_causality_check_without_random_draws(model_type, dtype):
+def test_causal_model_passes_the_causality_check_without_drawing_random_numbers(model_type, dtype):
     network = at_random(model_type, CAUSAL[model_type], dtype)
     before = torch.get_rng_state()
     loading.check_causal(network)
     assert network.training and torch.equal(torch.get_rng_state(), before)
-    assert not loading._looks_ahead(network)  # also where its attention has said so
+    assert not loading._looks_ahead(network)  # also if its attention declares to be causal
 
 
 def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatch):
@@ -308,7 +311,7 @@ def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatc
 
 
 @pytest.mark.rows("gpt2")
-def test_encoder_folder_is_refused_and_trains_with_is_decoder(command, folder, tmp_path):
+def test_run_of_an_encoder_is_refused_unless_is_decoder_is_set(command, folder, tmp_path):
     at_random("bert", WIDTHS | {"vocab_size": 400}).save_pretrained(tmp_path / "encoder")
     PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
     lines = ("model=hf", f"model.name={tmp_path}/encoder", "seq_len=16", "lr=1e-3", "max_steps=1")
@@ -325,12 +328,12 @@ def test_encoder_folder_is_refused_and_trains_with_is_decoder(command, folder, t
 
 @pytest.mark.parametrize("pretrained", [True, False])
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_encoder_decoder_is_refused(tmp_path, name, pretrained):
+def test_encoder_decoder_model_is_refused(tmp_path, name, pretrained):
     widths = {"d_model": 32, "vocab_size": 300}
     config = AutoConfig.for_model(name, **widths)
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    if name == "bart" and not pretrained:  # its decoder alone is a causal model
+    if name == "bart" and not pretrained:  # without its encoder, bart is a causal model
         return
     with pytest.raises(Refused, match=f"{name} is an encoder-decoder, .*causal"):
         loading.architecture(spec(tmp_path, pretrained=pretrained))
@@ -348,7 +351,7 @@ def test_missing_model_folder_is_refused(name):
         loading.tokenizer(name, False)
 
 
-def test_model_name_may_be_a_folder_a_hub_id_or_in_the_home_folder(folder, monkeypatch):
+def test_model_name_of_a_file_or_unreachable_hub_id_is_refused_and_a_home_folder_is_loaded(folder, monkeypatch):
     with pytest.raises(Refused, match=f"this is a file.*model.name={folder}"):
         loading.architecture(spec(folder / "model.safetensors"))
     with pytest.raises(Refused, match="hub id that this machine can reach"):
@@ -359,7 +362,7 @@ def test_model_name_may_be_a_folder_a_hub_id_or_in_the_home_folder(folder, monke
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Every download of a file is answered as the hub answers for a gated repository."""
+    """Makes every download fail as for a gated repository, and returns the repository's name."""
     name = "meta-llama/Llama-3.2-1B"
     answer = Response(403, request=Request("GET", f"https://huggingface.co/{name}/resolve/main/config.json"))
 
@@ -394,7 +397,7 @@ def test_unreadable_model_folder_is_refused_with_permission_denied(folder, monke
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(loading.os, "listdir", denied)  # an administrator may read every folder
+    monkeypatch.setattr(loading.os, "listdir", denied)  # root may read every folder
     with pytest.raises(Refused, match=r"permission denied\. Give a folder"):
         loading.architecture(spec(folder))
 

@@ -1,4 +1,4 @@
-"""Documents that share a row are to a model what they are alone, in logits and gradients, or it is refused."""
+"""Documents that share a row have the logits and gradients of separate documents, or the model is refused."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ WIDTH, SEQ_LEN, EXACT = 32, 40, 1e-6
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": WIDTH}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EAGER = {"attn_implementation": "eager"}
-# Windows are shorter than documents.
+# Sliding windows are shorter than documents.
 EXACTLY = {
     "gpt2": {"n_positions": SEQ_LEN},
     "llama": {},
@@ -53,7 +53,7 @@ def batch():
 
 
 def alone(model):
-    """The loss of each document by itself, summed."""
+    """Returns the sum of the losses of the separate documents."""
     ids = [torch.from_numpy(document)[None] for document in texts()]
     return sum(losses.full(model, MicroBatch(of[:, :-1], of[:, 1:])) for of in ids)
 
@@ -65,15 +65,15 @@ def gradients(model, loss):
 
 
 def off(model, packed, loss=losses.full):
-    """(loss, gradients) of packed rows against documents by themselves, relative to the largest."""
+    """Returns the relative errors (loss, gradients) of packed rows against separate documents."""
     right, wrong = alone(model), loss(model, packed)
     one, other = gradients(model, right), gradients(model, wrong)
     return abs(wrong.item() / right.item() - 1), ((one - other).abs().max() / one.abs().max()).item()
 
 
 def logits_off(model, packed, **more):
-    """Returns the error of every token's logits, relative to the largest. Args: more: further arguments of the
-    model."""
+    """Returns the largest error of the logits of packed rows, relative to the largest logit. Args: more: further
+    arguments of the model."""
     with torch.no_grad():
         together = model(**packed.inputs, **({"use_cache": False} | more)).logits
         apart = []
@@ -87,7 +87,7 @@ def logits_off(model, packed, **more):
 @pytest.mark.parametrize("model_type", EXACTLY)
 def test_packed_documents_have_logits_and_gradients_of_separate_documents(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
-    for way in ("sdpa", MASKED, BY_DOCUMENT):  # the mask of transformers, ours, and none
+    for way in ("sdpa", MASKED, BY_DOCUMENT):  # the mask of transformers, lowmem's mask, and no mask
         if attention_taken(model) != "eager":
             model.set_attn_implementation(way)
         assert logits_off(model, packed) < EXACT
@@ -98,7 +98,7 @@ def test_packed_documents_have_logits_and_gradients_of_separate_documents(model_
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "mistral"])
-def test_packing_without_document_boundaries_leaks_and_is_caught(model_type):
+def test_wrong_document_boundaries_change_the_gradients_and_fail_the_separation_check(model_type):
     model, packed = network(model_type, **EXACTLY[model_type]), batch()
     packed_attention.separate(model)
     ones = torch.ones_like(packed.input_ids)
@@ -127,8 +127,9 @@ def test_model_that_attends_across_documents_is_refused_with_its_class_name(mode
         packed_attention.verify(model, batch().input_ids[:, :16])
 
 
-def test_positions_that_do_not_restart_are_caught():
-    """GPT-2's are absolute: the mask alone, with positions that count on, is another function."""
+def test_gpt2_with_positions_that_do_not_restart_fails_the_separation_check():
+    """GPT-2's positions are absolute: the mask alone, with positions that continue across documents, gives other
+    logits."""
     model, ids = network("gpt2", **EXACTLY["gpt2"]).eval(), batch().input_ids[:, :16]
     forward, asked = model.forward, []
 
@@ -142,11 +143,11 @@ def test_positions_that_do_not_restart_are_caught():
         return forward(**inputs)
 
     model.forward = counting_on
-    assert not packed_attention.keeps_apart(model, ids) and len(asked) == 3  # no leak was found in the first two
+    assert not packed_attention.keeps_apart(model, ids) and len(asked) == 3  # the first two calls show no leak
 
 
 @pytest.mark.parametrize("model_type", ["opt", "mamba", "llama"])
-def test_padded_rows_need_no_attention_mask(model_type):
+def test_padded_rows_without_an_attention_mask_have_the_loss_and_gradients_of_single_documents(model_type):
     model = network(model_type, **({**LEAKS, **EXACTLY})[model_type])
     made = rows(split(*texts()), SEQ_LEN, "padded", "cut", "train")
     assert max(off(model, made.micro_batch(np.arange(len(made))))) < EXACT
@@ -156,7 +157,7 @@ def test_padded_rows_need_no_attention_mask(model_type):
 
 
 def masks(model, packed, **autocast):
-    """Storages of (T, T) that wait for backward."""
+    """Returns the number of (T, T) storages that are saved for backward."""
     kept = {}
 
     def pack(tensor):
@@ -173,7 +174,7 @@ def masks(model, packed, **autocast):
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize(("model_type", "different"), [("gpt2", 1), ("llama", 1), ("gemma3_text", 2)])
-def test_all_layers_share_the_packed_attention_masks(model_type, different, enabled):
+def test_all_layers_share_one_packed_attention_mask_per_window_size(model_type, different, enabled):
     layers = {"n_layer": 6} if model_type == "gpt2" else {"num_hidden_layers": 6}
     model = network(model_type, **EXACTLY[model_type], **layers)
     assert masks(model, batch(), enabled=enabled) == 6
@@ -183,15 +184,15 @@ def test_all_layers_share_the_packed_attention_masks(model_type, different, enab
     assert masks(model, batch(), enabled=enabled) == different - 1  # a window shorter than the row
 
 
-def test_model_with_eager_attention_keeps_its_attention():
-    """Under our name GPT-OSS would lose its sinks, without a word."""
+def test_gpt_oss_with_eager_attention_keeps_eager_attention_when_documents_are_packed():
+    """With attention by document, GPT-OSS would silently lose its attention sinks."""
     model, ids = network("gpt_oss", **LEAKS["gpt_oss"]).eval(), batch().input_ids
     for block in model.model.layers:
         torch.nn.init.normal_(block.self_attn.sinks)
     right = model(input_ids=ids, use_cache=False).logits
     packed_attention.separate(model)
     assert attention_taken(model) == "eager"
-    model.set_attn_implementation(BY_DOCUMENT)  # wrong
+    model.set_attn_implementation(BY_DOCUMENT)  # wrong variant
     assert (model(input_ids=ids, use_cache=False).logits - right).abs().max() > 0.01 * right.abs().max()
 
 
@@ -200,7 +201,7 @@ def test_model_with_eager_attention_keeps_its_attention():
 PACKED = ("data.packing=documents", "seq_len=64", "batch_size=2", "plan=off")
 
 
-def test_run_with_packing_checks_the_model_before_the_first_step(fit, monkeypatch):
+def test_run_with_packed_documents_is_refused_if_the_model_fails_the_separation_check(fit, monkeypatch):
     summary, folder = fit(*PACKED, "max_steps=2")
     assert summary["steps"] == 2
     again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")
@@ -215,15 +216,16 @@ def test_run_with_packing_checks_the_model_before_the_first_step(fit, monkeypatc
         fit(*PACKED, folder="refused")
 
 
-def test_model_with_a_streamed_tiled_head_is_checked_for_packing(fit, monkeypatch):
-    """Its tiles share the memory of two, so none is there for a backward pass through the head."""
+def test_packed_run_with_streamed_weights_and_a_tiled_head_trains(fit, monkeypatch):
+    """All tiles of the head share the memory of two tiles, so the separation check must not run backward through the
+    head."""
     monkeypatch.setattr(edges, "COLUMNS", 32)
     streamed = ("weights=streamed", "precision=bf16-master", "gradient_checkpointing=every_layer")
     assert fit(*PACKED, *streamed, "loss=tiled", "loss.columns=32", "max_steps=1")[0]["steps"] == 1
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_packed_run_resumes_bit_exactly(fit, packing):
+def test_run_on_packed_or_padded_documents_resumes_bit_exactly(fit, packing):
     typed = (*PACKED, f"data.packing={packing}", "save_every=1", "max_steps=4", "checkpoint.keep=10", "sample_tokens=0")
     _, unbroken = fit(*typed)
     whole = torch.load(unbroken / "checkpoints" / "step-00000004.ckpt", weights_only=True)

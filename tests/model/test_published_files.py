@@ -1,4 +1,4 @@
-"""Files of weights that hold something else than the configuration says: told or refused before a weight is loaded."""
+"""Weight files that do not match the configuration are reported or refused before a weight is loaded."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from networks import Nothing, network
 
 
 def folder(path, **changes):
-    """A published model with a tokenizer. Args: changes: keys of its configuration."""
+    """Saves a model with a tokenizer, like a published model. Args: changes: keys of its configuration."""
     network("llama", **changes).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), eos_token="a").save_pretrained(path)
     return path
@@ -52,7 +52,7 @@ def told(caplog, run):
     return caplog.text
 
 
-# --- a tie that is none -----------------------------------------------------------------------------------------------
+# --- heads that config.json wrongly calls tied or untied --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -99,7 +99,9 @@ def test_untied_config_without_a_stored_head_is_refused_with_advice_to_tie(run, 
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_head_that_differs_from_the_embedding_in_one_element_is_found(run, own_head, monkeypatch, caplog):
+def test_stored_head_that_differs_from_the_tied_embedding_in_one_element_is_reported(
+    run, own_head, monkeypatch, caplog
+):
     monkeypatch.setattr(published_files, "ROWS", 64)
     head = load_file(own_head / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1
@@ -107,11 +109,11 @@ def test_head_that_differs_from_the_embedding_in_one_element_is_found(run, own_h
     assert "ties the output layer" in told(caplog, run(own_head))
 
 
-# --- weights without a place ------------------------------------------------------------------------------------------
+# --- unused weights ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mtp__fc__weight", "model__vision_tower__layers__7__proj__weight"])
-def test_unused_tensors_in_the_files_are_reported_before_loading(run, tmp_path, caplog, monkeypatch, name):
+def test_unused_tensors_in_weight_files_are_reported_before_loading(run, tmp_path, caplog, monkeypatch, name):
     path = folder(tmp_path / "more")
     assert not told(caplog, run(path))
     add(path, **{name: torch.zeros(3)})
@@ -123,7 +125,7 @@ def test_unused_tensors_in_the_files_are_reported_before_loading(run, tmp_path, 
     )
 
 
-def test_tensors_ignored_by_the_model_class_are_reported(run, tmp_path, caplog):
+def test_weight_tensors_that_the_model_class_silently_ignores_are_reported(run, tmp_path, caplog):
     path = tmp_path / "qwen"
     folder(path)
     assert any("mtp" in pattern for pattern in Qwen3NextForCausalLM._keys_to_ignore_on_load_unexpected)
@@ -136,7 +138,7 @@ def test_tensors_ignored_by_the_model_class_are_reported(run, tmp_path, caplog):
     assert "2 tensors in its files are not used (for example mtp.fc.weight)" in told(caplog, run(path))
 
 
-def test_attention_buffers_of_earlier_versions_are_not_reported(run, tmp_path, caplog):
+def test_stored_attention_buffers_of_earlier_gpt2_versions_are_not_reported_as_unused(run, tmp_path, caplog):
     path = folder(tmp_path / "old")
     network("gpt2").save_pretrained(path)
     add(path, transformer__h__0__attn__bias=torch.ones(1, 1, 32, 32))
@@ -144,7 +146,7 @@ def test_attention_buffers_of_earlier_versions_are_not_reported(run, tmp_path, c
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_files_with_more_layers_than_the_config_are_refused(run, tmp_path, kind):
+def test_weight_files_with_more_layers_than_the_config_are_refused(run, tmp_path, kind):
     path = folder(tmp_path / "deeper")
     network(kind).save_pretrained(path)
     name = "transformer__h__4__ln_1__weight" if kind == "gpt2" else "model__layers__4__self_attn__q_proj__weight"
@@ -168,7 +170,7 @@ def test_multi_token_prediction_layers_are_reported_as_unused_and_not_exported(r
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gemma2"])
-def test_joined_or_renamed_tensors_are_not_reported_as_unused(run, tmp_path, caplog, kind):
+def test_stored_tensors_that_loading_joins_or_renames_are_not_reported_as_unused(run, tmp_path, caplog, kind):
     path = folder(tmp_path / "joined")
     network(kind, **({"num_local_experts": 4} if kind == "mixtral" else {})).save_pretrained(
         path, max_shard_size="20KB"
@@ -177,7 +179,7 @@ def test_joined_or_renamed_tensors_are_not_reported_as_unused(run, tmp_path, cap
     assert len(published_files.headers(path)) > 10 and not told(caplog, run(path))
 
 
-def test_comparison_of_unchanged_files_is_cached(run, tmp_path, monkeypatch):
+def test_comparison_of_weight_files_with_the_config_is_cached_until_the_files_change(run, tmp_path, monkeypatch):
     path = folder(tmp_path / "once")
     loading.describe(run(path))
     with monkeypatch.context() as patch:
@@ -187,13 +189,15 @@ def test_comparison_of_unchanged_files_is_cached(run, tmp_path, monkeypatch):
     assert published_files.compare(path, loading.describe(run(path)).config).unused == ["mtp.fc.weight"]
 
 
-def test_comparison_with_a_model_class_that_cannot_be_built_is_skipped(run, tmp_path):
+def test_comparison_of_weight_files_is_skipped_if_the_model_class_cannot_be_built(run, tmp_path):
     path = folder(tmp_path / "published")
-    say(path, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": None})  # a TypeError of the class
+    say(
+        path, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": None}
+    )  # the class raises a TypeError
     assert published_files.compare(path, AutoConfig.from_pretrained(path)) is None
 
 
-def test_comparison_of_files_draws_no_random_numbers(run, tmp_path):
+def test_comparison_of_weight_files_with_the_config_draws_no_random_numbers(run, tmp_path):
     path = folder(tmp_path / "x")
     before = torch.get_rng_state()
     loading.describe(run(path))
@@ -230,7 +234,7 @@ def test_quantized_files_without_a_quantization_config_are_refused(run, tmp_path
         loading.describe(run(path))
 
 
-def test_random_start_of_a_quantized_architecture_is_not_quantized(run, tmp_path):
+def test_random_start_from_a_quantized_model_drops_its_quantization_config(run, tmp_path):
     path = folder(tmp_path / "quantized")
     say(path, quantization_config=QUANTIZED["fp8"])
     config = loading.describe(run(path, "model.pretrained=false")).config

@@ -1,5 +1,5 @@
-"""Tests that a frozen weight has no gradient, state, master or decay and is in no checkpoint, and that a resume has the
-same bits."""
+"""Tests that a frozen weight has no gradient, optimizer state, master or weight decay and is in no checkpoint, and that
+a resumed run equals an unbroken run bit for bit."""
 
 import logging
 
@@ -31,7 +31,7 @@ def config_of(config, *lines):
 
 
 class Held(Callback):
-    """Bytes of what is held, counted where a step begins and behind it."""
+    """Counts the bytes of gradients before the optimizer step, and of state, weights and masters after it."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
@@ -44,7 +44,7 @@ class Held(Callback):
 
 
 def counted(frozen=FROZEN):
-    """(elements that are trained, all), by names written out here."""
+    """Returns (number of trained elements, number of all elements)."""
     from fnmatch import fnmatchcase
 
     every = {name: p.numel() for name, p in parity._network("float32").named_parameters()}
@@ -68,13 +68,13 @@ def right(look, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[:3])
-def test_host_memory_holds_masters_of_trained_weights_only(config, precision):
+def test_gradients_optimizer_state_and_masters_exist_for_trained_weights_only(config, precision):
     assert right(host_state(config, precision), precision)
 
 
 @pytest.mark.wrong
-def test_master_of_a_frozen_weight_is_caught(config, monkeypatch):
-    """The deliberately wrong variant: the host's bytes tell."""
+def test_wrong_variant_with_masters_of_frozen_weights_fails_the_byte_count(config, monkeypatch):
+    """The deliberately wrong variant makes masters of all weights, which the bytes of host memory show."""
 
     def make(self, module):
         for name, p in module.named_parameters():
@@ -86,19 +86,19 @@ def test_master_of_a_frozen_weight_is_caught(config, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("more", [[], ["gradient_checkpointing=every_layer", "loss=chunked"]])
-def test_frozen_weights_are_unchanged_and_trained_weights_equal_the_oracle(config, precision, more):
+def test_frozen_weights_are_unchanged_and_trained_weights_equal_a_reference_training(config, precision, more):
     cfg = config_of(config, precision, *more, FREEZE)
     (start, theirs) = parity.expected(cfg, "adamw", "none")
     before, ours = parity.run(cfg)
     frozen = [name for name in start if torch.equal(theirs[name], start[name])]
     assert sum(start[name].numel() for name in start if name not in frozen) == counted()[0]
-    for name in frozen:  # rounded once at most
+    for name in frozen:  # rounded at most once
         rounded = before[name].bfloat16().float() if precision == "precision=bf16-master" else before[name]
         assert torch.equal(ours[name], rounded), name
     assert within(parity.errors(start, ours, theirs), allowed(precision, *more)[:2])
 
 
-def test_training_a_frozen_weight_differs_from_the_oracle(config):
+def test_wrong_variant_that_trains_frozen_weights_differs_from_a_reference_training(config):
     cfg = config_of(config, FREEZE)
     start, theirs = parity.expected(cfg, "adamw", "none")
     _, ours = parity.run(config_of(config, "freeze=[model.layers.0.*]"))
@@ -106,7 +106,8 @@ def test_training_a_frozen_weight_differs_from_the_oracle(config):
 
 
 def test_fp32_weight_among_16_bit_weights_is_not_rounded(config):
-    """The update is the optimizer's own, to the bit: also from scaled gradients. Wrong: rounded as the others are."""
+    """The update equals that of plain AdamW bit for bit, also from scaled gradients. It would be wrong to round the
+    weight to 16 bits."""
     weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
     exact = torch.nn.Parameter(weight.detach().clone())
     for p, g in ((weight, gradient * 4), (exact, gradient)):
@@ -126,14 +127,15 @@ HALF = ("freeze=[*.h.0.*,*.wpe.*]", "save_every=1", "lr=1e-2", "model.architectu
 
 @pytest.fixture
 def pretrained(fit):
-    """Overrides: a folder of weights to start from."""
+    """Overrides of a run that starts from a folder of weights."""
     _, folder = fit("max_steps=1", folder="published")
     lines = ("model=hf", f"model.name={folder / 'model'}", "model.lr=1e-2", "model.seq_len=16", "model.max_steps=4")
     return [*lines, "model.architecture={resid_pdrop:0.1}"]
 
 
 def resumed(fit, *lines):
-    """(what a whole run's last checkpoint holds, that of one which was stopped, the folder of the latter)."""
+    """Returns the last checkpoint of an unbroken run, that of a run resumed after 2 steps, and the folder of the
+    stopped run."""
     lines = [*HALF[:3], *(lines if any("hf" in line for line in lines) else (*lines, HALF[3]))]
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", "scheduler.total_steps=4", folder="part")
@@ -150,7 +152,7 @@ def test_resume_from_a_checkpoint_of_trained_weights_equals_the_unbroken_run(fit
     assert all(same(whole[key], again[key]) for key in whole)
     names = whole["state_dict"].keys()
     assert names and not any(".h.0." in name or ".wpe." in name for name in names)
-    assert any("lm_head" in name for name in names)  # a tied name too
+    assert any("lm_head" in name for name in names)  # the name of the tied head is included
 
 
 def test_resume_on_pretrained_weights_equals_the_unbroken_run(fit, pretrained):
@@ -161,8 +163,8 @@ def test_resume_on_pretrained_weights_equals_the_unbroken_run(fit, pretrained):
     )
 
 
-def test_resume_with_another_frozen_base_is_refused(fit):
-    """Wrong would be to go on from it: it has the same names and shapes."""
+def test_resume_of_trained_weights_with_other_frozen_weights_is_refused(fit):
+    """The other frozen weights have equal names and shapes, so without the check the run would silently continue."""
     _, part = fit(*HALF, "max_steps=2", folder="part")
     with pytest.raises(Refused, match=r"holds only the trained weights, and the frozen weights .*seed="):
         fit(*HALF, f"resume={part}", "seed=1", folder="again")
@@ -170,7 +172,7 @@ def test_resume_with_another_frozen_base_is_refused(fit):
         fit(f"resume={part}", folder="full")
 
 
-def test_complete_checkpoint_requires_a_matching_model(fit):
+def test_resume_of_a_complete_checkpoint_with_freeze_or_another_width_is_refused(fit):
     _, part = fit("max_steps=2", "save_every=1", folder="part")
     with pytest.raises(Refused, match=r"missing in the trained weights of this run"):
         fit(*HALF, f"resume={part}", folder="again")
@@ -180,7 +182,7 @@ def test_complete_checkpoint_requires_a_matching_model(fit):
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW[:1]])
-def test_checkpoint_of_trained_weights_is_evaluated_and_exported_with_frozen_weights(fit, precision):
+def test_checkpoint_of_trained_weights_is_evaluated_and_exported_as_the_whole_model(fit, precision):
     from transformers import AutoModelForCausalLM
 
     summary, part = fit(*HALF, precision, folder="part")

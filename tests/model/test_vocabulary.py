@@ -1,4 +1,4 @@
-"""Added tokens: new rows are the mean of the old, old ones stay, tied heads stay tied, and nothing else notices."""
+"""Added tokens: new embedding rows are the mean of the old rows, old rows are unchanged, and tied heads stay tied."""
 
 from functools import partial
 
@@ -19,12 +19,16 @@ TYPED = f"model.added_tokens=['{NEW[0]}','{NEW[1]}']"
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
 GPT2 = partial(GPT2Config, n_embd=32, n_layer=2, n_head=2, n_positions=64, **ENDS)
 LLAMA = partial(LlamaConfig, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **ENDS)
-KINDS = {"tied": (GPT2, 0), "untied": (LLAMA, 0), "with rows to spare": (GPT2, 20)}  # beyond the tokenizer's
+KINDS = {
+    "tied": (GPT2, 0),
+    "untied": (LLAMA, 0),
+    "with rows to spare": (GPT2, 20),
+}  # (config class, rows beyond the tokenizer's)
 
 
 @pytest.fixture
 def published(config, tmp_path):
-    """(kind) -> the folder of a model with its tokenizer."""
+    """(kind) -> a folder with a model and its tokenizer."""
 
     def make(kind):
         cfg = config()
@@ -48,11 +52,13 @@ def ends(network):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_embedding_rows_are_the_mean_and_old_rows_are_unchanged(config, published, kind, monkeypatch):
+def test_embedding_rows_of_added_tokens_are_the_mean_of_old_rows_which_stay_unchanged(
+    config, published, kind, monkeypatch
+):
     folder = published(kind)
     covariance = "_init_added_embeddings_weights_with_mean"
     assert hasattr(PreTrainedModel, covariance)
-    monkeypatch.setattr(PreTrainedModel, covariance, None)  # it would be called with mean_resizing=True
+    monkeypatch.setattr(PreTrainedModel, covariance, None)  # transformers would call this with mean_resizing=True
     data = build.data(config(*on(folder)))
     module = build.module(config(*on(folder)), data)
     old, new = AutoModelForCausalLM.from_pretrained(folder), module.model
@@ -97,7 +103,7 @@ def test_run_with_added_tokens_exports_them_and_resumes_bit_exactly(fit, publish
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plan_counts_the_added_embedding_rows(config, published, kind):
+def test_planner_counts_the_embedding_rows_of_added_tokens(config, published, kind):
     folder = published(kind)
     cfg = config(*on(folder))
     network = build.module(cfg, build.data(cfg)).model
@@ -106,7 +112,7 @@ def test_plan_counts_the_added_embedding_rows(config, published, kind):
     assert (trace(without, on_card=False).parameters == trace(cfg, on_card=False).parameters) == ("spare" in kind)
 
 
-def test_trained_tokenizer_reserves_room_for_added_tokens(config, fit):
+def test_tokenizer_trained_for_300_tokens_has_added_tokens_within_the_300(config, fit):
     tokenizer = build.data(config(TYPED)).tokens.tokenizer
     assert len(tokenizer) <= 300 and len(tokenizer("<|im_start|>").input_ids) == 1
     assert loading.describe(config(TYPED), plans=True).grown.vocab_size == 300

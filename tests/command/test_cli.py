@@ -240,7 +240,7 @@ def test_run_with_a_choice_that_became_a_setting_resumes_with_the_setting(earlie
     ],
 )
 @pytest.mark.filterwarnings("error")  # Hydra only warns if a callback fails, and would run without a lock
-def test_invalid_value_leaves_an_existing_run_folder_unchanged(command, tmp_path, line, says):
+def test_invalid_value_is_refused_and_leaves_an_existing_run_folder_unchanged(command, tmp_path, line, says):
     run = tmp_path / "run"
     (run / ".hydra").mkdir(parents=True)
     for name in ("summary.json", ".hydra/overrides.yaml", ".hydra/config.yaml"):
@@ -268,7 +268,7 @@ def test_seq_len_beyond_the_model_and_negative_lr_are_refused_before_torch_is_im
     assert "Type seq_len=" in done.stderr or "give" in done.stderr
 
 
-def test_copy_of_train_py_writes_a_run_folder(command, tmp_path, monkeypatch):
+def test_run_started_from_a_copy_of_train_py_has_a_train_log_and_is_listed_as_a_run(command, tmp_path, monkeypatch):
     shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("train.main", importlib.import_module("train_mine").main)

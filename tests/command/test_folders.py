@@ -185,7 +185,7 @@ def test_resume_advice_for_a_folder_name_with_a_quote_can_be_pasted_into_a_shell
     assert code == 1 and (f"sweep.resume={folder}" if typed else f"resume={folder}") in told, said
 
 
-def test_folder_of_a_plan_cannot_be_resumed(command, tmp_path):
+def test_run_in_the_folder_of_a_plan_is_refused_also_with_resume_auto(command, tmp_path):
     """resume=auto, which is accepted in the folder of a run, is refused here too."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").touch()

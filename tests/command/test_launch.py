@@ -206,7 +206,7 @@ def test_failed_rank_gets_time_to_finish_its_cleanup(ranks):
 
 
 @pytest.mark.process
-def test_refusal_by_all_ranks_is_reported_once_without_a_rank_and_by_one_rank_with_it(ranks, capfd):
+def test_refusal_by_all_ranks_is_reported_once_and_refusal_by_one_rank_names_the_rank(ranks, capfd):
     sentence = "lr=-1: give a positive learning rate."
     assert message(ranks, meet("here") + f"fails('failed', '{sentence}')", 3) == sentence
     assert capfd.readouterr() == ("", "") and not (ranks.run / folders.FAILED).exists()
@@ -256,7 +256,7 @@ def test_second_signal_ends_all_ranks_including_one_that_ignores_signals(ranks):
 
 
 @pytest.mark.process
-def test_signal_sent_to_one_rank_stops_the_run_and_is_returned(ranks):
+def test_signal_sent_to_one_rank_stops_all_ranks_and_is_the_result_of_the_run(ranks):
     signalled(ranks, "SIGTERM", to=1)
     does = "listens()\ntogether('listens')\nwhile not told and not (run / 'told').exists(): time.sleep(0.01)\n"
     assert ranks(does + "(run / 'told').touch()\ntold = told or [15]\nstops()") == signal.SIGTERM
@@ -567,7 +567,7 @@ def test_hung_rank_ends_the_run_at_the_timeout_and_names_the_collective(typed, t
 
 
 @pytest.mark.process
-def test_ranks_of_a_killed_command_end_and_record_sigterm(typed, tmp_path):
+def test_ranks_of_a_killed_launcher_end_and_record_sigterm_in_the_summary(typed, tmp_path):
     run = tmp_path / "run"
     process = typed(*LONG)
     at_step(run, 20, process)

@@ -97,7 +97,7 @@ def small_files():
 
 
 @pytest.mark.process
-def test_job_on_a_full_disk_is_reported_and_later_jobs_run(command, small_files, tmp_path):
+def test_job_on_a_full_disk_fails_with_a_reason_and_later_jobs_run(command, small_files, tmp_path):
     code, said = command("-m", "model.architecture.n_embd=128,32", "max_steps=1")
     assert code == 1 and "Traceback" not in said
     assert "job 0 failed: " in said and "File too large" in said
@@ -269,7 +269,7 @@ def test_too_long_run_or_sweep_folder_name_is_refused_with_its_key(command, tmp_
 
 
 @pytest.mark.process
-def test_sweep_continues_after_a_signal_to_one_job_and_reports_it(command, failing, tmp_path):
+def test_sweep_continues_after_a_signal_to_one_job_and_reports_the_job_as_failed(command, failing, tmp_path):
     code, said = command("-m", "seed=0,1", *failing(s0="SIGTERM"))
     assert code == 1 and "job 0 failed: ended by SIGTERM" in said and "job 1 done: " in said
     summary = summaries(tmp_path / "sweep")["0"]

@@ -215,7 +215,7 @@ def test_template_without_an_end_token_inside_answers_is_refused():
 STRADDLING = conversation("hello", "\n\nI am fine")
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["tag", "no tag"])
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["generation tag", "no generation tag"])
 def test_conversation_with_a_token_that_spans_header_and_answer_is_refused(template):
     made = tokenizer(template)
     with pytest.raises(

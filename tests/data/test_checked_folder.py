@@ -185,7 +185,7 @@ def test_text_changed_during_tokenization_is_refused_and_not_cached(source, toke
     assert "cat" in made.tokenizer.decode(made.train.ids)  # tokens of the changed text
 
 
-def test_drive_that_alters_written_data_is_refused(tokens, tmp_path, monkeypatch):
+def test_cache_on_a_drive_that_alters_written_files_is_refused(tokens, tmp_path, monkeypatch):
     replace = checked_folder.os.replace
 
     def damaging(draft, place):

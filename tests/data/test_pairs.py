@@ -49,7 +49,7 @@ both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @both_kinds
-def test_every_pair_is_read_once_with_its_lengths_and_reference(kind):
+def test_every_pair_is_read_once_with_its_lengths_and_reference_log_probabilities(kind):
     documents, expected = drawn()
     made = KINDS[kind](documents, SEQ_LEN, "drop", "train")
     made.reference = np.arange(2.0 * made.unit_count).reshape(-1, 2) + 1

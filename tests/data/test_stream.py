@@ -72,7 +72,7 @@ def test_stream_resumes_bit_exactly_from_any_window_twice(folder, tokenizer, pac
 
 
 @pytest.mark.parametrize("bos", ["auto", True, False])
-def test_streamed_text_equals_the_tokenizer_call(folder, bos):
+def test_streamed_hub_text_has_the_tokens_of_the_tokenizer_call_for_each_data_bos(folder, bos):
     made, begins = tokenizers_of_all_kinds.tokenizer("bpe", "byte level", "eos"), bos is True
     source = hub(str(folder), streaming=True, block=5, val_rows=3, bos=bos)
     source.opened(RowSettings(folder, 32, 0, made, []))
@@ -179,7 +179,7 @@ def typed(small, folder, tokenizer):
     return (*base, "data=hub", f"data.path={folder}", f"tokenizer={tokenizer}")
 
 
-def test_streamed_run_is_reproducible_and_resumes_bit_exactly(config, typed, tmp_path):
+def test_run_on_a_streamed_hub_data_set_is_reproducible_and_resumes_bit_exactly(config, typed, tmp_path):
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "save_every=1", "checkpoint.keep=9")
     whole = fit(config(*lines, base=typed), tmp_path / "whole")
     assert fit(config(*lines, base=typed), tmp_path / "again")["val_loss"] == whole["val_loss"]
@@ -237,7 +237,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_invalid_hub_source_is_refused(config, typed, tmp_path, line):
+def test_run_on_an_invalid_hub_source_or_stream_is_refused(config, typed, tmp_path, line):
     given = line.split()
     kept = tuple(one for one in typed if one.split("=")[0] not in {g.split("=")[0] for g in given})
     with pytest.raises(Refused) as refusal:

@@ -190,7 +190,7 @@ def test_training_with_an_auxiliary_loss_leaves_the_loss_function_of_the_model_u
     assert model.loss_function is before
 
 
-def test_run_reports_the_auxiliary_loss_beside_the_loss(command, tmp_path, small):
+def test_run_reports_the_auxiliary_loss_in_its_output_summary_and_metrics(command, tmp_path, small):
     shape = "{model_type: mixtral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
     shape += "num_attention_heads: 2, num_key_value_heads: 1, num_local_experts: 4, output_router_logits: true}"
     lines = ["model=hf", "model.name=mixture", "model.pretrained=false", f"model.architecture={shape}", "lr=1e-3"]

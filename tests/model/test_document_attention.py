@@ -149,11 +149,11 @@ def test_single_document_rows_and_decoding_have_no_document_starts():
     assert padded.dim() == 4
 
 
-def test_attention_by_document_has_outputs_and_gradients_of_the_dense_mask():
+def test_attention_by_document_has_the_outputs_and_gradients_of_attention_with_a_dense_mask():
     assert apart(with_gradients(by_document, inputs()), with_gradients(dense, inputs())) < CLOSE
 
 
-def test_attention_by_document_has_the_bits_of_separate_documents():
+def test_attention_by_document_equals_attention_of_separate_documents_bit_for_bit():
     query, key, value = inputs()
     ours = by_document(query, key, value).flatten(0, 1)
     for start, end in pairwise(FIRST):

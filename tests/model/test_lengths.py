@@ -97,7 +97,7 @@ def test_length_check_leaves_the_model_unchanged(kind):
         ("none", 2, None),
     ],
 )
-def test_padded_rows_that_depend_on_each_other_are_refused(kind, rows, told, dtype):
+def test_model_whose_padded_rows_depend_on_longer_rows_is_refused(kind, rows, told, dtype):
     model = made(kind).to(dtype)
     if told is None:
         lengths.check_rows(model, LONGEST, rows)
@@ -111,7 +111,7 @@ def test_padded_rows_that_depend_on_each_other_are_refused(kind, rows, told, dty
     ("kind", "told"),
     [("longrope", "seq_len=20 or, .*data.packing=padded batch_size=1"), ("dynamic", "seq_len=20"), ("none", None)],
 )
-def test_packed_documents_that_depend_on_the_longest_are_refused(kind, told):
+def test_model_whose_packed_documents_depend_on_the_longest_document_is_refused(kind, told):
     """A check of the first tokens finds no error, because all of their documents are short."""
     model, row = made(kind), tokens(1, LONGEST)
     packed_attention.separate(model)
@@ -128,7 +128,7 @@ BEYOND, ROW = 100, 128  # BEYOND: more than the checked tokens, and less than a 
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
-def test_long_attention_windows_are_tested_at_a_shorter_length(model_type):
+def test_separation_check_shortens_long_attention_windows_and_restores_them(model_type):
     model, row = network(model_type, max_position_embeddings=256, sliding_window=BEYOND).eval(), tokens(1, ROW)
     packed_attention.separate(model)
     seen, forward = set(), model.forward
@@ -147,7 +147,7 @@ def test_long_attention_windows_are_tested_at_a_shorter_length(model_type):
     assert BEYOND in before and seen == before | {18} and windows() == before
 
 
-def test_attention_scale_that_depends_on_the_position_in_a_packed_row_is_refused():
+def test_model_whose_attention_scale_depends_on_the_position_in_a_packed_row_is_refused():
     """Llama 4 counts the tokens of a row from the start of the row, so later documents get another scale."""
     more = {
         "max_position_embeddings": 256,

@@ -100,7 +100,7 @@ def test_exported_weights_rounded_to_zero_are_counted_and_reported_if_many(caplo
     assert ("200 of 9,000 nonzero exported numbers became 0" in caplog.text) == told
 
 
-def test_export_to_a_wider_dtype_does_not_look_for_the_largest_number(monkeypatch):
+def test_export_to_a_wider_dtype_skips_the_overflow_check(monkeypatch):
     monkeypatch.setattr("lowmem.model.magnitude._largest", lambda _: pytest.fail("looked"))
     assert Rounding(torch.float32)("x", torch.ones(3, dtype=torch.float16)).dtype == torch.float32
 

@@ -147,7 +147,7 @@ SLOW = [pytest.param(f"precision={name}", marks=pytest.mark.matrix) for name in 
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", *SLOW])
-def test_resume_from_a_checkpoint_of_trained_weights_equals_the_unbroken_run(fit, precision):
+def test_resume_from_a_checkpoint_without_frozen_weights_equals_the_unbroken_run(fit, precision):
     whole, again, _ = resumed(fit, precision)
     assert all(same(whole[key], again[key]) for key in whole)
     names = whole["state_dict"].keys()
@@ -155,7 +155,7 @@ def test_resume_from_a_checkpoint_of_trained_weights_equals_the_unbroken_run(fit
     assert any("lm_head" in name for name in names)  # the name of the tied head is included
 
 
-def test_resume_on_pretrained_weights_equals_the_unbroken_run(fit, pretrained):
+def test_resume_with_frozen_pretrained_weights_equals_the_unbroken_run(fit, pretrained):
     whole, again, part = resumed(fit, *pretrained)
     assert all(same(whole[key], again[key]) for key in whole)
     assert complete(part / "checkpoints")[-1].stat().st_size < 0.7 * sum(

@@ -421,7 +421,9 @@ def tokens_or_a_sentence(made, record, how):
     said = record["messages"]
     answers = sum(m["role"] == "assistant" and bool(m["content"].strip()) for m in said)
     answers = answers if how["assistant"] == "all" else 1
-    assert (one.ids == start).sum() == (one.ids == end).sum() == len(said)  # no text starts or ends a message
+    assert (
+        (one.ids == start).sum() == (one.ids == end).sum() == len(said)
+    )  # control tokens in a text start or end no message
     assert one.learned[one.ids == end].sum() == answers and not one.learned[one.ids == start].any()
     learned = made.decode(one.ids[one.learned]).split("<|im_end|>")
     assert len(learned) == answers + 1 or "<|im_end|>" in str(said)

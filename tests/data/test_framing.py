@@ -47,7 +47,7 @@ WORDS = (
     "</",
     "s>",
 )
-shared = cache(tokenizer)  # for tests that do not change it
+shared = cache(tokenizer)  # for tests that do not change the tokenizer
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
 VISIBLE = TEXTS.filter(str.strip)
 KINDS = st.tuples(st.sampled_from(MODELS), st.sampled_from([*PRE_TOKENIZERS]))

@@ -24,7 +24,7 @@ def drawn(count=COUNT, longest=9):
     """Returns a split of pairs with consecutive token ids, and the tokens of both answers of each pair."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
-        prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # the same in both
+        prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # both answers have the same prompt
         for length in draw.integers(1, longest, 2).tolist():
             answer = np.arange(at, at + length)
             texts.append(np.concatenate([prompt, answer]))

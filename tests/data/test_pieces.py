@@ -170,7 +170,7 @@ def grown(folder, kind, sizes, small, whole, pipe):
 
     if small:
         reading.BLOCK, pieces.BATCH, pieces.PIECE = 1 << 17, 1 << 18, 1 << 14
-    if whole:  # the deliberately wrong variant
+    if whole:  # the deliberately wrong variant never cuts a text
         pieces.CUT = re.compile(r"(?!)")
     paragraphs = [text(20, seed) for seed in range(200)]
     (folder / "small.txt").write_text("".join(paragraphs))

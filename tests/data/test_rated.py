@@ -147,7 +147,7 @@ def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
         twice.held_out(document)
     for document in (NO_TOKENS, b"a"):
         twice.trained_on(document)
-    twice.check()  # one of two
+    twice.check()  # one of two validation documents is also trained on, which is accepted
     twice.trained_on(b"b")
     with pytest.raises(Refused, match="2 of 2 distinct"):
         twice.check()

@@ -57,7 +57,9 @@ def test_label_bytes_of_a_sentencepiece_row_are_the_bytes_that_its_labels_add(tm
         ids[3:],
     ]  # ▁wörd ends one row and begins the other, whose labels are the bytes of ß and the end token
     assert sum(label_bytes(tokenizer, [batch([row])])[1] for row in rows) == len(" other läst wördß".encode())
-    alone = [len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows]  # deliberately wrong
+    alone = [
+        len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows
+    ]  # the wrong variant decodes each row alone
     assert sum(alone) != len(" other läst wördß".encode())
 
 

@@ -37,7 +37,7 @@ from networks import network
 pytestmark = pytest.mark.kernels
 CPU, TOKENS = torch.device("cpu"), 12
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]])
-FIRST = [0, 3, 8, 9, 12, 23, 24]  # tokens of the rows above, laid end to end
+FIRST = [0, 3, 8, 9, 12, 23, 24]  # first tokens of the documents above in the concatenated rows, and the end
 CLOSE = 1e-6  # fp32 sums of a few products in another order
 
 

@@ -254,7 +254,9 @@ def test_number_of_positions_is_read_from_the_text_config_of_the_model(model_typ
     try:
         config = loading._of_type(model_type)
     except Refused:
-        pytest.skip(f"this transformers makes no {model_type} of default values")  # musicgen, until 5.18 or later
+        pytest.skip(
+            f"this transformers makes no {model_type} of default values"
+        )  # musicgen, at least until transformers 5.18
     assert loading.positions(config) == longest
 
 

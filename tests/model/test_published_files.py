@@ -224,7 +224,7 @@ def test_quantized_model_is_refused_from_its_config(run, tmp_path, monkeypatch, 
     with pytest.raises(Refused, match=said):
         loading.describe(run(path, *lines))
     with pytest.raises(Refused, match=said):
-        loading.check_architecture(run(path, *lines))  # plan, show, training and evaluation
+        loading.check_architecture(run(path, *lines))  # called by plan, show, training and evaluation
 
 
 def test_quantized_files_without_a_quantization_config_are_refused(run, tmp_path):

@@ -62,7 +62,7 @@ def right(look, precision):
     own, every = counted()
     wide = precision == "precision=32"
     gradients = {"precision=32": 4 * own, "precision=bf16-master": 0}.get(precision, 2 * own)
-    masters = own * (4 + 2) if precision == "precision=bf16-master" else 0  # in fp32, and one micro-batch's gradients
+    masters = own * (4 + 2) if precision == "precision=bf16-master" else 0  # fp32 masters and 16-bit gradients
     found = (look.weights, look.gradients, look.state, look.masters)
     return found == ((4 if wide else 2) * every, gradients, 8 * own, masters)
 

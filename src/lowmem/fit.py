@@ -96,7 +96,7 @@ def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
     """Replaces epochs= by max_steps=, the number of optimizer steps in these epochs. Counting needs the tokenized data,
-    so the open data are returned for later use; None: epochs= is not set."""
+    so the open data are returned for later use; None: epochs= is not set, or nothing is trained."""
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
         return command, None

@@ -9,7 +9,8 @@ from lowmem.training import build
 
 SOURCE = ROOT / "src" / "lowmem"
 WRAPS = re.compile(
-    r"\.forward = (?!None)|patch\.object\(\w[\w.]*, \"forward\"|\.register_(?!load)[a-z_]*hook\(|\.register_hook\("
+    r"\.forward = (?!None)|(?<!self)\.__class__ = |"
+    r"patch\.object\(\w[\w.]*, \"forward\"|\.register_(?!load)[a-z_]*hook\(|\.register_hook\("
 )
 OTHERS = {"plan"}  # it traces a run, which has hooks of its own
 

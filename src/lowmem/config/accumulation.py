@@ -39,7 +39,7 @@ class WindowSize:
 
 
 def fixed(batches: int) -> WindowSize:
-    """Returns windows of `batches` micro-batches each."""
+    """Returns a `WindowSize` of `batches` micro-batches for every window."""
     if not _counts(batches):
         raise Refused(
             f"accumulation.batches={batches}: an optimizer step needs at least one micro-batch. Type "
@@ -49,7 +49,7 @@ def fixed(batches: int) -> WindowSize:
 
 
 def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
-    """Returns windows whose micro-batches add up to `size` sequences per optimizer step, over all devices."""
+    """Returns a `WindowSize` with which each optimizer step has `size` sequences, over all devices."""
     sequences = batch_size * devices
     if not _counts(size) or size % sequences:
         near = max(1, round(size / sequences)) * sequences
@@ -61,14 +61,14 @@ def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
 
 
 def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns windows whose size depends on the epoch: `{0: 1, 3: 4}` means one micro-batch per window, and four
+    """Returns a `WindowSize` that depends on the epoch: `{0: 1, 3: 4}` means one micro-batch per window, and four
     micro-batches from epoch 3 on."""
     return WindowSize(_checked(sizes), "epoch")
 
 
 def by_step(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns windows whose size depends on the number of completed windows: `{0: 3, 101: 4}` means three micro-batches
-    per window, and four micro-batches from window 101 on."""
+    """Returns a `WindowSize` that depends on the number of completed windows: `{0: 3, 101: 4}` means three
+    micro-batches per window, and four micro-batches from window 101 on."""
     return WindowSize(_checked(sizes), "window")
 
 

@@ -14,7 +14,7 @@ from lowmem.config.settle import Run
 
 
 class Refusal(NamedTuple):
-    """A refused combination.
+    """A refused combination of settings.
 
     Args:
         applies: returns True for a run that is to be refused.

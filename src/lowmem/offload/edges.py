@@ -12,8 +12,8 @@ the two are added in the weight's dtype, as autograd does.
 
 The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids. So other
 code of this `forward`, such as a scale factor, still applies. The thread that computes a micro-batch looks up the rows.
-The host thread of `link.py` receives gradients: it calls `_take_rows` for the embedding, and `HostWeight.add` or `_put`
-for tiles of the head.
+On a card the host thread of `link.py` receives gradients: it calls `_take_rows` for the embedding, and `HostWeight.add`
+or `_put` for tiles of the head.
 """
 
 from collections.abc import Callable, Iterator

@@ -72,8 +72,8 @@ class Slot:
 class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, its embedding, and with loss=tiled its head.
 
-    During training the link's host thread calls `bring_in` and `put`. The threads that run forward and backward passes
-    call all other methods.
+    During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the threads
+    of forward and backward passes. The training thread calls all other methods.
 
     Args:
         layout: the weights that are streamed.

@@ -66,7 +66,9 @@ class Prediction:
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
-    drive_read: int = 0  # bytes read from the drive per step: for the update, and 16-bit weights for each pass
+    # bytes read from the drive per optimizer step: masters and optimizer state for the update, and 16-bit weights for
+    # each forward and backward pass
+    drive_read: int = 0
     drive_written: int = 0  # bytes written to the drive per optimizer step
     devices: int = 1  # number of devices; `device` describes the device that needs the most
     node: int = 1  # maximum number of devices per host

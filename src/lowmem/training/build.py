@@ -5,23 +5,25 @@ Several techniques replace the `forward` of a module or register hooks. This lis
 run. A later replacement wraps the earlier replacements:
 
     while the model is built (`causal_lm`)
+        adapter/stacks.py                       forward of fused experts, by another class: computes packed weights
         compile/blocks.py                       a block's forward: compiled
         gradient_checkpointing/policies.py      a block's forward: recomputed in backward; hooks around several blocks
         gradient_checkpointing/slices.py        forward of MLPs and norms, in slices of tokens; hooks on their weights
         model/auxiliary_loss.py                 hooks on the model of a mixture: labels in, auxiliary loss out
     when the model is sharded (`module`)
         strategy/parallel_styles.py             forward of layers whose matrices are sharded
-        strategy/stages.py, pipeline.py         forward of modules of other stages; hooks on the first block
+        strategy/stages.py                      forward of modules of other stages; hooks on the first block
+        strategy/pipeline.py                    forward of the model: the schedule of micro-batches and stages
         strategy/fsdp.py                        a hook on the model, around torch's own
-    before the first step
-        report/expert_balance.py                hooks on the experts of a mixture: count the tokens of each expert
-        optim/in_backward.py                    hooks on gradients: each updates its parameter
-        strategy/ddp.py                         hooks on gradients, for one window
+    before the first step (`on_fit_start`, then `on_train_start` of the callbacks, then of the model)
         offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
         offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
         offload/master_weights.py               hooks on gradients: send them to the host; on blocks: wait for weights
+        report/expert_balance.py                hooks on the experts of a mixture: count the tokens of each expert
+        optim/in_backward.py                    hooks on gradients: each updates its parameter
+        strategy/ddp.py                         hooks on gradients, for one window
     during one forward pass
-        loss/head.py                            the head's forward: the loss computes the logits; hooks on the body
+        loss/head.py                            forward of head and body: the loss computes the logits; hooks on both
         model/packed_attention.py               hooks during a check of the model
 """
 

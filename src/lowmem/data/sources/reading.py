@@ -37,7 +37,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def digests(files: Iterable[Path]) -> list[str]:
-    """Returns the SHA-256 of each file, computed with one thread per core."""
+    """Returns the SHA-256 of each file, computed in several threads."""
 
     def digest(file: Path) -> str:
         with readable(file), file.open("rb") as stream:

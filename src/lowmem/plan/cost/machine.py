@@ -3,10 +3,10 @@
 
     seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
-A named card has the published rates in conf/gpu.yaml. The rates of this machine are measured in about a second, or more
-exactly by `python -m benchmarks.card`, and stored in a file for a week. Operators reach only a share of the peak rates:
-the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md). If the file cannot be
-read or written, the rates are measured again, and no error is raised.
+A named card has the published rates in conf/gpu.yaml. The rates of this machine are measured, which takes about a
+second, and stored in a file for a week. `python -m benchmarks.card` measures them more exactly. Operators reach only a
+share of the peak rates: the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
+If the file cannot be read or written, the rates are measured again, and no error is raised.
 """
 
 import json

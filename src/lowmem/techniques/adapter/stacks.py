@@ -128,7 +128,7 @@ def adapted_stacks(model: nn.Module) -> list[str]:
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a stack (experts, rows, columns), dequantized and with LoRA added. Args: dtype: dtype of the result;
-    None: the dtype in which the stack was loaded."""
+    None: the dtype of the parameter, or the dtype in which a quantized stack was loaded."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)

@@ -25,8 +25,9 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
-# Maximum number of graphs per kind of block. Micro-batches have one shape, and a few other shapes at the end of an
-# epoch. From the second shape on, torch compiles with dynamic sizes.
+# Maximum number of graphs per kind of block. Rows that are packed to seq_len have one shape, except at the end of an
+# epoch; with data.packing=padded the length differs between micro-batches. From the second shape on, torch compiles
+# with dynamic sizes, so a few graphs are enough.
 MOST_GRAPHS = 64
 
 

@@ -2,7 +2,8 @@
 
 bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
 small elements of a block to a neighbor of the nearest code (version 0.50: 12 % of elements on the signed scale and 18 %
-on the unsigned scale, for log-normal magnitudes). Even zeros are affected, so weights that never had a gradient change.
+on the unsigned scale, for log-normal magnitudes). Even zeros are rounded away from zero, so a step changes
+weights that never had a gradient.
 
 Here the step is one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class and its
 checkpoints do not change, so a run on a card can resume a checkpoint of a CPU. Without a compiler, torch operators

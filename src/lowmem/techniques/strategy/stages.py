@@ -125,8 +125,11 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
     @cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Returns (bytes of the largest stage, first blocks) for the best division of the blocks from `first` on into
-        `left` stages."""
+        """Divides the blocks from `first` on into `left` stages so that the largest stage is as small as possible.
+
+        Returns:
+            The bytes of the largest stage, and the index of each stage's first block, followed by the number of blocks.
+        """
         if left == 1:
             return stage_bytes(first, count), [first, count]
         ends = range(first + 1, count - left + 2)

@@ -133,7 +133,7 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
-    """Returns the number of units of a layer that cannot be divided further, and their name: heads, rows or columns."""
+    """Returns the number of indivisible units of a layer, and the name of these units: heads, rows or columns."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -277,8 +277,8 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a DTensor. For fused matrices, whose shards have a different order than the full tensor, returns the
-        full tensor."""
+        """Returns a shard as a DTensor. A fused matrix is returned as the full tensor instead, because its shards, one
+        after the other, have the rows in a different order."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

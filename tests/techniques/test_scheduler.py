@@ -18,7 +18,7 @@ def rates(make, steps, **arguments):
     return seen
 
 
-def test_warm_up_starts_above_zero_and_ends_at_lr():
+def test_constant_schedule_warms_up_from_above_zero_to_lr():
     assert rates(scheduler.constant, 6, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
@@ -37,16 +37,16 @@ def test_run_shorter_than_its_warm_up_only_warms_up():
 
 
 @pytest.mark.parametrize("make", [scheduler.constant, scheduler.linear, scheduler.cosine])
-def test_warm_up_as_a_share_equals_warm_up_in_steps(make):
+def test_warm_up_as_a_share_of_total_steps_equals_warm_up_in_steps_and_has_priority(make):
     by_share = rates(make, 40, warmup_steps=7, warmup=0.25, total_steps=40)
     assert by_share == rates(make, 40, warmup_steps=10, total_steps=40)
-    assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share is the one that counts
+    assert by_share != rates(make, 40, warmup_steps=7, total_steps=40)  # the share has priority over warmup_steps
     assert rates(make, 40, warmup_steps=7, warmup=0.0, total_steps=40)[0] == 2.0
 
 
 @pytest.mark.parametrize("lr", [2.0, torch.tensor(2.0)], ids=["a number", "a tensor"])
-def test_resumed_schedule_uses_its_own_lr_and_length_from_the_first_step(lr):
-    """torch restores lr, which would be the old one for good, or for a step; a tensor of torchao is kept."""
+def test_resumed_schedule_uses_the_new_lr_and_length_from_the_first_step(lr):
+    """torch restores the old lr, which the schedule must replace at once. An lr tensor, as in torchao, is kept."""
 
     def made(lr, total):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)

@@ -1,4 +1,4 @@
-"""LoRA of fused experts, beside PEFT's, which parametrizes the same stacks."""
+"""LoRA of fused experts, compared with PEFT, which adapts the same stacks."""
 
 import pickle
 
@@ -47,7 +47,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", [LoRA, QLoRA])
-def test_experts_get_matrices_and_the_model_starts_unchanged(family, adapter):
+def test_lora_of_experts_adds_matrices_and_leaves_the_initial_logits_unchanged(family, adapter):
     plain, model = made(family), made(family)
     adapter(r=4)(plain)
     adapter(r=4, experts="lora")(model)
@@ -59,7 +59,7 @@ def test_experts_get_matrices_and_the_model_starts_unchanged(family, adapter):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_experts_are_opened_by_peft_with_equal_logits_and_gradients(tmp_path, family):
+def test_exported_lora_of_experts_opened_by_peft_has_equal_logits_and_gradients(tmp_path, family):
     model = made(family)
     LoRA(r=4, alpha=6, experts="lora")(model)
     made(family).save_pretrained(tmp_path / "base")
@@ -80,7 +80,7 @@ def test_exported_experts_are_opened_by_peft_with_equal_logits_and_gradients(tmp
 
 @pytest.mark.parametrize("modules", [["q_proj"], []])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_folder_that_peft_has_written_is_continued(tmp_path, family, modules):
+def test_lora_of_experts_written_by_peft_loads_with_equal_logits_and_exports_again(tmp_path, family, modules):
     config = LoraConfig(r=4, lora_alpha=6, target_modules=modules, target_parameters=STACKS)
     theirs = moved(get_peft_model(made(family), config))
     theirs.save_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_folder_that_peft_has_written_is_continued(tmp_path, family, modules):
     assert (logits(again) - logits(ours)).abs().max() < FP32_REORDERED * logits(ours).abs().max()
 
 
-def test_folder_with_experts_of_some_blocks_keeps_them_in_the_next_export(tmp_path, caplog):
+def test_adapter_folder_with_experts_of_some_blocks_exports_the_same_experts_again(tmp_path, caplog):
     one = ["model.layers.1.mlp.experts.down_proj"]
     theirs = moved(get_peft_model(made("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj"], target_parameters=one)))
     theirs.save_pretrained(tmp_path / "first")
@@ -117,7 +117,7 @@ def test_folder_with_experts_of_some_blocks_keeps_them_in_the_next_export(tmp_pa
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("family", FAMILIES)
-def test_matrices_of_other_experts_differ(family):
+def test_lora_matrices_exchanged_between_experts_change_the_logits(family):
     model = made(family)
     LoRA(r=4, experts="lora")(model)
     right = logits(moved(model)).detach()
@@ -129,7 +129,7 @@ def test_matrices_of_other_experts_differ(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", [LoRA, QLoRA])
-def test_merged_experts_compute_the_same_function(family, adapter):
+def test_merged_lora_of_experts_has_the_logits_of_the_adapted_model(family, adapter):
     model = made(family).eval()
     adapter(r=4, experts="lora")(model)
     expected = logits(moved(model)).detach()
@@ -139,14 +139,14 @@ def test_merged_experts_compute_the_same_function(family, adapter):
     assert (logits(model) - expected).abs().max() < FP32_REORDERED * expected.abs().max()
 
 
-def test_adapted_experts_can_be_pickled():
+def test_pickled_model_with_lora_of_experts_has_equal_logits():
     model = made("qwen3_moe")
     QLoRA(r=4, experts="lora")(model)
     assert torch.equal(logits(pickle.loads(pickle.dumps(moved(model)))), logits(model))
 
 
-def test_stacks_with_matrices_are_not_kept_for_backward(monkeypatch):
-    """Wrong on purpose: without the checkpoint around the experts."""
+def test_expert_weights_with_lora_are_not_saved_for_backward(monkeypatch):
+    """The deliberately wrong variant has no checkpoint around the experts, so autograd saves their weights."""
 
     def saved(model):
         shapes = set()
@@ -170,7 +170,7 @@ def test_stacks_with_matrices_are_not_kept_for_backward(monkeypatch):
         ("qwen3_moe", {"experts": "lora", "dropout": 0.1}, "Type adapter.dropout=0, or adapter.experts=none"),
     ],
 )
-def test_experts_that_cannot_be_adapted_are_refused(family, typed, says):
+def test_lora_of_experts_without_fused_experts_or_with_dropout_is_refused(family, typed, says):
     with pytest.raises(Refused, match=says):
         LoRA(**typed)(network(family, **FAMILIES.get(family, {})))
 
@@ -180,7 +180,7 @@ def test_dora_of_experts_is_refused():
         DoRA(experts="lora")
 
 
-def test_typed_experts_that_contradict_a_folder_are_refused(tmp_path):
+def test_experts_setting_that_contradicts_an_adapter_folder_is_refused(tmp_path):
     model = made("qwen3_moe")
     LoRA(r=4)(model)
     write_adapter(model, tmp_path, None, "base", Weights(model))

@@ -1,4 +1,4 @@
-"""LoRA and DoRA: what is adapted, what is refused, from where they start and what a checkpoint holds of them."""
+"""LoRA and DoRA: adapted layers, refusals, adapters that start from a folder, and checkpoints."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def logits(model):
 
 
 def folder(at, model, **changes):
-    """As peft writes one, of a model with an adapter."""
+    """Write an adapter folder as PEFT does, and return its path."""
     from peft import get_peft_model_state_dict
 
     at.mkdir()
@@ -73,7 +73,7 @@ def moved(model):
 @pytest.mark.parametrize("adapter", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
-def test_a_model_starts_as_it_was_with_an_adapter_in_fp32(kind, dtype, adapter):
+def test_new_adapter_is_in_fp32_and_leaves_the_logits_unchanged(kind, dtype, adapter):
     model = network(kind, dtype)
     before = logits(model)
     adapter()(model)
@@ -83,8 +83,8 @@ def test_a_model_starts_as_it_was_with_an_adapter_in_fp32(kind, dtype, adapter):
     assert not any("lm_head" in name or "embed" in name or "wte" in name for name, _ in trainable(model))
 
 
-def test_magnitudes_measured_in_16_bits_would_change_the_model(monkeypatch):
-    """The deliberately wrong variant: as peft measures them."""
+def test_dora_magnitudes_measured_in_16_bits_change_the_logits(monkeypatch):
+    """The deliberately wrong variant: magnitudes stay as PEFT measures them, in the dtype of the weights."""
     monkeypatch.setattr("lowmem.techniques.adapter.lora._measure", lambda part: None)
     model = network("llama", torch.bfloat16)
     before = logits(model)
@@ -92,7 +92,7 @@ def test_magnitudes_measured_in_16_bits_would_change_the_model(monkeypatch):
     assert not torch.equal(logits(model), before)
 
 
-def test_freezing_what_an_adapter_has_frozen_is_told(caplog):
+def test_log_says_that_freeze_has_no_effect_on_weights_frozen_by_an_adapter(caplog):
     model = network("gpt2")
     freeze(model, ["transformer.wte.*", "*.wte.weight"])
     assert "has no effect" not in caplog.text
@@ -111,7 +111,7 @@ def test_log_names_the_layers_with_and_without_an_adapter(caplog):
 
 
 @pytest.mark.parametrize("target", ["*.q_proj", "q_proj", "model.layers.0.*", "*.layers.0.self_attn.[qv]_proj"])
-def test_patterns_choose_layers(target):
+def test_target_pattern_adapts_the_expected_number_of_layers(target):
     model = network()
     LoRA(target=[target])(model)
     names = {name.split(".lora_")[0] for name, _ in trainable(model)}
@@ -132,7 +132,7 @@ def test_target_that_cannot_be_adapted_is_refused(target, says):
         LoRA(target=target)(network())
 
 
-def test_a_layer_whose_weight_a_kernel_reads_is_refused_as_target():
+def test_target_layer_whose_weight_a_mamba_kernel_reads_is_refused():
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1))
     with pytest.raises(
         Refused, match=r"adapter.target=out_proj: .*out_proj cannot be adapted .*Type some of \[in_proj"
@@ -149,7 +149,7 @@ def test_a_layer_whose_weight_a_kernel_reads_is_refused_as_target():
         ("adapter.target=q_proj", "all-linear, or a list of names"),
     ],
 )
-def test_values_that_cannot_be_are_refused(config, line, says):
+def test_invalid_adapter_setting_is_refused(config, line, says):
     with pytest.raises(Refused, match=says):
         settled(composed(["adapter=lora", line]))
     check(config("adapter=lora", "adapter.target=[q_proj]", "adapter.r=null"), {})
@@ -195,7 +195,7 @@ def test_dense_layers_beside_fused_experts_are_adapted_and_opened_by_peft(tmp_pa
 
 
 @pytest.mark.wrong
-def test_pefts_own_choice_of_targets_adapts_the_experts_instead():
+def test_peft_given_names_of_dense_layers_adapts_the_fused_experts_instead():
     """PEFT 0.21 reads the names of dense layers as old names of fused experts. If this fails, PEFT has changed."""
     from peft import inject_adapter_in_model
 
@@ -245,11 +245,11 @@ def test_merge_of_layers_that_share_a_weight_is_refused():
         merge(model, torch.float32)
 
 
-# --- from where it starts ---------------------------------------------------------------------------------------------
+# --- adapters from a folder -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adapter", KINDS)
-def test_adapter_starts_from_a_folder_of_peft(tmp_path, adapter):
+def test_adapter_loaded_from_a_peft_folder_has_the_logits_of_the_saved_adapter(tmp_path, adapter):
     theirs = network()
     adapter(r=4, alpha=2, target=["q_proj", "up_proj"])(theirs)
     path, ours = folder(tmp_path / "a", moved(theirs)), network()
@@ -260,7 +260,7 @@ def test_adapter_starts_from_a_folder_of_peft(tmp_path, adapter):
     assert ours.peft_config["default"].r == 4
 
 
-def test_key_that_contradicts_an_adapter_folder_is_refused(tmp_path, config):
+def test_adapter_folder_that_is_incomplete_or_contradicts_settings_or_model_is_refused(tmp_path, config):
     theirs = network()
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "a", theirs)
@@ -299,7 +299,7 @@ def test_key_that_contradicts_an_adapter_folder_is_refused(tmp_path, config):
         ({"target_modules": ["zzz"]}, "names no layer of LlamaForCausalLM"),
     ],
 )
-def test_folder_with_more_than_lora_of_linear_layers_is_refused(tmp_path, changes, says):
+def test_adapter_folder_with_unsupported_options_or_unknown_targets_is_refused(tmp_path, changes, says):
     theirs = network()
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "a", theirs, **changes)
@@ -308,7 +308,7 @@ def test_folder_with_more_than_lora_of_linear_layers_is_refused(tmp_path, change
 
 
 @pytest.mark.parametrize("config", [IA3Config(feedforward_modules=[]), AdaLoraConfig(total_step=10)])
-def test_folder_with_another_kind_of_adapter_is_refused(tmp_path, config):
+def test_peft_folder_of_an_adapter_other_than_lora_is_refused(tmp_path, config):
     theirs = network()
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "a", theirs)
@@ -319,7 +319,7 @@ def test_folder_with_another_kind_of_adapter_is_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize("init", [False, "gaussian", "orthogonal"])
-def test_folder_with_an_initialization_beside_the_base_is_opened(tmp_path, init):
+def test_adapter_folder_with_a_supported_init_lora_weights_loads_with_equal_logits(tmp_path, init):
     theirs = network()
     LoRA(r=4)(theirs)
     path, ours = folder(tmp_path / "a", moved(theirs), init_lora_weights=init), network()
@@ -328,12 +328,12 @@ def test_folder_with_an_initialization_beside_the_base_is_opened(tmp_path, init)
     assert torch.equal(logits(ours), logits(theirs))
 
 
-def test_empty_target_is_refused():
+def test_empty_list_of_adapter_targets_is_refused():
     with pytest.raises(Refused, match=r"adapter.target=\[\]: this names no layer"):
         LoRA(target=[])(network())
 
 
-def test_qlora_adapts_a_model_without_memory_like_one_with():
+def test_qlora_on_the_meta_device_adapts_the_layers_that_it_adapts_on_the_cpu():
     adapted = []
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -346,8 +346,8 @@ def test_qlora_adapts_a_model_without_memory_like_one_with():
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_a_folder_and_a_resume_does_not_read_it(fit, tmp_path):
-    """In 16 bits beside fp32, with what dropout draws: resumed it has the bits of the unbroken run."""
+def test_run_started_from_an_adapter_folder_resumes_with_equal_bits_if_the_folder_changes(fit, tmp_path):
+    """The base is in 16 bits, the adapter in fp32, and dropout is on."""
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "start", moved(theirs))
@@ -363,7 +363,7 @@ def test_a_run_goes_on_from_a_folder_and_a_resume_does_not_read_it(fit, tmp_path
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", pytest.param("precision=32", marks=pytest.mark.matrix)])
-def test_a_checkpoint_of_an_adapter_is_evaluated(fit, precision):
+def test_evaluated_dora_checkpoint_has_the_val_loss_of_its_run_and_needs_adapter_dora(fit, precision):
     summary, run = fit("adapter=dora", precision, "lr=1e-2", folder="run")
     found, _ = fit("adapter=dora", precision, f"evaluate={run}", folder="evaluated")
     assert found["val_loss"] == summary["val_loss"]

@@ -1,4 +1,4 @@
-"""A layer of 4 bits beside bitsandbytes' own, and beside what theirs does wrong on a CPU."""
+"""4-bit (NF4) layers, compared with the layers of bitsandbytes; and two errors of bitsandbytes on a CPU."""
 
 import pickle
 from copy import deepcopy
@@ -23,11 +23,12 @@ from tolerances import FP32_REORDERED
 pytestmark = pytest.mark.kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64), (128, 192), (160, 100))  # (out, in)
-LOST = 0.11  # of a matrix of normal numbers, by NF4: measured 0.092
+LOST = 0.11  # limit of NF4's relative error for normally distributed weights; measured: 0.092
 
 
 def bnb(layer, repacks=False):
-    """bitsandbytes' layer of the same matrix. Args: repacks: as it is shipped, where the CPU has AVX512-BF16."""
+    """Returns bitsandbytes' layer of the same matrix. Args: repacks: whether the layer repacks its matrix in an
+    evaluation, as it does by default on a CPU with AVX512-BF16."""
     theirs = bitsandbytes.nn.Linear4bit(
         layer.in_features, layer.out_features, compute_dtype=layer.weight.dtype, quant_type="nf4", device="meta"
     )
@@ -42,7 +43,7 @@ def bnb(layer, repacks=False):
 
 
 def passed(layer, x, seed=1):
-    """(its result, the gradient of x)."""
+    """Returns (output, gradient of x)."""
     x = x.clone().requires_grad_()
     out = layer(x)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
@@ -56,7 +57,7 @@ def lost(layer, matrix):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_nf4_layer_equals_bitsandbytes_to_the_bit(rows, columns, dtype):
+def test_nf4_layer_has_the_output_and_gradient_bits_of_bitsandbytes(rows, columns, dtype):
     layer, x = nn.Linear(columns, rows, dtype=dtype), torch.randn(2, 5, columns, dtype=dtype)
     ours, theirs = passed(NF4Linear(layer), x), passed(bnb(layer), x)
     assert all(map(torch.equal, ours, theirs))
@@ -64,7 +65,7 @@ def test_nf4_layer_equals_bitsandbytes_to_the_bit(rows, columns, dtype):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["no mean of the scales", "columns first"])
-def test_a_wrong_4_bit_layer_differs_from_bitsandbytes(monkeypatch, wrong):
+def test_nf4_layer_with_a_deliberate_fault_differs_from_bitsandbytes(monkeypatch, wrong):
     layer, x = nn.Linear(64, 64), torch.randn(2, 64)
     ours = NF4Linear(layer)
     if wrong == "columns first":
@@ -76,7 +77,7 @@ def test_a_wrong_4_bit_layer_differs_from_bitsandbytes(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 160), (33, 96), (5, 50), (3, 33)])
-def test_rows_may_end_inside_a_block(rows, columns):
+def test_nf4_error_is_within_the_limit_if_rows_end_inside_a_quantization_block(rows, columns):
     layer = nn.Linear(columns, rows)
     nn.init.normal_(layer.weight)
     assert lost(NF4Linear(layer), layer.weight) < LOST
@@ -84,8 +85,9 @@ def test_rows_may_end_inside_a_block(rows, columns):
 
 @pytest.mark.wrong
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="another kernel")
-def test_bitsandbytes_reads_such_a_matrix_in_wrong_blocks():
-    """0.50.2, and why ours reads it as one row. Where this fails it was mended."""
+def test_bitsandbytes_dequantizes_rows_that_end_inside_a_block_wrongly():
+    """A bug of bitsandbytes 0.50.2, and the reason why NF4Linear flattens the matrix. If this test fails, bitsandbytes
+    has fixed the bug."""
     layer = nn.Linear(160, 32)
     nn.init.normal_(layer.weight)
     theirs = bnb(layer)
@@ -94,7 +96,7 @@ def test_bitsandbytes_reads_such_a_matrix_in_wrong_blocks():
 
 
 class Adapted(nn.Module):
-    """With a second way through it, as LoRA's: a gradient arrives whatever the layer hands back."""
+    """Adds a second, trained path, as LoRA does: a gradient arrives even if the gradient of `layer` is wrong."""
 
     def __init__(self, layer):
         super().__init__()
@@ -105,7 +107,7 @@ class Adapted(nn.Module):
 
 
 def around_an_evaluation(layer):
-    """Gradients before it and after it: of the input, and of what is trained in the first of two layers."""
+    """Returns the gradients before and after an evaluation: of the input, and of the first layer's trained weight."""
     stack, x = nn.Sequential(Adapted(layer()), Adapted(layer())), torch.randn(4, 64)
 
     def gradients():
@@ -118,20 +120,20 @@ def around_an_evaluation(layer):
     return before, gradients()
 
 
-def test_an_evaluation_changes_no_gradient():
+def test_gradients_through_nf4_layers_are_unchanged_after_an_evaluation():
     before, after = around_an_evaluation(lambda: NF4Linear(nn.Linear(64, 64)))
     assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks where a CPU has AVX512-BF16")
-def test_an_evaluation_of_bitsandbytes_layer_changes_every_gradient_behind_it():
-    """The wrong variant, and why the layer is our own. No gradient is None: only its values tell."""
+def test_gradients_through_bitsandbytes_layers_are_wrong_after_an_evaluation():
+    """A bug of bitsandbytes, and the reason for NF4Linear. No gradient is None: only the values are wrong."""
     before, after = around_an_evaluation(lambda: bnb(nn.Linear(64, 64, bias=False), repacks=True))
     assert not any(torch.allclose(one, other, rtol=0.05) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_it_multiplies_in_16_bits_both_ways(dtype):
+def test_nf4_layer_under_autocast_equals_a_dequantized_linear_in_forward_and_backward(dtype):
     layer, x = nn.Linear(64, 128), torch.randn(4, 64)
     ours = NF4Linear(layer)
     plain = ours.linear(torch.float32)
@@ -146,7 +148,7 @@ def test_under_autocast_it_multiplies_in_16_bits_both_ways(dtype):
     assert all(map(torch.equal, *found)) and found[0][1].dtype == torch.float32
 
 
-def test_autograd_keeps_nothing_of_it():
+def test_nf4_layer_saves_no_tensor_for_backward():
     kept = []
     x = torch.randn(4, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
@@ -156,12 +158,12 @@ def test_autograd_keeps_nothing_of_it():
     assert kept
 
 
-def test_nf4_layer_of_a_conv1d_equals_its_transposed_matrix():
+def test_nf4_layer_of_a_conv1d_computes_with_the_transposed_matrix():
     layer, x = Conv1D(96, 32), torch.randn(4, 32)
     ours = NF4Linear(layer)
     plain = ours.as_found(ours.linear(torch.float32))
     assert isinstance(plain, Conv1D) and plain.weight.shape == layer.weight.shape
-    matrix = plain.weight.t().contiguous()  # products of a view that is transposed may add in another order
+    matrix = plain.weight.t().contiguous()  # the product with a transposed view may add in another order
     assert torch.equal(ours.weight, matrix) and torch.equal(ours(x), F.linear(x, matrix, layer.bias))
     assert (plain(x) - ours(x)).abs().max() < FP32_REORDERED * ours(x).abs().max()
     assert (plain(x) - layer(x)).abs().max() > 1000 * FP32_REORDERED * ours(x).abs().max()  # not quantized
@@ -171,11 +173,11 @@ def test_nf4_layer_of_a_conv1d_equals_its_transposed_matrix():
 def test_ledger_counts_the_tensors_of_an_nf4_layer_and_none_is_trainable():
     ours = NF4Linear(nn.Linear(1024, 1024, bias=False))
     held = sum(tensor.nbytes for tensor in weights(ours))
-    assert held == 2**20 // 2 + 2**14 + 4 * 2**6 + 1024 + 4  # codes, scales, theirs, the table, the mean
+    assert held == 2**20 // 2 + 2**14 + 4 * 2**6 + 1024 + 4  # codes, scales, second-level scales, the table, the mean
     assert not list(ours.parameters())
 
 
-def test_a_large_matrix_is_quantized_in_pieces(monkeypatch):
+def test_matrix_quantized_in_pieces_has_the_bits_of_one_quantized_at_once(monkeypatch):
     matrix = torch.randn(70, 100)
     whole = nf4.quantized(matrix)
     monkeypatch.setattr(nf4, "PIECE", 3 * nf4.BLOCK)
@@ -183,7 +185,7 @@ def test_a_large_matrix_is_quantized_in_pieces(monkeypatch):
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
-def test_nf4_layer_is_traced_by_shape():
+def test_nf4_layer_traced_by_shape_has_the_buffer_shapes_and_dtypes_of_a_real_layer():
     real = NF4Linear(nn.Linear(100, 160))
     with ShapeMode(), tensors_count_as_real():
         traced = NF4Linear(nn.Linear(100, 160))
@@ -192,7 +194,7 @@ def test_nf4_layer_is_traced_by_shape():
         assert x.grad.shape == x.shape
     shapes = [{name: (b.shape, b.dtype) for name, b in one.named_buffers()} for one in (real, traced)]
     assert shapes[0] == shapes[1]
-    assert torch.isfinite(NF4Linear(nn.Linear(64, 64)).weight).all()  # the trace left nothing of its own behind
+    assert torch.isfinite(NF4Linear(nn.Linear(64, 64)).weight).all()  # the trace left no fake tensor behind
 
 
 def small(model_type, **keys):
@@ -205,7 +207,7 @@ def in_4_bits(model):
     return {name for name, part in model.named_modules() if isinstance(part, NF4Linear)}
 
 
-def test_every_matrix_is_quantized_but_the_embedding_and_the_head():
+def test_every_matrix_except_embedding_and_head_is_quantized_to_4_bits():
     for tied in (True, False):
         model = small("llama", tie_word_embeddings=tied)
         nf4.quantize(model)
@@ -218,14 +220,14 @@ def test_every_matrix_is_quantized_but_the_embedding_and_the_head():
     assert len(in_4_bits(model)) == 2 * 4
 
 
-def test_no_router_is_quantized():
+def test_routers_of_a_mixture_of_experts_are_not_quantized():
     model = small("qwen2_moe", num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32)
     nf4.quantize(model)
     assert in_4_bits(model) and not any("gate" in name.split(".")[-2:] for name in in_4_bits(model))
     assert not any(name.endswith("shared_expert_gate") for name in in_4_bits(model))
 
 
-def test_packed_experts_can_be_pickled_and_copied():
+def test_pickled_or_copied_model_with_4_bit_experts_has_equal_logits():
     model = small("qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2).eval()
     nf4.quantize(model)
     ids = torch.arange(8)[None]
@@ -235,7 +237,7 @@ def test_packed_experts_can_be_pickled_and_copied():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_packed_experts_have_the_codes_of_unfused_matrices(rows, columns, dtype):
+def test_fused_4_bit_experts_equal_experts_quantized_as_separate_layers(rows, columns, dtype):
     experts = torch.randn(3, rows, columns, dtype=dtype)
     expected = []
     for expert in experts:
@@ -246,14 +248,14 @@ def test_packed_experts_have_the_codes_of_unfused_matrices(rows, columns, dtype)
 
 
 @pytest.mark.wrong
-def test_experts_quantized_as_one_matrix_have_other_codes():
+def test_experts_quantized_as_a_single_matrix_get_other_values():
     experts = torch.randn(3, 128, 192) * torch.tensor([1.0, 4.0, 9.0])[:, None, None]
     layer = nn.Linear(192, 3 * 128, bias=False)
     layer.weight.data = experts.flatten(0, 1)
     assert not torch.equal(nf4.NF4Stack(experts).dequantized(torch.float32).flatten(0, 1), NF4Linear(layer).weight)
 
 
-def test_a_model_without_a_matrix_of_its_own_is_refused():
+def test_quantizing_a_model_without_blocks_is_refused():
     model = small("llama", num_hidden_layers=0)
     with pytest.raises(Refused, match="adapter=lora"):
         nf4.quantize(model)

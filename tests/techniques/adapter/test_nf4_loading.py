@@ -1,4 +1,4 @@
-"""Quantizing weights while they are loaded, beside quantizing the loaded model."""
+"""Quantizing weights during loading, compared with quantizing the loaded model."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def loaded(folder, dtype, while_loading, with_experts=True):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.matrix)])
-def test_a_model_quantized_while_loading_equals_one_quantized_after(tmp_path, family, dtype):
+def test_model_quantized_during_loading_equals_a_model_quantized_after_loading(tmp_path, family, dtype):
     folder = saved(family, tmp_path)
     (one, in_time, drawn), (other, none, as_before) = (loaded(folder, dtype, way) for way in (True, False))
     assert in_time == len(packed(one)) == len(packed(other)) > 0 == none and torch.equal(drawn, as_before)
@@ -78,13 +78,13 @@ def test_a_model_quantized_while_loading_equals_one_quantized_after(tmp_path, fa
     assert torch.equal(one.eval()(input_ids=ids).logits, other.eval()(input_ids=ids).logits)
 
 
-def test_experts_of_older_adapters_stay_in_16_bits_while_loading(tmp_path):
+def test_experts_stay_in_16_bits_if_loading_quantizes_without_experts(tmp_path):
     network, _, _ = loaded(saved("qwen3_moe", tmp_path), torch.bfloat16, while_loading=True, with_experts=False)
     assert packed(network) and network.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.wrong
-def test_stacks_left_in_the_order_of_the_files_change_the_digest(tmp_path, monkeypatch):
+def test_expert_tensors_left_in_the_order_of_the_files_change_the_state_dict_order(tmp_path, monkeypatch):
     folder = saved("qwen3_moe", tmp_path)
     monkeypatch.setattr(NF4Quantizer, "_process_model_after_weight_loading", lambda *_, **__: None)
     one, other = (loaded(folder, torch.bfloat16, way)[0].state_dict() for way in (True, False))
@@ -92,7 +92,7 @@ def test_stacks_left_in_the_order_of_the_files_change_the_digest(tmp_path, monke
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_missing_matrix_is_refused_while_quantizing(tmp_path, family):
+def test_model_files_without_a_matrix_are_refused_when_quantizing_during_loading(tmp_path, family):
     folder = saved(family, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     lost = next(name for name in tensors if name.endswith(("o_proj.weight", "c_proj.weight")))
@@ -101,7 +101,7 @@ def test_a_missing_matrix_is_refused_while_quantizing(tmp_path, family):
         loading.load(described(folder), torch.bfloat16, NF4WhileLoading())
 
 
-def test_a_matrix_of_another_shape_is_refused_while_quantizing(tmp_path):
+def test_matrix_of_a_wrong_shape_is_refused_when_quantizing_during_loading(tmp_path):
     folder = saved("llama", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 32, dtype=torch.bfloat16)
@@ -136,8 +136,8 @@ MIXTURE = LLAMA | {"num_experts": 16, "moe_intermediate_size": 256, "num_experts
 @pytest.mark.process
 @linux
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("llama", "float32"), ("qwen3_moe", "bfloat16")])
-def test_host_memory_of_loading_is_that_of_4_bits(tmp_path, family, dtype):
-    """Wrong on purpose: quantized after loading, in another dtype than the files', or with joined experts."""
+def test_host_memory_peak_of_quantizing_during_loading_is_4_bit_weights_plus_scratch(tmp_path, family, dtype):
+    """Quantizing after loading exceeds the limit if the dtype differs from the files or experts must be joined."""
     config = AutoConfig.for_model(family, **(MIXTURE if family == "qwen3_moe" else LLAMA), num_attention_heads=4)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "large")
     saved(family, tmp_path / "small")
@@ -146,8 +146,8 @@ def test_host_memory_of_loading_is_that_of_4_bits(tmp_path, family, dtype):
     command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=support, timeout=240).stdout
     largest = 16 * 512 * 512 if family == "qwen3_moe" else 512 * 2048  # elements
-    at_once = 512 * 512 if family == "qwen3_moe" else 512 * 2048  # elements that are quantized at once: an expert
-    scratch = 20 * at_once + 4 * largest  # see nf4.PIECE; the tensor itself, and its parts if joined
+    at_once = 512 * 512 if family == "qwen3_moe" else 512 * 2048  # elements quantized at once: of experts, one
+    scratch = 20 * at_once + 4 * largest  # see nf4.PIECE; the tensor itself, and its unjoined experts
     outside = 2 * 1000 * 512 * (4 if dtype == "float32" else 0)  # embedding and head are not pages of files in fp32
     (rise, packed_bytes), (after, _) = (map(int, line.split()) for line in said.splitlines())
     most = packed_bytes + scratch + outside + 4e6

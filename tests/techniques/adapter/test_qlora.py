@@ -1,4 +1,4 @@
-"""QLoRA as runs: what they leave is opened again, and is predicted."""
+"""Runs with QLoRA: their folders are evaluated and continued, and the planner predicts their memory."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ WORDS = ("def", "return", "self", "for", "in", "if", "else", "class", "import", 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The folder of a published model."""
+    """Returns the folder of a small base model with a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 20}
@@ -50,7 +50,7 @@ def of_base(base, fit):
 
 @pytest.mark.rows("*qlora*")
 @pytest.mark.parametrize("adapter", ["lora", "dora", "qlora"])
-def test_the_folder_of_an_adapter_is_evaluated_as_the_run_was(of_base, adapter):
+def test_evaluated_adapter_folder_has_the_val_loss_of_its_run(of_base, adapter):
     summary, run = of_base(f"adapter={adapter}", "precision=bf16-master", folder="run")
     assert not (run / "model" / "config.json").exists()
     again, _ = of_base("precision=bf16-master", f"evaluate={run / 'model'}", folder="again")
@@ -58,7 +58,7 @@ def test_the_folder_of_an_adapter_is_evaluated_as_the_run_was(of_base, adapter):
     assert again["parameters"] == summary["parameters"] > summary["trained_parameters"]
 
 
-def test_merged_it_is_evaluated_as_a_plain_model(of_base, base):
+def test_merged_qlora_model_has_the_val_loss_of_its_run(of_base, base):
     summary, run = of_base("adapter=qlora", "merge=true", folder="run")
     merged, _ = of_base(f"evaluate={run / 'model'}", folder="merged")
     alone, _ = of_base(f"evaluate={base}", folder="alone")
@@ -67,8 +67,8 @@ def test_merged_it_is_evaluated_as_a_plain_model(of_base, base):
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter):
-    """Or a part of what was trained would be rounded away."""
+def test_adapter_merged_into_a_16_bit_base_is_exported_in_fp32(of_base, adapter):
+    """In 16 bits a part of the trained change would be lost to rounding."""
     lines = (f"adapter={adapter}", "precision=bf16-master", "merge=true")
     summary, run = of_base(*lines, folder="run")
     held = load_file(run / "model" / "model.safetensors")
@@ -79,8 +79,8 @@ def test_merged_beside_a_base_of_16_bits_it_is_written_in_fp32(of_base, adapter)
 
 @pytest.mark.rows("bf16-master")
 @pytest.mark.parametrize("trained", ["32", "bf16-master"])
-def test_its_base_is_quantized_from_what_it_was_in_training(of_base, trained, monkeypatch):
-    """Whatever the precision is of whoever opens it: 4 bits of rounded weights are other bits."""
+def test_qlora_base_is_quantized_from_its_training_dtype_when_opened_in_any_precision(of_base, trained, monkeypatch):
+    """Weights that are first rounded to another dtype have other 4-bit codes."""
     _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
     opened = []
     monkeypatch.setattr(
@@ -98,7 +98,7 @@ def test_its_base_is_quantized_from_what_it_was_in_training(of_base, trained, mo
     assert not torch.equal(wrong, same[0])
 
 
-def test_a_folder_is_opened_beside_the_base_that_it_was_trained_on(of_base, caplog):
+def test_qlora_folder_is_refused_with_adapter_lora_and_a_lora_folder_warns_with_qlora(of_base, caplog):
     _, four = of_base("adapter=qlora", "max_steps=1", folder="four")
     _, plain = of_base("adapter=lora", "max_steps=1", folder="plain")
     with pytest.raises(Refused, match=r"trained on a base model quantized to 4 bits.* Type adapter=qlora"):
@@ -108,7 +108,7 @@ def test_a_folder_is_opened_beside_the_base_that_it_was_trained_on(of_base, capl
     assert "does not say that its base model was quantized to 4 bits" in caplog.text
 
 
-def test_an_adapter_that_names_no_base_is_refused_its_evaluation(of_base, tmp_path):
+def test_evaluation_of_an_adapter_folder_without_a_base_model_name_is_refused(of_base, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(Refused, match="does not name its base model"):
         of_base(f"evaluate={tmp_path}", folder="run")
@@ -128,7 +128,7 @@ def resolved(cfg):
 
 
 def far_off(config, folder, lines, adapter):
-    """Phases in which the trace of an adapter is more than 1 % off what was measured."""
+    """Returns the phases whose traced peak is more than 1 % off the measured peak."""
     with (folder / "memory.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
     steady = [row for row in rows if row["step"] == "3" or row["phase"] == "evaluation"]
@@ -140,17 +140,19 @@ def far_off(config, folder, lines, adapter):
 @pytest.mark.rows("bf16-every_layer")
 @pytest.mark.parametrize("checkpointing", ["none", "every_layer"])
 @pytest.mark.parametrize("precision", ["32", "bf16", "bf16-master"])
-def test_a_run_is_predicted(config, fit, precision, checkpointing):
+def test_predicted_peaks_of_a_qlora_run_are_within_1_percent_of_the_measured_peaks(
+    config, fit, precision, checkpointing
+):
     lines = ["model.architecture.n_layer=3", *(line for line in SHAPE if "n_layer" not in line)]
     lines += ["max_steps=3", "val_every=3", f"precision={precision}", f"gradient_checkpointing={checkpointing}"]
     _, folder = fit("adapter=qlora", *lines)
     assert far_off(config, folder, lines, "qlora") == []
-    assert far_off(config, folder, lines, "lora")  # wrong: its base is not in 4 bits
+    assert far_off(config, folder, lines, "lora")  # wrong: the base of LoRA is not in 4 bits
 
 
 @pytest.mark.matrix
-def test_plan_extended_from_a_few_blocks_equals_the_traced_one(config):
-    """Whose weights are buffers: blocks are counted with them."""
+def test_qlora_plan_extended_from_a_few_blocks_is_within_1_percent_of_the_full_trace(config):
+    """4-bit weights are buffers, and must be counted in each block."""
 
     def composed(recipe):
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]
@@ -170,7 +172,7 @@ def test_plan_extended_from_a_few_blocks_equals_the_traced_one(config):
 
 
 @pytest.mark.matrix
-def test_merging_grows_weights_on_the_host(config):
+def test_predicted_host_memory_of_saving_merged_qlora_grows_by_4_bytes_per_parameter(config):
     cfg = resolved(config("adapter=qlora", "precision=bf16-master", *SHAPE))
     shapes = trace(cfg, on_card=True)
     both = (cfg.knowing(merge=on) for on in (False, True))
@@ -180,7 +182,7 @@ def test_merging_grows_weights_on_the_host(config):
 
 @pytest.mark.rows("qlora")
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
+def test_generate_with_an_adapter_run_repeats_the_last_greedy_sample_of_the_run(of_base, config, adapter):
     lines = (f"adapter={adapter}", "sample_tokens=6", "sample_prompts=[def return]")
     _, run = of_base(*lines, folder="run")
     row = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
@@ -189,6 +191,6 @@ def test_generate_writes_what_the_run_last_did(of_base, config, adapter):
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_an_adapter_on_a_folder_of_this_machine_is_not_pushed_and_that_is_told_before_training(of_base, adapter):
+def test_push_of_an_adapter_whose_base_model_is_a_local_folder_is_refused(of_base, adapter):
     with pytest.raises(Refused, match=r"push=me/it: this adapter needs its base model .*, a folder .* Type merge=true"):
         of_base(f"adapter={adapter}", "max_steps=1", "push=me/it", folder="run")

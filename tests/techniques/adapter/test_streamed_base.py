@@ -1,4 +1,4 @@
-"""A frozen base that streams, in 4 bits or in 16: it has the bits of one that stays, and travels in one direction."""
+"""A streamed frozen base in 4 or 16 bits: it gives the bits of a resident base, and is copied in one direction only."""
 
 from contextlib import suppress
 
@@ -32,7 +32,7 @@ def arguments(model, policy="every_layer", precision="bf16-master", adapter="qlo
 
 @pytest.mark.rows("qwen3_moe-offload-3-16-master-by_layer", "gpt2-offload_attention-2-16-master-by_micro_batch")
 @pytest.mark.parametrize(("model", "policy", "slots", "precision", "order"), MATRIX)
-def test_a_streamed_base_in_4_bits_equals_a_resident_one(config, model, policy, slots, precision, order):
+def test_streamed_qlora_base_gives_the_bits_of_a_resident_base(config, model, policy, slots, precision, order):
     asked = arguments(model, policy, precision)
     one = trained(config, STAYS, model, asked)
     other = trained(config, [*STREAMS, f"weights.slots={slots}", f"weights.order={order}"], model, asked)
@@ -41,8 +41,8 @@ def test_a_streamed_base_in_4_bits_equals_a_resident_one(config, model, policy, 
 
 
 @pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.matrix)])
-def test_a_streamed_base_equals_a_resident_one_where_copies_are_late(config, monkeypatch, adapter):
-    """Wrong on purpose: a device that does not wait for them."""
+def test_streamed_adapter_base_with_late_copies_gives_the_bits_of_a_resident_base(config, monkeypatch, adapter):
+    """The deliberately wrong variant is a device that does not wait for the copies."""
     asked = arguments("llama", adapter=adapter, clip="off")
 
     def late():
@@ -56,8 +56,8 @@ def test_a_streamed_base_equals_a_resident_one_where_copies_are_late(config, mon
 
 
 @pytest.mark.parametrize("adapter", ["qlora", "lora"])
-def test_streamed_base_travels_packed_and_one_way(config, tmp_path, adapter):
-    """With a drive it is read, and written once, when it moves in."""
+def test_frozen_base_streamed_from_a_drive_is_written_once_and_gives_resident_bits(config, tmp_path, adapter):
+    """The drive is read in every step. Exactly the frozen weights of a block are streamed."""
     drive = [f"weights.drive={tmp_path}", "weights.drive_holds=all"]
     moved_in = []
 
@@ -70,7 +70,7 @@ def test_streamed_base_travels_packed_and_one_way(config, tmp_path, adapter):
     weights, model = on_drive.module.weights, on_drive.module.model
     weights.finish()
     assert weights.drive.written_bytes >= moved_in[0] > 0
-    files = weights._on_drive._weights._every  # whose first page stays free
+    files = weights._on_drive._weights._every  # the first page of each file is not used
     assert weights.drive.written_bytes == sum(swap_file.size - PAGE for swap_file in files)
     assert weights.drive.read_bytes > 2 * weights.drive.written_bytes
     streaming = {tensor for host_block in weights.host_blocks for tensor in host_block.spans}
@@ -79,8 +79,8 @@ def test_streamed_base_travels_packed_and_one_way(config, tmp_path, adapter):
             assert (tensor in streaming) == (not tensor.requires_grad)
 
 
-def test_a_block_of_trained_weights_streams_them_all(config):
-    """A few frozen ones change nothing: only a block that is mostly frozen leaves what is trained on the device."""
+def test_block_with_a_few_frozen_weights_streams_all_its_weights(config):
+    """Only a block that is mostly frozen leaves its trained weights on the device."""
     weights = trained(config, STREAMS, "llama", lines("llama", "max_steps=1", "freeze=['*.up_proj.*']")).module.weights
     for host_block, block in zip(weights.host_blocks, weights.blocks, strict=True):
         assert {*host_block.spans} == {*block.parameters()}
@@ -90,9 +90,9 @@ def test_a_block_of_trained_weights_streams_them_all(config):
 
 
 @pytest.mark.matrix
-def test_a_streamed_base_equals_a_resident_one_where_a_matrix_has_more_than_165_mib(config):
-    """From there on bitsandbytes' own layer computes wrong gradients if blocks take turns in three slots: its backward
-    keeps the packed matrix that forward saw."""
+def test_streamed_qlora_base_with_a_168_mib_matrix_gives_the_bits_of_a_resident_base(config):
+    """Above 165 MiB bitsandbytes' own layer computes wrong gradients if blocks share three slots: its backward reads
+    the packed matrix that forward saved."""
     large = (("intermediate_size", 1_376_256), ("num_hidden_layers", 4))  # x 64: 168 MiB in bf16
     asked = [*arguments("llama", clip="off")[:-3], "max_steps=1", "adapter=qlora", "adapter.target=[o_proj]"]
     one = trained(config, STAYS, "llama", asked, changed=large)

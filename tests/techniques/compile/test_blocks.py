@@ -1,4 +1,4 @@
-"""Compiled blocks compute what eager ones do, in one graph, however they are computed again, wherever weights are."""
+"""Compiled blocks equal eager blocks and have one graph, also with checkpointing and with streamed weights."""
 
 import json
 from functools import partial
@@ -77,7 +77,7 @@ def test_compiled_blocks_have_one_graph_and_the_gradients_of_eager_blocks(model_
 @pytest.mark.rows("0.3-every_k", "0.3-offload")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_compiled_blocks_with_checkpointing_have_the_same_bits(policy, dropout):
+def test_compiled_blocks_have_equal_gradient_bits_with_and_without_checkpointing(policy, dropout):
     kept = gradients(compiled(shaped("gpt2", dropout=dropout)))
     again = compiled(shaped("gpt2", dropout=dropout), POLICIES[policy])
     assert torch.equal(gradients(again), kept)
@@ -85,8 +85,8 @@ def test_compiled_blocks_with_checkpointing_have_the_same_bits(policy, dropout):
 
 
 @pytest.mark.wrong
-def test_compiled_recomputation_without_the_random_state_is_caught(monkeypatch):
-    """The deliberately wrong variant: the repetition draws other dropout masks."""
+def test_compiled_recomputation_without_the_random_state_changes_the_gradients(monkeypatch):
+    """The deliberately wrong variant: recomputation draws other dropout masks."""
     kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
     monkeypatch.setattr(policies, "restored", lambda *_: None)
     assert not torch.equal(gradients(compiled(shaped("gpt2", dropout=0.3), policies.every_layer)), kept)
@@ -107,7 +107,7 @@ def test_evaluation_and_generation_are_not_compiled():
     assert graphs() == 0
 
 
-def test_block_with_data_dependent_control_flow_is_refused():
+def test_compiling_a_block_with_data_dependent_control_flow_is_refused():
     class Branches(nn.Module):
         def forward(self, x):
             return x * 2 if x.sum() > 0 else x
@@ -121,7 +121,7 @@ def test_block_with_data_dependent_control_flow_is_refused():
 @pytest.mark.rows("offload-by_layer")
 @pytest.mark.parametrize("order", ["by_micro_batch", "by_layer"])
 @pytest.mark.parametrize("policy", ["every_layer", "offload", "sqrt"])
-def test_streamed_weights_in_compiled_blocks_equal_resident_ones(config, policy, order):
+def test_compiled_blocks_with_streamed_weights_give_the_bits_of_resident_weights(config, policy, order):
     if (policy, order) == ("sqrt", "by_layer"):
         pytest.skip("refused")
     arguments = lines("llama", *GRAPHS_ALONE, "max_steps=3", precision="bf16-master", policy=policy)
@@ -133,7 +133,7 @@ def test_streamed_weights_in_compiled_blocks_equal_resident_ones(config, policy,
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("compiles", [GRAPHS_ALONE, BUDGET], ids=["compile", "budget"])
-def test_compiled_blocks_wait_for_weights_updated_on_the_host(config, compiles):
+def test_compiled_blocks_with_slow_copies_of_updated_weights_give_the_bits_of_fast_copies(config, compiles):
     arguments = lines("llama", *compiles, "max_steps=3", precision="16-master", policy="none")
     right = trained(config, ["weights=resident"], "llama", arguments)
     assert trained(config, ["weights=resident"], "llama", arguments, lane=SlowLane()).same(right)
@@ -142,7 +142,7 @@ def test_compiled_blocks_wait_for_weights_updated_on_the_host(config, compiles):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("adapter", [pytest.param("lora", marks=pytest.mark.matrix), "qlora"])
-def test_blocks_with_an_adapter_compile_to_the_eager_losses(config, adapter):
+def test_compiled_blocks_with_an_adapter_have_the_losses_of_eager_blocks(config, adapter):
     arguments = lines("llama", f"adapter={adapter}", "max_steps=2", precision="bf16-master", policy="every_layer")
     eager = trained(config, ["weights=resident"], "llama", arguments)
     quick = trained(config, ["weights=resident"], "llama", (*arguments, *GRAPHS_ALONE))
@@ -152,7 +152,7 @@ def test_blocks_with_an_adapter_compile_to_the_eager_losses(config, adapter):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES)
-def test_inductor_blocks_equal_eager_blocks_within_rounding(policy):
+def test_inductor_gradients_equal_eager_gradients_within_rounding(policy):
     model = compiled(network("llama", num_hidden_layers=4), POLICIES[policy], "inductor")
     found = [gradients(model) for _ in range(3)]
     assert graphs() == 1 and all(torch.equal(later, found[0]) for later in found)
@@ -160,7 +160,7 @@ def test_inductor_blocks_equal_eager_blocks_within_rounding(policy):
 
 
 def peak_bytes(model, folder) -> int:
-    """Returns the most bytes that a forward and a backward pass have allocated at once, of compiled code, too."""
+    """Returns the peak bytes of a forward and a backward pass, including the allocations of compiled code."""
     gradients(model, batch(4, 128))
     model.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -180,12 +180,12 @@ def deep():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, tmp_path):
-    """It is what the planner counts on. Measured: 11 to 21 % less."""
+    """The planner relies on this. Measured: 11 to 21 % less."""
     eager = deep()
     POLICIES[policy](eager)
     limit = 1.02 * peak_bytes(eager, tmp_path)
     assert peak_bytes(compiled(deep(), POLICIES[policy], backend), tmp_path) <= limit
-    if policy != "none":  # the wrong variant: what is computed again is stored
+    if policy != "none":  # the wrong variant: without checkpointing
         assert peak_bytes(compiled(deep()), tmp_path) > limit
 
 
@@ -193,7 +193,7 @@ def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, 
 @pytest.mark.parametrize(
     "model_type", [pytest.param(s, marks=[] if s == "gpt2" else pytest.mark.matrix) for s in SHAPES[:-1]]
 )
-def test_blocks_with_a_memory_budget_equal_eager_blocks_within_rounding(model_type):
+def test_gradients_with_an_activation_memory_budget_equal_eager_gradients_within_rounding(model_type):
     model = shaped(model_type)
     compile_blocks(model, "aot_eager_decomp_partition", 0.2)
     assert apart(gradients(model), gradients(shaped(model_type))) < PARTITIONED
@@ -207,7 +207,7 @@ def test_memory_budget_with_inductor_has_the_loss_of_eager_blocks(fit):
 
 
 def test_smaller_memory_budget_saves_fewer_bytes_for_backward():
-    """The bytes that the compiled blocks keep for backward, counted where autograd stores them."""
+    """The bytes are counted where autograd saves tensors for backward."""
     saved = []
     for share in (1.0, 0.5, 0.0):
         model = network(n_layer=2, n_embd=64, n_positions=64)
@@ -229,7 +229,7 @@ def test_smaller_memory_budget_saves_fewer_bytes_for_backward():
 
 
 @pytest.mark.parametrize("order", ["by_micro_batch", pytest.param("by_layer", marks=pytest.mark.matrix)])
-def test_streamed_weights_with_a_memory_budget_equal_resident_ones(config, order):
+def test_streamed_weights_with_a_memory_budget_give_the_bits_of_resident_weights(config, order):
     arguments = lines("llama", *BUDGET, "max_steps=3", precision="bf16-master", policy="every_layer")
     resident = trained(config, ["weights=resident"], "llama", arguments)
     streamed = trained(config, ["weights=streamed", f"weights.order={order}"], "llama", arguments)

@@ -1,4 +1,4 @@
-"""Boundaries on a card: pinned, on a stream of their own, back in time. What a CPU does of it is in test_limit.py."""
+"""Offloaded block inputs on a card: pinned memory, copy streams and waits. A CPU is tested in test_limit.py."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from lowmem.techniques.gradient_checkpointing import boundary
 from lowmem.techniques.gradient_checkpointing.boundary import Chain, OnHost
 from same import last, same
 
-ELEMENTS = 5_000_000  # 20 MB: a segment of its own
-LONG = 200_000_000  # cycles that the stream of the copies is kept busy: a tenth of a second
+ELEMENTS = 5_000_000  # 20 MB: the caching allocator gives it a separate segment
+LONG = 200_000_000  # cycles for which the copy streams are busy: about 0.1 s
 
 
 @pytest.fixture
 def busy():
-    """The streams of the copies have something else to do first."""
+    """Keeps both copy streams busy, so that all copies are late."""
     torch.cuda.empty_cache()
     lane = boundary._lane(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.synchronize()
@@ -26,9 +26,9 @@ def busy():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_fetched_boundary_is_complete_before_it_is_read(busy, monkeypatch, wrong):
-    """Wrong: the device waits for no copy."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_fetched_block_input_is_complete_unless_the_card_skips_the_wait(busy, monkeypatch, wrong):
+    """The deliberately wrong variant: the device waits for no copy."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
     torch.cuda.current_stream().synchronize()
@@ -40,8 +40,8 @@ def test_fetched_boundary_is_complete_before_it_is_read(busy, monkeypatch, wrong
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_device_memory_of_a_boundary_is_not_reused_before_its_copy_is_done(busy, monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_memory_of_an_offloaded_block_input_is_not_reused_before_its_copy_unless_unrecorded(busy, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     tensor = torch.ones(ELEMENTS, device="cuda")
@@ -55,7 +55,7 @@ def test_device_memory_of_a_boundary_is_not_reused_before_its_copy_is_done(busy,
 
 
 @pytest.mark.gpu
-def test_fetching_a_boundary_prefetches_the_previous_one(busy):
+def test_fetching_a_block_input_prefetches_the_previous_block_input(busy):
     make = Chain().make
     tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
     made = [make(block, tensor) for block, tensor in enumerate(tensors)]
@@ -63,16 +63,16 @@ def test_fetching_a_boundary_prefetches_the_previous_one(busy):
     assert torch.equal(made[1].fetch(), tensors[1]) and torch.equal(made[0].fetch(), tensors[0])
 
 
-# Dropout draws again in each repetition of a block. Two evaluations and two checkpoints are between the steps.
+# With dropout, a recomputed block restores the random state. The run evaluates twice and saves twice.
 DEEP = ("model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1")
 RUN = (*DEEP, "max_steps=4", "val_every=2", "save_every=2")
 SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "batch_size=8")}
 
 
 @each_device
-@pytest.mark.parametrize("wrong", [False, True])
-def test_offloaded_boundaries_give_the_bits_of_resident_boundaries(fit, deterministic, monkeypatch, device, wrong):
-    """Wrong: each boundary comes back rolled by one element."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_offloaded_block_inputs_give_equal_weights_unless_rolled(fit, deterministic, monkeypatch, device, wrong):
+    """The deliberately wrong variant: each block input comes back rolled by one element."""
     lines = (*RUN, *SIZES[device], f"device={device}")
     _, resident = fit(*lines, "gradient_checkpointing=every_layer", folder="resident")
     if wrong:

@@ -1,4 +1,4 @@
-"""Computing blocks again gives the same gradients from fewer bytes: any model, any segment, dropout on."""
+"""Activation checkpointing gives equal gradients from fewer bytes: any model, any segment size, with dropout."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ from networks import network, shaped
 pytestmark = pytest.mark.kernels
 
 
-# Every policy of conf/ that saves anything.
+# Every policy of conf/ that saves memory.
 SEGMENTED = {
     name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
     for name, technique in techniques("gradient_checkpointing").items()
@@ -46,7 +46,7 @@ def gradients(model, batch):
 @pytest.mark.rows("*-0.3")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_checkpointing_gives_the_same_gradient_bits_on_any_architecture(model_type, dropout, batch):
+def test_checkpointing_gives_the_gradient_bits_of_no_checkpointing_on_any_architecture(model_type, dropout, batch):
     kept = gradients(shaped(model_type, dropout=dropout), batch)
     for name, apply in SEGMENTED.items():
         model = shaped(model_type, dropout=dropout)
@@ -58,8 +58,8 @@ def test_checkpointing_gives_the_same_gradient_bits_on_any_architecture(model_ty
 
 
 @pytest.mark.wrong
-def test_recomputation_without_the_random_state_is_caught(batch, monkeypatch):
-    """The deliberately wrong variant: the repetition draws other dropout masks."""
+def test_recomputation_without_the_random_state_changes_the_gradients(batch, monkeypatch):
+    """The deliberately wrong variant: recomputation draws other dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
     again = checkpointing.BlockCall.again
 
@@ -75,9 +75,15 @@ def test_recomputation_without_the_random_state_is_caught(batch, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("model_type", "forgetful"), [("gpt2", False), ("llama", False), ("gpt2", True)])
-def test_on_a_card_checkpointing_gives_the_same_gradient_bits(model_type, batch, deterministic, monkeypatch, forgetful):
-    """With dropout, whose masks the card draws; forgetful: the repetition draws other ones."""
+@pytest.mark.parametrize(
+    ("model_type", "forgetful"),
+    [("gpt2", False), ("llama", False), ("gpt2", True)],
+    ids=["gpt2", "llama", "gpt2 forgetful"],
+)
+def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_forgetful(
+    model_type, batch, deterministic, monkeypatch, forgetful
+):
+    """With dropout, whose masks the card draws. The forgetful variant draws other masks in recomputation."""
     if forgetful:
         monkeypatch.setattr(checkpointing, "restored", lambda *_: None)
 
@@ -96,7 +102,7 @@ def test_on_a_card_checkpointing_gives_the_same_gradient_bits(model_type, batch,
 
 
 class Thin(nn.Module):
-    """A layer whose interior is as large as its boundary."""
+    """A layer that saves only two tensors of the size of its input for backward."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +115,7 @@ class Thin(nn.Module):
 @pytest.mark.parametrize(
     ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.segments, 0.5, 0.07)]
 )
-def test_memory_of_thin_layers_grows_with_the_depth_or_its_square_root(apply, exponent, within):
+def test_peak_memory_of_thin_layers_grows_with_the_depth_to_the_given_exponent(apply, exponent, within):
     depths, peaks = (16, 36, 64, 144, 256, 400), []
     for n in depths:
         model = nn.Sequential(*(Thin() for _ in range(n))).train()
@@ -124,7 +130,7 @@ BOUNDARY = 4 * 128 * 64 * 4  # batch x tokens x width x bytes of fp32
 
 
 def block_peak(apply, layers):
-    """In boundaries. A small vocabulary: the blocks are what counts."""
+    """Returns the peak in units of a block input. The vocabulary is small, so that blocks dominate."""
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None}  # gpt2's are not in this vocabulary
     model = network(n_layer=layers, n_embd=64, n_positions=128, vocab_size=50, **ends)
@@ -134,26 +140,26 @@ def block_peak(apply, layers):
 
 
 @pytest.mark.matrix
-def test_memory_of_transformer_blocks_follows_the_documented_formulas():
+def test_peaks_of_none_every_layer_sqrt_and_offload_follow_the_documented_formulas():
     depths = (4, 16, 64)
     kept, every, root, away = (
         [block_peak(apply, n) for n in depths]
         for apply in (checkpointing.none, checkpointing.every_layer, checkpointing.segments, checkpointing.offload)
     )
-    interior = (kept[2] - kept[0]) / (depths[2] - depths[0])  # of one block, 22 to 34 boundaries
+    interior = (kept[2] - kept[0]) / (depths[2] - depths[0])  # of one block, 22 to 34 block inputs
     assert 22 < interior < 34
-    for one, other in ((0, 1), (1, 2)):  # one boundary more per block
+    for one, other in ((0, 1), (1, 2)):  # one more block input per block
         assert (every[other] - every[one]) / (depths[other] - depths[one]) == pytest.approx(1, rel=0.02)
     for n, found in zip(depths[1:], root[1:], strict=True):
         assert found == pytest.approx(math.sqrt(n) * (1 + interior), rel=0.1)
-    assert away[0] == away[1] == away[2] < every[0]  # the boundaries are in host memory
+    assert away[0] == away[1] == away[2] < every[0]  # the block inputs are in host memory
 
 
-def test_selective_checkpointing_saves_more_than_half_of_the_activations():
+def test_selective_checkpointing_more_than_halves_the_peak_of_no_checkpointing():
     kept, some, least = (
         block_peak(apply, 16) for apply in (checkpointing.none, checkpointing.selective, checkpointing.every_layer)
     )
-    # qkv 3, attention 1 and its statistics, projection 1, mlp 4 + 1, and the boundary: 11 to 12 of ~28 per block
+    # qkv 3, attention 1 and its statistics, projection 1, mlp 4 + 1, and the block input: 11 to 12 of ~28 per block
     assert least < some < 0.5 * kept
 
 
@@ -161,7 +167,7 @@ def test_selective_checkpointing_saves_more_than_half_of_the_activations():
 
 
 @pytest.mark.parametrize("apply", SEGMENTED.values(), ids=SEGMENTED)
-def test_checkpointing_trains_with_frozen_inputs_and_does_nothing_in_evaluation(apply, batch):
+def test_checkpointing_trains_blocks_behind_a_frozen_embedding_and_is_off_in_evaluation(apply, batch):
     model = shaped("gpt2")
     apply(model)
     model.get_input_embeddings().weight.requires_grad_(False)
@@ -170,7 +176,7 @@ def test_checkpointing_trains_with_frozen_inputs_and_does_nothing_in_evaluation(
     calls = []
     model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     model.eval()
-    losses.full(model, batch).backward()  # with gradients: dropout and checkpointing are off all the same
+    losses.full(model, batch).backward()  # gradients are on, but dropout and checkpointing are off
     assert len(calls) == 1
     with torch.no_grad():
         losses.full(model.train(), batch)
@@ -178,8 +184,8 @@ def test_checkpointing_trains_with_frozen_inputs_and_does_nothing_in_evaluation(
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_exception_inside_a_block_restores_saved_tensor_hooks(batch, k):
-    """A hook that stayed on torch's stack would drop the saved tensors of the next job of a sweep."""
+def test_exception_inside_a_checkpointed_block_leaves_no_saved_tensor_hook_behind(batch, k):
+    """A hook that stayed on torch's stack would drop tensors that the next job of a sweep saves."""
     model = shaped("gpt2")
     checkpointing.segments(model, k)
 
@@ -211,7 +217,7 @@ class Meddling(nn.Module):
         return x
 
 
-def test_model_that_changes_hidden_states_between_blocks_is_segmented_there():
+def test_model_that_changes_hidden_states_between_blocks_has_equal_gradients_when_checkpointed():
     results = []
     for apply in (checkpointing.none, partial(checkpointing.segments, k=2), checkpointing.every_layer):
         torch.manual_seed(0)
@@ -224,7 +230,7 @@ def test_model_that_changes_hidden_states_between_blocks_is_segmented_there():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_in_place_change_of_a_block_input_is_an_error(k):
+def test_in_place_change_of_a_checkpointed_block_input_raises_an_error_in_backward(k):
     model = nn.Sequential(Thin(), Thin()).train()
     checkpointing.segments(model, k)
     x = torch.randn(8, 16, requires_grad=True)
@@ -235,7 +241,7 @@ def test_in_place_change_of_a_block_input_is_an_error(k):
         loss.backward()
 
 
-def test_offloaded_boundaries_are_freed_with_their_graph(batch):
+def test_offloaded_block_inputs_are_freed_with_the_autograd_graph(batch):
     import gc
     import weakref
 
@@ -253,21 +259,21 @@ def test_offloaded_boundaries_are_freed_with_their_graph(batch):
         model = shaped("gpt2")
         checkpointing.offload(model)
         for _ in range(3):
-            losses.full(model, batch)  # forward passes that never see backward
+            losses.full(model, batch)  # forward passes without backward
     finally:
         boundary.OnHost.__init__ = made
     gc.collect()
     assert not alive
 
 
-def test_model_without_blocks_and_invalid_k_are_refused():
+def test_checkpointing_a_model_without_blocks_or_with_k_of_0_is_refused():
     with pytest.raises(Refused, match="gradient_checkpointing=none"):
         checkpointing.every_layer(nn.Linear(2, 2))
     with pytest.raises(Refused, match="k=0"):
         checkpointing.segments(nn.Sequential(Thin()), 0)
 
 
-def test_blocks_of_a_mixture_of_experts_are_its_layers():
+def test_blocks_of_a_mixture_of_experts_are_its_layers_not_its_experts():
     layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(Thin() for _ in range(8))}) for _ in range(3))
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
     assert checkpointing.blocks(model) == list(layers)

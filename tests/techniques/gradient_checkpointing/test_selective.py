@@ -1,4 +1,4 @@
-"""Tests selective checkpointing: gradients are those without checkpointing, whatever a model changes in place."""
+"""Selective checkpointing: gradients equal the gradients without checkpointing, whatever a model changes in place."""
 
 import weakref
 from functools import partial
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class HandsOut(nn.Module):
-    """Hands its product out beside something that was computed from it; the model then changes the product."""
+    """Returns its product and a value computed from the product; the model then changes the product in place."""
 
     def __init__(self):
         super().__init__()
@@ -114,13 +114,13 @@ def equal(a, b):
 
 
 def watch_nothing(monkeypatch):
-    """The deliberately wrong variant."""
+    """The deliberately wrong variant: changes in place are not detected."""
     monkeypatch.setattr(selective.KeptResult, "see", lambda *_: None)
     monkeypatch.setattr(selective, "_written", lambda *_: ())
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_selective_recomputes_results_changed_in_place_with_the_same_bits(make, monkeypatch):
+def test_selective_checkpointing_of_results_changed_in_place_keeps_the_gradient_bits(make, monkeypatch):
     kept = gradients(make, checkpointing.none)
     assert equal(kept, gradients(make, checkpointing.selective))
     watch_nothing(monkeypatch)
@@ -128,7 +128,7 @@ def test_selective_recomputes_results_changed_in_place_with_the_same_bits(make, 
 
 
 def gemma3n():
-    """Its blocks add to products in place."""
+    """Returns a model whose blocks add to products in place."""
     shape = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 500, "laurel_rank": 8}
     shape |= {
         "layer_types": ["full_attention"] * 2,
@@ -141,7 +141,7 @@ def gemma3n():
     return model
 
 
-def test_selective_gives_the_same_bits_on_gemma3n(monkeypatch):
+def test_selective_checkpointing_of_gemma3n_gives_the_gradient_bits_of_no_checkpointing(monkeypatch):
     ids = torch.randint(0, 500, (2, 16))
 
     def bits(apply):
@@ -158,7 +158,7 @@ def test_selective_gives_the_same_bits_on_gemma3n(monkeypatch):
 
 @torch.library.custom_op("lowmem_test::attention", mutates_args=())
 def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """As CUDA's: where dropout is on, one operator that draws random numbers by itself."""
+    """Like CUDA's attention: with dropout, a single operator that draws random numbers."""
     return x * torch.rand(x.shape).gt(dropout_p) if dropout_p else x.clone()
 
 
@@ -174,7 +174,7 @@ class Drops(nn.Module):
         return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
 
 
-def test_random_draws_after_attention_with_dropout_are_repeated(monkeypatch):
+def test_dropout_after_attention_with_dropout_draws_equal_masks_in_recomputation(monkeypatch):
     monkeypatch.setattr(selective, "EXPENSIVE", (*selective.EXPENSIVE, attention._opoverload))
 
     def make(dropout):
@@ -188,7 +188,7 @@ def test_random_draws_after_attention_with_dropout_are_repeated(monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "held"), [(untouched, True), (scaled, False)])
-def test_saved_result_is_held_until_backward_unless_changed_in_place(change, held):
+def test_saved_result_is_kept_until_backward_unless_changed_in_place(change, held):
     model = nn.Sequential(Block(change)).train()
     checkpointing.selective(model)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
@@ -198,8 +198,8 @@ def test_saved_result_is_held_until_backward_unless_changed_in_place(change, hel
 
 
 @pytest.mark.parametrize("change", [untouched, scaled])
-def test_selective_takes_equal_bytes_with_fake_tensors(change):
-    """The planner predicts with them."""
+def test_selective_checkpointing_has_equal_peak_bytes_with_fake_and_real_tensors(change):
+    """The planner predicts with fake tensors."""
 
     def bytes_at_peak():
         model = stack(change)
@@ -212,7 +212,7 @@ def test_selective_takes_equal_bytes_with_fake_tensors(change):
         assert bytes_at_peak() == found
 
 
-def test_second_backward_pass_is_an_error():
+def test_second_backward_pass_with_selective_checkpointing_raises_an_error():
     model = nn.Sequential(Block(untouched)).train()
     checkpointing.selective(model)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
@@ -221,7 +221,7 @@ def test_second_backward_pass_is_an_error():
         loss.backward()
 
 
-def test_compiled_functions_inside_a_block_stay_compiled():
+def test_function_compiled_inside_a_selective_block_stays_compiled_and_keeps_the_gradients():
     graphs = []
 
     def backend(graph, inputs):
@@ -240,7 +240,7 @@ def test_compiled_functions_inside_a_block_stay_compiled():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_works_in_selective_contexts():
+def test_flex_attention_in_selective_contexts_is_recomputed_with_equal_results():
     """Flex attention is a higher-order operator, which most dispatch modes do not admit."""
     x = torch.randn(1, 2, 16, 16)
     forward, again = selective.contexts()
@@ -282,7 +282,7 @@ def attending():
 
 
 class First(selective.OffloadedTensor):
-    """The first wrong variant: each block gets the results of the first one."""
+    """The first wrong variant: each block gets the results of the first block."""
 
     of_first: ClassVar[dict] = {}
 
@@ -291,7 +291,7 @@ class First(selective.OffloadedTensor):
 
 
 class Flat(selective.OffloadedTensor):
-    """The second: the memory comes back in another order of dimensions."""
+    """The second wrong variant: the memory comes back in another order of dimensions."""
 
     def __init__(self, tensor, send):
         super().__init__(tensor, send)
@@ -302,7 +302,7 @@ class Flat(selective.OffloadedTensor):
 
 
 @pytest.mark.parametrize("wrong", [None, First, Flat])
-def test_offloaded_attention_results_are_not_recomputed(monkeypatch, wrong):
+def test_offload_attention_does_not_recompute_attention_and_keeps_the_gradients_unless_wrong(monkeypatch, wrong):
     kept = gradients(attending, checkpointing.none)
     if wrong is not None:
         monkeypatch.setattr(selective, "OffloadedTensor", wrong)
@@ -315,8 +315,8 @@ def test_offloaded_attention_results_are_not_recomputed(monkeypatch, wrong):
     assert (counts.forward, counts.backward) == (6, 3)
 
 
-def test_offloaded_attention_results_are_in_host_memory_beside_the_boundary():
-    """The device has the activations of one block, as with `offload`; the host has attention's results, too."""
+def test_offload_attention_stores_block_inputs_and_attention_results_in_host_memory():
+    """The host holds the block inputs, as with `offload`, and attention's results."""
     on_host = {}
     for name in ("offload", "offload_attention"):
         tensors, make = [], boundary.OnHost.__init__

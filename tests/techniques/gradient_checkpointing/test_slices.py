@@ -1,4 +1,4 @@
-"""Parts of blocks in slices of the sequence: the same numbers from fewer bytes, and nothing else is taken for one."""
+"""Modules in slices of the sequence: equal gradients from fewer bytes, and refusals of modules that mix tokens."""
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ def tiled(model, apply=checkpointing.none, tokens=TOKENS):
 
 
 def off(kept, found):
-    """The largest error of a gradient, relative to its largest element; the next random number is the same."""
+    """Returns the largest error of a gradient, relative to its largest element, and checks that the next random number
+    is equal."""
     *kept, one = kept
     *found, other = found
     assert torch.equal(one, other)
@@ -42,15 +43,15 @@ def off(kept, found):
 
 
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_sliced_gradients_equal_unsliced_ones_with_every_policy(model_type, batch):  # noqa: F811
+def test_sliced_gradients_equal_unsliced_gradients_with_every_checkpointing_policy(model_type, batch):  # noqa: F811
     kept = gradients(shaped(model_type, layers=3), batch)
     for name, apply in EACH.items():
         assert off(kept, gradients(tiled(shaped(model_type, layers=3), apply), batch)) < FP32_REORDERED, name
 
 
 @pytest.mark.wrong
-def test_dropped_short_last_slice_is_caught(batch, monkeypatch):  # noqa: F811
-    """The deliberately wrong variant."""
+def test_dropping_the_short_last_slice_in_backward_changes_the_gradients(batch, monkeypatch):  # noqa: F811
+    """The deliberately wrong variant: backward leaves out the last, shorter slice."""
     back = SlicedModule.back
 
     def short(self, x, d_out):
@@ -63,15 +64,16 @@ def test_dropped_short_last_slice_is_caught(batch, monkeypatch):  # noqa: F811
     assert off(kept, gradients(tiled(shaped("llama")), batch)) > 100 * FP32_REORDERED
 
 
-def test_single_slice_of_the_whole_sequence_has_the_same_bits(batch):  # noqa: F811
+def test_single_slice_of_the_whole_sequence_has_the_gradient_bits_of_no_slicing(batch):  # noqa: F811
     kept = gradients(shaped("llama", dropout=0.3), batch)
     found = gradients(tiled(shaped("llama", dropout=0.3), tokens=32), batch)
     assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
-def test_slices_repeat_their_dropout_in_recomputation(batch, monkeypatch, forgetful):  # noqa: F811
-    """Other masks than the whole, but the same with every policy. forgetful: the deliberately wrong variant."""
+@pytest.mark.parametrize("forgetful", [False, True], ids=["right", "forgetful"])
+def test_dropout_in_slices_repeats_its_masks_in_recomputation_unless_forgetful(batch, monkeypatch, forgetful):  # noqa: F811
+    """The masks differ from masks without slices, but are equal with every policy. The forgetful variant does not
+    restore the random state."""
     kept = gradients(tiled(shaped("gpt2", dropout=0.3)), batch)
     assert not torch.equal(kept[0], gradients(shaped("gpt2", dropout=0.3), batch)[0])
     if forgetful:
@@ -82,7 +84,7 @@ def test_slices_repeat_their_dropout_in_recomputation(batch, monkeypatch, forget
 
 
 class Squared(nn.Module):
-    """y = f(x W), of which torch knows the exact gradient in fp64."""
+    """y = (x W)^2, whose gradient torch also computes in fp64."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +112,7 @@ def test_weight_gradients_of_16_bit_slices_are_summed_in_fp32(monkeypatch):
     whole, slices = error_of_bf16(512), error_of_bf16(16)
     assert slices < 1.6 * whole
 
-    def narrow(sums, name, weight):  # the deliberately wrong variant: what autograd does by itself
+    def narrow(sums, name, weight):  # the deliberately wrong variant: 16-bit sums, as in autograd
         gradient, weight.grad = weight.grad, None
         sums[name] = gradient if name not in sums else sums[name] + gradient
 
@@ -118,8 +120,8 @@ def test_weight_gradients_of_16_bit_slices_are_summed_in_fp32(monkeypatch):
     assert error_of_bf16(16) > 2 * whole
 
 
-def test_sliced_module_under_autocast_can_be_called_twice(batch):  # noqa: F811
-    """A copy in 16 bits that autocast has kept of a weight without a gradient would cut off the second call."""
+def test_sliced_module_called_twice_under_autocast_has_the_gradient_of_no_slicing(batch):  # noqa: F811
+    """If autocast cached a 16-bit copy without a gradient, the second call would not reach the weight."""
 
     def both(module):
         x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
@@ -136,7 +138,7 @@ def test_sliced_module_under_autocast_can_be_called_twice(batch):  # noqa: F811
     assert (found - kept).norm() < 0.01 * kept.norm()
 
 
-def test_adapters_inside_a_sliced_module_are_trained_and_frozen_weights_not_summed(batch, monkeypatch):  # noqa: F811
+def test_lora_in_sliced_modules_has_unsliced_gradients_and_sums_only_adapter_weights(batch, monkeypatch):  # noqa: F811
     def adapted():
         model = shaped("llama", layers=2)
         LoRA(r=2, target=["*.mlp.*"])(model)
@@ -174,31 +176,31 @@ def highest(apply, tokens):
 
 
 @pytest.mark.parametrize("name", ["every_layer", "selective", "none"])
-def test_activations_of_one_slice_exist_at_a_time(name):
-    """In fp32. What backward needs of one product is what the block keeps: two of the six tensors are its inputs, and
-    a block that keeps its own interior, or its products, does so in all three blocks."""
+def test_mlp_activations_of_only_one_slice_exist_at_a_time(name):
+    """In fp32. Backward of one block needs six tensors of the MLP's width. The other two blocks also keep two such
+    tensors each with `selective`, and four each with `none`."""
     held = {"every_layer": 6, "selective": 6 + 2 * 2, "none": 6 + 2 * 4}[name] * WIDE * 4
-    sums = 2 * WIDE * H * 4  # of three matrices, where one gradient alone was there before
+    sums = 2 * WIDE * H * 4  # sums for three matrices; without slices one gradient exists at a time
     fell = highest(EACH[name], T) - highest(EACH[name], SLICE)
     assert fell == pytest.approx(held * B * (T - SLICE) - sums, rel=0.15)
 
 
-def test_checkpointed_block_is_not_recomputed_again_for_its_slices(batch):  # noqa: F811
+def test_sliced_mlp_is_computed_twice_per_token_with_and_without_checkpointing(batch):  # noqa: F811
     rows = {}
     for name in ("none", "every_layer"):
         model, seen = shaped("llama", layers=2), []
         for layer in model.model.layers:
             layer.mlp.up_proj.register_forward_hook(lambda *called, seen=seen: seen.append(called[1][0].shape[1]))
         gradients(tiled(model, EACH[name]), batch)
-        rows[name] = sum(seen) - 2  # of the question what it returns
+        rows[name] = sum(seen) - 2  # each MLP is called with one token to find out what it returns
     assert rows == {"none": 2 * 2 * 32, "every_layer": 2 * 2 * 32}
 
 
-# --- which parts ------------------------------------------------------------------------------------------------------
+# --- which modules ----------------------------------------------------------------------------------------------------
 
 
 class Shift(nn.Module):
-    """Sees the token before."""
+    """Computes from the previous token."""
 
     def __init__(self):
         super().__init__()
@@ -227,14 +229,14 @@ def asked(model, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("other", [Shift, lambda: Borrowing(nn.Parameter(torch.eye(32)))])
-def test_module_that_mixes_tokens_is_refused_by_name(other):
+def test_module_that_mixes_tokens_or_borrows_a_weight_is_refused_for_slicing(other):
     model = shaped("llama", layers=2)
     model.model.layers[1].mlp = other()
     with pytest.raises(Refused, match=r"(Shift|Borrowing) would compute different results.* Type tile.tokens=null"):
         asked(model)
 
 
-def test_model_without_sliceable_modules_is_refused():
+def test_slicing_a_model_without_sliceable_modules_or_with_router_logits_is_refused():
     with pytest.raises(Refused, match="no module in the blocks of OPTForCausalLM"):
         asked(shaped("opt", layers=2))
     with pytest.raises(Refused, match="Linear has no list of blocks"):
@@ -243,7 +245,7 @@ def test_model_without_sliceable_modules_is_refused():
         Tiles(network("mixtral", output_router_logits=True), 2)
 
 
-def test_attention_torch_layers_and_experts_are_not_sliced(caplog):
+def test_log_names_only_norms_of_mixtral_and_mlps_of_gpt2_as_sliced(caplog):
     caplog.set_level("INFO", logger="lowmem")
     asked(network("mixtral"))
     asked(shaped("gpt2", layers=2))
@@ -258,14 +260,14 @@ def test_attention_torch_layers_and_experts_are_not_sliced(caplog):
 RUN = ("tile.tokens=5", "gradient_checkpointing=every_layer", "model.architecture.resid_pdrop=0.1", "save_every=2")
 
 
-def test_resumed_run_with_slices_has_the_same_bits(fit):
+def test_resumed_run_with_slices_has_the_checkpoint_bits_of_an_unbroken_run(fit):
     _, whole = fit(*RUN, folder="whole")
     fit(*RUN, "max_steps=2", "scheduler.total_steps=4", folder="half")
     _, other = fit(*RUN, f"resume={whole.parent / 'half'}", folder="other")
     assert same(last(whole), last(other))
 
 
-def test_evaluation_of_a_run_can_use_slices(fit, caplog):
+def test_evaluation_in_slices_has_the_val_loss_of_an_evaluation_without_slices(fit, caplog):
     caplog.set_level("INFO", logger="lowmem")
     _, run = fit(*RUN, folder="trained")
     whole, _ = fit(f"evaluate={run}", folder="whole")
@@ -276,7 +278,7 @@ def test_evaluation_of_a_run_can_use_slices(fit, caplog):
 
 
 @pytest.mark.parametrize("name", ["every_layer", "sqrt"])
-def test_slices_of_streamed_weights_have_the_bits_of_resident_ones(config, name):
+def test_streamed_weights_with_slices_give_the_bits_of_resident_weights(config, name):
     def weights(*more):
         lines = parity.overrides("precision=bf16-master", f"gradient_checkpointing={name}", "tile.tokens=5", *more)
         return parity.run(config(*lines, "max_steps=2", base=()), wide=True)[1]

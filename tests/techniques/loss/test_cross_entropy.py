@@ -1,4 +1,4 @@
-"""The chunked loss is the full loss, in every precision, and never holds all logits."""
+"""The chunked loss equals the full loss in every precision, and never holds all logits."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def chunked(model, batch):
     return losses.Chunked(ROWS)(model, batch)
 
 
-# What stands around the product with the head: nothing, a factor or a cap (each under a name of its own), layers.
+# Operations around the head's matrix product: none, a factor or a cap (named differently per family), or layers.
 AROUND = {
     "gpt2": {},  # tied head
     "llama": {"tie_word_embeddings": False},
@@ -67,7 +67,7 @@ def oracle(model, batch):  # written out, so that `full` is checked too
 
 
 @pytest.mark.parametrize("model_type", AROUND)
-def test_full_and_chunked_loss_equal_the_oracle(model_type, batch):
+def test_full_and_chunked_loss_and_gradients_equal_the_fp64_reference(model_type, batch):
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch, 0.37)
     for loss in (losses.full, chunked):
@@ -78,8 +78,8 @@ def test_full_and_chunked_loss_equal_the_oracle(model_type, batch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
-def test_chunked_loss_without_the_operations_around_the_head_is_caught(model_type, batch, monkeypatch):
-    """As `chunked` did for years of models: the head's matrix on what leaves the body, and nothing else."""
+def test_chunked_loss_without_the_operations_around_the_head_differs_from_the_reference(model_type, batch, monkeypatch):
+    """The deliberately wrong variant: logits are only the product of the last hidden states and the head's matrix."""
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch)
 
@@ -96,7 +96,7 @@ def test_chunked_loss_without_the_operations_around_the_head_is_caught(model_typ
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
-def test_chunked_loss_under_autocast_is_as_close_to_fp32_as_full_loss(dtype, tolerance, batch):
+def test_full_and_chunked_loss_under_autocast_have_fp32_gradients_within_tolerance(dtype, tolerance, batch):
     model = network()
     _, exact = value_and_gradients(model, losses.full, batch)
     with torch.autocast("cpu", dtype=dtype):
@@ -106,7 +106,7 @@ def test_chunked_loss_under_autocast_is_as_close_to_fp32_as_full_loss(dtype, tol
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["chunk dropped", "mean of chunks", "ignored counted"])
-def test_wrong_chunked_loss_is_caught(wrong, batch):
+def test_chunked_loss_with_a_deliberate_fault_differs_from_the_full_loss(wrong, batch):
     model = network()
     value, gradients = value_and_gradients(model, losses.full, batch)
 
@@ -124,7 +124,7 @@ def test_wrong_chunked_loss_is_caught(wrong, batch):
     assert worst(our_gradients, gradients) > BF16
 
 
-def test_chunked_loss_works_without_gradients(batch):
+def test_chunked_loss_under_no_grad_equals_the_full_loss(batch):
     model = network().eval()
     with torch.no_grad():
         assert chunked(model, batch).item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
@@ -143,10 +143,10 @@ def largest_tensor(loss, batch):
     return max(size for _, _, size in tracker.events)
 
 
-def test_chunked_loss_never_holds_all_logits(batch):
+def test_chunked_loss_allocates_no_tensor_of_the_size_of_all_logits(batch):
     logits = 3 * 20 * VOCABULARY * 4
     assert largest_tensor(losses.full, batch) == logits
-    # what is left is the gradient of the head's weight, V x H, against V x (batch x tokens)
+    # the largest tensor is then the gradient of the head's weight: V x H instead of V x (batch x tokens)
     assert largest_tensor(chunked, batch) == VOCABULARY * WIDTH * 4 < logits
 
 
@@ -159,14 +159,14 @@ def peak(batch, loss=chunked):
     return max(point.total for point in tracker.timeline())
 
 
-def test_memory_of_the_chunked_loss_does_not_depend_on_ignored_labels(batch, monkeypatch):
-    """A prediction knows no numbers, and takes all to count."""
+def test_chunked_loss_needs_no_more_memory_when_labels_are_ignored(batch, monkeypatch):
+    """The planner does not know the labels, and assumes that none is ignored."""
     every = replace(batch, labels=batch.labels.clamp(min=0))
     few = replace(batch, labels=batch.labels.where(torch.arange(20) % 2 == 0, losses.IGNORED))
     assert peak(few) <= peak(every)
 
     def at_once(model, batch):
-        """Wrong: those that count are copied before the first chunk."""
+        """The deliberately wrong variant: hidden states with a label are copied before the first chunk."""
         chosen, enter = batch.labels.flatten() != losses.IGNORED, losses.enter
         copied = lambda *of: (head := enter(*of))._replace(hidden=head.hidden.flatten(0, 1)[chosen][None])  # noqa: E731
         monkeypatch.setattr(losses, "enter", copied)
@@ -177,7 +177,7 @@ def test_memory_of_the_chunked_loss_does_not_depend_on_ignored_labels(batch, mon
 
 
 def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
-    """With a head that is frozen, as beside an adapter, its chunks are the peak of training and evaluation alike."""
+    """With a frozen head, as with an adapter, the chunks of logits are the peak of both training and evaluation."""
 
     def largest(evaluates, rows):
         model = network()
@@ -190,18 +190,18 @@ def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
 
     assert largest(True, 15) <= largest(False, 15)
     head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
-    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with those of the chunk before, 4
+    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with the previous chunk's, 4
 
 
-def test_loss_without_any_label_is_zero(batch):
+def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):
     batch = replace(batch, labels=torch.full_like(batch.labels, losses.IGNORED))
     for loss in (losses.full, chunked):
         value, gradients = value_and_gradients(network(), loss, batch)
         assert value == 0.0 and not any(g.any() for g in gradients)
 
 
-def test_model_is_called_with_the_inputs_of_the_micro_batch(batch):
-    """In each of its forward passes, also for the chunks."""
+def test_losses_call_the_model_with_all_inputs_of_the_micro_batch(batch):
+    """This holds for each forward pass, including the passes over chunks."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
     model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)
@@ -233,7 +233,7 @@ def test_chunked_loss_with_a_head_applied_twice_is_refused(batch):
 
 
 class AcrossTokens(GPT2LMHeadModel):
-    """Logits that no row of the head's product determines alone."""
+    """Subtracts the mean logits of the sequence, so the logits of a token depend on other tokens."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)
@@ -242,7 +242,7 @@ class AcrossTokens(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_verify_compares_chunked_logits_with_the_logits_of_the_model(dtype, batch):
+def test_verify_refuses_chunked_loss_for_logits_that_depend_on_other_tokens(dtype, batch):
     model = network().to(dtype).eval()
     loss = losses.Chunked(ROWS)
     loss.verify(model, batch)
@@ -251,7 +251,7 @@ def test_verify_compares_chunked_logits_with_the_logits_of_the_model(dtype, batc
         loss.verify(model, batch)
 
 
-def test_run_verifies_its_loss_before_the_first_step(fit, monkeypatch):
+def test_run_with_chunked_loss_is_refused_if_chunked_logits_disagree_with_the_model(fit, monkeypatch):
     fit("loss=chunked")
     monkeypatch.setattr(losses, "agrees", lambda *_: False)
     fit("loss=full")
@@ -266,7 +266,7 @@ def test_invalid_chunk_size_is_refused(rows):
 
 
 class ByPlace(GPT2LMHeadModel):
-    """Logits that depend on where a token stands."""
+    """Computes logits that depend on the position of a token."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)
@@ -276,7 +276,7 @@ class ByPlace(GPT2LMHeadModel):
 
 
 class Masked(GPT2LMHeadModel):
-    """Some logits are as small as numbers can be, and the others three times the product."""
+    """Sets one logit to the smallest number of its dtype, and multiplies the others by `factor`."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)

@@ -1,4 +1,4 @@
-"""KTO beside an independent implementation on whole logits in fp64: values, gradients, z of a window, learning."""
+"""KTO, compared with an independent implementation in fp64: values, gradients, the KL estimate (z), and learning."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def rows(model):
 
 
 def looked_ahead(loss, model, batches):
-    """Gives the loss what `MismatchedPass` reads of a window."""
+    """Sets the KL estimate of the loss from a window, as `MismatchedPass` does."""
     found = []
     with torch.no_grad():
         for batch in batches:
@@ -50,7 +50,7 @@ def looked_ahead(loss, model, batches):
 
 
 def expected(model, batch, **options):
-    """The oracle's loss and gradients, in fp64."""
+    """Returns the oracle's loss and gradients in fp64."""
     wide = model.double()
     loss = pair_oracle.mean_loss("kto", wide, batch, **options)
     found = loss.item(), gradients(wide, loss)
@@ -66,11 +66,11 @@ def test_kto_loss_and_gradient_equal_the_fp64_reference(options, columns):
     loss, theirs = expected(model, batch, **options)
     kto = KTO(**options, columns=columns)
     looked_ahead(kto, model, [batch])
-    assert kto._kl > 0.5  # it counts
+    assert kto._kl > 0.5  # large enough to change the loss
     found = kto(model, batch) / batch.weight
     assert batch.weight == ANSWERS and found.item() == pytest.approx(loss, rel=FP32)
     assert apart(gradients(model, found), theirs) < FP32
-    # wrong variants: without z, with the ratings exchanged, with another beta
+    # wrong variants: without the KL estimate, with exchanged ratings, with another beta
     kto.set_kl(torch.tensor([0.0, 1.0]))
     assert abs((kto(model, batch) / ANSWERS).item() / loss - 1) > 5e-3
     exchanged = batch.each(lambda tensor: ~tensor if tensor.dtype is torch.bool else tensor)
@@ -80,8 +80,8 @@ def test_kto_loss_and_gradient_equal_the_fp64_reference(options, columns):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
-def test_kto_loss_equals_the_reference_for_any_head(model_type):
-    """Biases, tied heads and capped logits are the model's own."""
+def test_kto_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_heads(model_type):
+    """Heads may be tied to the embedding, and logits may be capped."""
     model, kto = network(model_type), KTO(columns=64)
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     loss, theirs = expected(model, batch)
@@ -90,8 +90,8 @@ def test_kto_loss_equals_the_reference_for_any_head(model_type):
     assert found.item() == pytest.approx(loss, rel=FP32) and apart(gradients(model, found), theirs) < 5 * FP32
 
 
-def test_kto_z_is_at_least_zero():
-    """The loss is that of z = 0 where mismatched answers are less likely than by the reference."""
+def test_kto_kl_estimate_is_zero_if_mismatched_answers_are_less_likely_than_by_the_reference():
+    """The loss then equals the reference with a KL estimate of 0."""
     model, kto = network("llama"), KTO(beta=1.0)
     drawn = rows(model)
     drawn.reference[:, 1] += 20
@@ -102,7 +102,7 @@ def test_kto_z_is_at_least_zero():
     assert (kto(model, batch) / ANSWERS).item() == pytest.approx(loss, rel=FP32)
 
 
-def test_kto_rows_of_a_device_without_answers_count_nothing():
+def test_kto_micro_batch_without_answers_adds_nothing_to_loss_gradients_and_kl_estimate():
     model, kto = network("llama"), KTO()
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     looked_ahead(kto, model, [batch])
@@ -114,7 +114,7 @@ def test_kto_rows_of_a_device_without_answers_count_nothing():
     assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in gradients(model, loss).values())
 
 
-def test_kto_figures_are_means_over_answers_of_their_kind():
+def test_kto_metrics_are_means_over_desirable_or_undesirable_answers():
     model, kto = network("llama"), KTO(beta=0.3)
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     looked_ahead(kto, model, [batch])
@@ -124,7 +124,7 @@ def test_kto_figures_are_means_over_answers_of_their_kind():
     figures, good = kto.figures(), batch.desirable[:, 0]
     assert tuple(figures) == kto.shows
     ratio = logp - batch.reference[:, 0]
-    bound = FP32 * logp.abs().max().item()  # of a log-probability; a reward is the difference of two and may be near 0
+    bound = FP32 * logp.abs().max().item()  # relative to log-probabilities; a reward is a difference and may be near 0
     for name, values in (("reward", 0.3 * ratio), ("logp", logp)):
         for side, which in (("desirable", good), ("undesirable", ~good)):
             total, count = figures[f"{name}_{side}"].tolist()
@@ -163,13 +163,14 @@ def last_micro_batch_counts_less(monkeypatch):
 
 
 def products_in_fp32(monkeypatch):
-    """Stores the weights of bf16-master in fp32. They stream, and their gradients are added, as in 16 bits."""
+    """Stores the weights of bf16-master in fp32. Streaming and gradient sums work as in 16 bits."""
     monkeypatch.setattr(BFloat16Master, "dtype", torch.float32)
     monkeypatch.setattr(MasterWeights, "_new", lambda self, *args: HostWeight(*args, self.precision.dtype))
 
 
 def window_of(config, size, lines):
-    """Returns the loss and the gradient, flat, of one window in micro-batches of this size: the update of plain SGD."""
+    """Returns the loss and the flat gradient of one window in micro-batches of this size. The gradient is the update of
+    plain SGD with lr=1."""
     sgd = "optim=sgd", "optim.weight_decay=0", "lr=1", "scheduler=constant", "max_steps=1", "clip=null"
     cfg = config(*overrides("loss=kto", "optim=sgd"), "loss.beta=1", *sgd, f"batch_size={size}", *lines, base=())
     torch.manual_seed(0)
@@ -193,7 +194,7 @@ CUT = [("fp32", name) for name in WEIGHTS] + [("bf16", name) for name in WEIGHTS
 
 @pytest.mark.parametrize(("products", "weights"), CUT)
 def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config, monkeypatch, products, weights):
-    """Products in fp32 prove that both compute one function; products in bf16 may add their rounding, and no more."""
+    """With products in fp32 both compute the same function; with products in bf16 only rounding may be added."""
     if products == "fp32":
         products_in_fp32(monkeypatch)
     bound = WINDOW_IN_MICRO_BATCHES[products]
@@ -210,7 +211,7 @@ def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config,
             assert off(ANSWERS // 4)[1] > 4 * bound
 
 
-def test_kto_z_per_micro_batch_exceeds_the_tolerance(config, monkeypatch):
+def test_kto_with_a_separate_kl_estimate_per_micro_batch_deviates_from_the_oracle(config, monkeypatch):
     techniques = "loss=kto", "accumulation=fixed"
     cfg = config(*overrides(*techniques), base=())
     assert within(deviations(cfg, *techniques), allowed(*techniques))
@@ -225,7 +226,8 @@ SHAPE = ("val_every=1000", "batch_size=8", "lr=3e-3", "seq_len=64", "max_steps=5
 
 
 def ratings(folder):
-    """Pairs, and more answers that were rated alone: answers with the first half of the colours are desirable."""
+    """Writes pairs and single rated answers, and returns the file. Answers with one of the first half of the colours
+    are desirable."""
     draw, lines, half = random.Random(1), [], len(COLOURS) // 2
     for number in range(240):
         good, bad = draw.choice(COLOURS[:half]), draw.choice(COLOURS[half:])
@@ -242,7 +244,7 @@ def trained(fit, file, *lines):
     return fit(*beside((*SHAPE, *data), lines))[0]["validation"][0]
 
 
-def test_kto_learns_ratings(fit, tmp_path):
+def test_kto_training_raises_rewards_of_desirable_and_lowers_rewards_of_undesirable_answers(fit, tmp_path):
     start = trained(fit, ratings(tmp_path), "max_steps=1", "lr=1e-12")
     assert start["accuracy"] == pytest.approx(0.5, abs=0.15) and start["kl"] == pytest.approx(0.0, abs=1e-4)
     assert start["loss"] == pytest.approx(0.5, abs=1e-4)
@@ -250,8 +252,8 @@ def test_kto_learns_ratings(fit, tmp_path):
     assert learned["accuracy"] > 0.9 and learned["reward_desirable"] > 0 > learned["reward_undesirable"]
 
 
-def test_kto_z_is_set_before_each_window_and_each_evaluation(fit, tmp_path, monkeypatch):
-    """Desirable answers alone become likelier, and so do mismatched ones: z grows above 0."""
+def test_kto_kl_estimate_is_updated_before_each_optimizer_step_and_each_evaluation(fit, tmp_path, monkeypatch):
+    """Undesirable answers have weight 0, so mismatched answers become likelier too, and the KL estimate exceeds 0."""
     given, set_kl = [], KTO.set_kl
 
     def noted(self, mismatched):
@@ -266,21 +268,21 @@ def test_kto_z_is_set_before_each_window_and_each_evaluation(fit, tmp_path, monk
 
 
 def rated_file(file, labels):
-    """Answers with these ratings, each to a prompt of its own."""
+    """Writes answers with these ratings, each to a different prompt, and returns the file."""
     answers = ({"prompt": f"{file.stem} {i}? ", "completion": f"{i}", "label": good} for i, good in enumerate(labels))
     file.write_text("\n".join(map(json.dumps, answers)))
     return str(file)
 
 
 def evaluated(fit, tmp_path, labels, *lines):
-    """A run whose validation answers have these ratings: its summary, and its folder."""
+    """Trains with validation answers of these ratings. Returns the summary and the folder of the run."""
     train = rated_file(tmp_path / "train.jsonl", [i % 2 == 0 for i in range(12)])
     data = "data=preference", f"data.path={train}", f"data.val_path={rated_file(tmp_path / 'val.jsonl', labels)}"
     return fit(*beside((*SHAPE, *data, "loss=kto", "val_sequences=99"), lines))
 
 
 @pytest.mark.parametrize("rated", [True, False], ids=["desirable", "undesirable"])
-def test_figures_of_an_absent_kind_of_answers_are_empty(fit, tmp_path, monkeypatch, rated):
+def test_kto_metrics_of_a_kind_of_answers_absent_from_validation_are_empty(fit, tmp_path, monkeypatch, rated):
     sent = []
 
     class Sent(DummyLogger):
@@ -304,8 +306,8 @@ def test_figures_of_an_absent_kind_of_answers_are_empty(fit, tmp_path, monkeypat
     assert "nan" not in (folder / "metrics.csv").read_text()
 
 
-def test_figures_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
-    """One of nine answers is undesirable; four of five micro-batches have none."""
+def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
+    """One of nine answers is undesirable, so four of five micro-batches have no undesirable answer."""
     found = []
     for size in (2, 12):
         lines = "max_steps=1", "lr=1e-12", f"batch_size={size}"
@@ -316,8 +318,8 @@ def test_figures_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, 
 
 
 @pytest.mark.wrong
-def test_kto_with_exchanged_ratings_lowers_the_accuracy(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss takes each answer for the other kind, the accuracy does not."""
+def test_kto_training_with_exchanged_ratings_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
+    """The deliberately wrong variant: the loss exchanges desirable and undesirable answers, the accuracy does not."""
     losses = KTO.losses
     monkeypatch.setattr(
         KTO, "losses", lambda self, answers: losses(self, answers._replace(desirable=~answers.desirable))
@@ -326,8 +328,8 @@ def test_kto_with_exchanged_ratings_lowers_the_accuracy(fit, tmp_path, monkeypat
 
 
 @pytest.mark.matrix
-def test_kto_needs_the_memory_of_fine_tuning_on_its_rows(fit, config, tmp_path):
-    """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
+def test_peak_of_kto_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
+    """Both train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
     lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"
     file, columns = preferences(tmp_path, count=100, words=60), "loss.columns=128"
     typed = "data=preference", f"data.path={file}", "data.val_fraction=0.15", "loss=kto", columns, "plan=check"

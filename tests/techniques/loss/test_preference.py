@@ -1,4 +1,4 @@
-"""Losses of pairs, beside an independent implementation on whole logits in fp64: values, gradients, bytes, learning."""
+"""Losses of pairs, compared with an independent implementation in fp64: values, gradients, memory and learning."""
 
 import json
 import random
@@ -26,7 +26,7 @@ OPTIONS = [
     ("simpo", {}),
     ("simpo", {"gamma": 0.5, "label_smoothing": 0.1}),
 ]
-# fp32 products and sums of a small network, relative to the largest element; another beta is off by 6e-3 and more
+# fp32 products and sums of a small network, relative to the largest element; a wrong beta is off by at least 5e-3
 FP32 = 1e-6
 PAIRS, LENGTH = 5, 16
 
@@ -48,7 +48,7 @@ def rows(model, packed=False):
 
 
 def expected(name, model, batch, **options):
-    """The oracle's loss and gradients, in fp64."""
+    """Returns the oracle's loss and gradients in fp64."""
     wide = model.double()
     loss = pair_oracle.mean_loss(name, wide, batch, **options)
     found = loss.item(), gradients(wide, loss)
@@ -70,8 +70,8 @@ def test_preference_loss_and_gradient_equal_the_fp64_reference(name, options, co
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
-def test_dpo_loss_equals_the_reference_for_any_head(model_type):
-    """Biases, tied heads and capped logits are the model's own."""
+def test_dpo_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_heads(model_type):
+    """Heads may be tied to the embedding, and logits may be capped."""
     model = network(model_type)
     batch = rows(model)
     loss, theirs = expected("dpo", model, batch)
@@ -91,7 +91,7 @@ def test_packed_pairs_give_the_loss_and_gradient_of_padded_pairs(name):
     assert ours.item() == pytest.approx(theirs[0], rel=FP32) and apart(gradients(model, ours), theirs[1]) < FP32
 
 
-def test_accumulated_preference_loss_is_the_mean_over_pairs():
+def test_dpo_losses_and_gradients_of_micro_batches_add_up_to_the_whole_batch():
     model, loss = network("llama"), preference.DPO()
     batch = rows(model)
     parts = [batch.each(lambda tensor, at=at: tensor[at : at + 2]) for at in range(0, 2 * PAIRS, 2)]
@@ -101,7 +101,7 @@ def test_accumulated_preference_loss_is_the_mean_over_pairs():
     assert apart(gradients(model, sum(each)), whole) < FP32
 
 
-def test_preference_rows_of_a_device_without_pairs_count_nothing():
+def test_orpo_micro_batch_without_pairs_has_zero_loss_and_zero_gradients():
     model = network("llama")
     empty = rows(model).nothing
     loss = preference.ORPO()(model, empty)
@@ -147,7 +147,7 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "pink", "brown")
 
 
 def preferences(folder, exchanged=False, count=300, words=1):
-    """Pairs that prefer the word that comes first in the alphabet."""
+    """Writes pairs that prefer the alphabetically first word, and returns the file."""
     draw, lines = random.Random(0), []
     for _ in range(count):
         first, second = sorted(draw.sample(COLOURS, 2))
@@ -169,15 +169,15 @@ def trained(fit, file, *lines):
 
 @pytest.mark.matrix_rows("loss=ipo", "loss=orpo", "loss=simpo")
 @pytest.mark.parametrize("loss", [f"loss={name}" for name in LOSSES])
-def test_preference_loss_learns_the_preference(fit, tmp_path, loss):
+def test_training_with_a_preference_loss_reaches_over_90_percent_accuracy(fit, tmp_path, loss):
     summary = trained(fit, preferences(tmp_path), loss)
     assert summary["validation"][0]["accuracy"] > 0.9 and summary["validation"][0]["margin"] > 0
     assert summary["bits_per_byte"] is None
 
 
 @pytest.mark.wrong
-def test_dpo_with_exchanged_answers_lowers_the_accuracy(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss takes the rejected answer for the chosen one, the accuracy does not."""
+def test_dpo_training_with_exchanged_answers_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
+    """The deliberately wrong variant: the loss exchanges chosen and rejected answers, the accuracy does not."""
     losses = preference.DPO.losses
     flipped = lambda self, answers: losses(self, preference.AnswerLogProbs(*(each.flip(1) for each in answers[:3])))  # noqa: E731
     monkeypatch.setattr(preference.DPO, "losses", flipped)
@@ -186,8 +186,8 @@ def test_dpo_with_exchanged_answers_lowers_the_accuracy(fit, tmp_path, monkeypat
 
 
 @pytest.mark.matrix
-def test_dpo_needs_the_memory_of_fine_tuning_on_its_rows(fit, config, tmp_path):
-    """Full rows of both, 16 a micro-batch: within 3 %, and predicted within 1 %. Whole logits are far outside."""
+def test_peak_of_dpo_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
+    """Both train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"
     file = preferences(tmp_path, count=100, words=60)
     pairs = trained(fit, file, "loss=dpo", "loss.columns=128", *lines)

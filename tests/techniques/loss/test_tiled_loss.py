@@ -1,4 +1,4 @@
-"""The tiled loss is the full loss, in every precision, and nothing of the head is ever wide."""
+"""The tiled loss equals the full loss in every precision, and no part of a 16-bit head is ever in fp32."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tolerances import BF16, FP16, FP32_REORDERED
 
 pytestmark = pytest.mark.kernels
 COLUMNS = 96  # five tiles, and a smaller one
-KINDS = AROUND | {"phi": {}}  # whose head has a bias
+KINDS = AROUND | {"phi": {}}  # phi's head has a bias
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_tiled_loss_equals_full_and_chunked_loss(model_type, columns, batch):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
 @pytest.mark.parametrize("held", ["fp32", "16 bits"])
-def test_tiled_loss_in_16_bits_is_as_close_to_fp32_as_full_loss(dtype, tolerance, held, batch):
+def test_full_and_tiled_loss_in_16_bits_have_fp32_gradients_within_tolerance(dtype, tolerance, held, batch):
     model = network()
     model.to(dtype).float()  # the same numbers
     _, exact = value_and_gradients(model, losses.full, batch)
@@ -61,7 +61,7 @@ def test_tiled_loss_in_16_bits_is_as_close_to_fp32_as_full_loss(dtype, tolerance
 
 
 def of_rows(hidden, weight, labels):
-    """The loss of what enters a head, in tiles."""
+    """Returns the tiled loss of the hidden states that enter a head."""
     linear = torch.nn.Linear(1, 1, bias=False)
     linear.weight = torch.nn.Parameter(weight, weight.requires_grad)
     how = counted(labels), head_tiles.tiles_of(linear), COLUMNS, None
@@ -90,7 +90,7 @@ WRONG = a_tile_left_out, labels_of_other_tiles_counted, ignored_positions_counte
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_tiled_loss_is_caught(wrong, batch, monkeypatch):
+def test_tiled_loss_with_a_deliberate_fault_differs_from_the_full_loss(wrong, batch, monkeypatch):
     model = network()
     value, gradients = value_and_gradients(model, losses.full, batch)
     wrong(monkeypatch)
@@ -99,9 +99,9 @@ def test_wrong_tiled_loss_is_caught(wrong, batch, monkeypatch):
     assert worst(our_gradients, gradients) > BF16
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_tiled_loss_with_huge_logits_subtracts_the_maximum_of_all_tiles(wrong, batch, monkeypatch):
-    """In another tile than their label."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_tiled_loss_with_huge_logits_equals_the_full_loss_unless_their_maximum_is_capped(wrong, batch, monkeypatch):
+    """The largest logit is in another tile than the label. The deliberately wrong variant caps the maximum at 50."""
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.data *= 20000
     value, gradients = value_and_gradients(model, losses.full, batch)
@@ -113,9 +113,9 @@ def test_tiled_loss_with_huge_logits_subtracts_the_maximum_of_all_tiles(wrong, b
     assert right != wrong
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_loss_scale_is_applied_before_rounding_to_16_bits(wrong, batch, monkeypatch):
-    """Unlikely tokens have a softmax below fp16's range, and a gradient of their own nonetheless."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_tiled_loss_keeps_tiny_fp16_gradients_unless_rounded_before_the_loss_scale(wrong, batch, monkeypatch):
+    """Unlikely tokens have a softmax below fp16's range, but the loss scale lifts their gradient into the range."""
     scale, hidden, weight = 1024.0, torch.ones(4, 8), -torch.arange(160.0)[:, None].expand(160, 8) / 64
     exact = torch.softmax(weight.sum(1), 0)  # 1e-9 at the end
     if wrong:
@@ -133,27 +133,27 @@ def test_loss_scale_is_applied_before_rounding_to_16_bits(wrong, batch, monkeypa
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
-TALL = 4000  # tokens of a vocabulary beside which all else is small
+TALL = 4000  # size of a vocabulary that makes all other tensors small in comparison
 
 
 LARGE = {"tie_word_embeddings": False, "vocab_size": TALL}
 
 
 def allocated(model, loss, batch):
-    """Sizes in bytes."""
+    """Returns the sizes in bytes of all allocations."""
     with StorageTracker({}) as tracker:
         loss(model, batch).backward()
     return {size for _, _, size in tracker.events if size > 0}
 
 
-def test_tiled_loss_keeps_the_head_in_16_bits(batch):
+def test_tiled_loss_of_a_16_bit_head_allocates_no_fp32_tensor_of_the_size_of_the_head(batch):
     sizes = allocated(network("llama", **LARGE).bfloat16(), tiled, batch)
     assert max(sizes) == 2 * TALL * WIDTH  # gradients of head and embedding
     assert max(allocated(network("llama", **LARGE).bfloat16(), losses.Chunked(7), batch)) == 4 * TALL * WIDTH
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_peak_of_the_tiled_loss_is_one_tile_of_logits_beside_the_head_gradient(held):
+def test_peak_of_the_tiled_loss_is_the_head_gradient_plus_one_tile_of_logits(held):
     tokens, dtype = 300, torch.bfloat16
     hidden = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.randn(TALL, WIDTH, dtype=held, requires_grad=True)
@@ -162,13 +162,13 @@ def test_peak_of_the_tiled_loss_is_one_tile_of_logits_beside_the_head_gradient(h
     with StorageTracker(ledger.storages()) as tracker:
         of_rows(hidden, weight, torch.randint(0, TALL, (tokens,))).backward()
     peak = max(point.total - point.bytes["weights"] for point in tracker.timeline())
-    known = weight.nbytes + tokens * COLUMNS * (4 + 2) + tokens * WIDTH * (2 + 4)  # of what enters the head: a copy
-    known += 0 if held == dtype else 2 * COLUMNS * WIDTH  # a tile, rounded
+    known = weight.nbytes + tokens * COLUMNS * (4 + 2) + tokens * WIDTH * (2 + 4)  # head's input and its gradient
+    known += 0 if held == dtype else 2 * COLUMNS * WIDTH  # a tile of the weight, rounded
     assert known <= peak < known + 5 * 8 * tokens  # sums, labels and columns
 
 
-def test_memory_of_the_tiled_loss_does_not_depend_on_ignored_labels(batch):
-    """A prediction knows no numbers, and takes all to count."""
+def test_tiled_loss_needs_no_more_memory_when_labels_are_ignored(batch):
+    """The planner does not know the labels, and assumes that none is ignored."""
 
     def peak(labels):
         hidden = torch.randn(60, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -181,14 +181,14 @@ def test_memory_of_the_tiled_loss_does_not_depend_on_ignored_labels(batch):
     assert peak(nearly) <= peak(every)
 
 
-def test_tiled_evaluation_holds_the_logits_of_one_tile(batch):
+def test_tiled_evaluation_needs_memory_for_the_logits_of_one_tile_only(batch):
     model = network("llama", **LARGE)
     ledger = Ledger()
     ledger.own("weights", lambda: list(model.parameters()))
     with StorageTracker(ledger.storages()) as tracker, torch.no_grad():
         value = tiled(model, batch)
     others = max(point.total - point.bytes["weights"] for point in tracker.timeline())
-    assert others < 60 * COLUMNS * 4 + 3 * TALL * 4 + 5 * 60 * WIDTH * 4  # zeros, for what stands around the head
+    assert others < 60 * COLUMNS * 4 + 3 * TALL * 4 + 5 * 60 * WIDTH * 4  # 5: with zeros that probe the head
     assert others < 60 * TALL * 4 / 8
     assert value.item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
 
@@ -196,7 +196,7 @@ def test_tiled_evaluation_holds_the_logits_of_one_tile(batch):
 # --- edges ------------------------------------------------------------------------------------------------------------
 
 
-def test_tiled_loss_respects_frozen_head_and_trains_a_head_alone(batch):
+def test_tiled_loss_gives_no_gradient_to_a_frozen_head_or_a_frozen_body(batch):
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.requires_grad_(False)
     tiled(model, batch).backward()
@@ -208,7 +208,7 @@ def test_tiled_loss_respects_frozen_head_and_trains_a_head_alone(batch):
     assert model.lm_head.weight.grad.any() and model.model.embed_tokens.weight.grad is None
 
 
-def test_tiled_loss_without_any_label_is_zero(batch):
+def test_tiled_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):
     batch = replace(batch, labels=torch.full_like(batch.labels, losses.IGNORED))
     value, gradients = value_and_gradients(network(), tiled, batch)
     assert value == 0.0 and not any(g.any() for g in gradients)
@@ -221,7 +221,7 @@ def test_invalid_tile_size_is_refused(columns):
 
 
 class OverTheVocabulary(GPT2LMHeadModel):
-    """Logits of which no tile of the vocabulary knows the others."""
+    """Subtracts the mean over the vocabulary, so each logit depends on other tiles."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)
@@ -230,7 +230,7 @@ class OverTheVocabulary(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize(("changed", "instead"), [(OverTheVocabulary, "chunked"), (AcrossTokens, "full")])
-def test_tiled_loss_for_logits_that_depend_on_other_tiles_is_refused(changed, instead, batch):
+def test_tiled_loss_for_logits_that_depend_on_other_tiles_or_tokens_is_refused(changed, instead, batch):
     model = network().eval()
     Tiled(COLUMNS).verify(model, batch)
     model.__class__ = changed

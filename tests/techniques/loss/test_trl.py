@@ -1,19 +1,18 @@
-"""Losses of answers beside TRL's trainers: both train one network on the same text for 20 steps, in fp32 on the CPU.
+"""Preference losses, compared with TRL: both train the same network on the same text for 20 steps, in fp32 on the CPU.
 
-TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Either side computes
-its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: where it is missing, these are
-skipped.
+TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Each side computes
+its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: without TRL these tests are skipped.
 
-TRL defines two losses otherwise than their papers and lowmem:
+TRL defines two losses differently from their papers and from lowmem:
 
 - Its "sigmoid" loss ignores `label_smoothing`. Its "robust" loss is ((1 - e) L(x) - e L(-x)) / (1 - 2e), where e is
-  that share, and so the smoothed loss (1 - e) L(x) + e L(-x) is 2 (1 - e) x sigmoid - (1 - 2e) x robust.
-- Its ORPO adds the loss of the chosen rows' tokens with their prompts, as a mean over the tokens of the batch. That is
-  the mean over answers of their means where prompts have a single token, which nothing predicts, and where the chosen
-  answers of a batch have one length. ORPO is compared on such pairs.
+  `label_smoothing`. So the smoothed loss (1 - e) L(x) + e L(-x) is 2 (1 - e) x sigmoid - (1 - 2e) x robust.
+- Its ORPO adds the loss of the chosen rows' tokens with their prompts, as a mean over the tokens of the batch. That
+  equals the mean over answers only if prompts have a single token, which is never a label, and the chosen answers of a
+  batch have equal lengths. ORPO is compared on such pairs.
 
-Its KTO puts behind each prompt the answer before, round about within a batch, of which the first gets the last one's.
-Here lowmem's rows have the same.
+TRL's KTO pairs each prompt with the previous answer of the batch, and the first prompt with the last answer. Here
+lowmem's rows do so too.
 """
 
 import copy
@@ -56,7 +55,7 @@ RUN = (
     "seq_len=32",
     f"lr={LR}",
     f"optim.weight_decay={DECAY}",
-    # With 1e-8, weights that have next to no gradient would move by lr on rounding errors.
+    # With 1e-8, rounding errors would move weights with a tiny gradient by lr.
     "optim.eps=1e-6",
     "scheduler=constant",
     "scheduler.warmup_steps=0",
@@ -66,7 +65,7 @@ RUN = (
     "data=preference",
     "data.path=x",
 )
-# fp32 sums in another order, of losses relatively and of rewards absolutely; the wrong ones are off by 1e-2 and more
+# for fp32 sums in another order: relative for losses, absolute for rewards. Wrong variants are off by 1e-3 or more.
 TOLERANCE = 1e-5
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig),
@@ -77,7 +76,7 @@ TRAINERS = {
 
 
 class Pair(NamedTuple):
-    """The numbers of the words of a pair, both of whose answers go on with the end of the text."""
+    """The token ids of a pair. The end token is appended to both answers."""
 
     prompt: list[int]
     chosen: list[int]
@@ -85,7 +84,7 @@ class Pair(NamedTuple):
 
 
 class Rated(NamedTuple):
-    """The numbers of the words of a rated answer, which goes on with the end of the text."""
+    """The token ids of a rated answer, to which the end token is appended."""
 
     prompt: list[int]
     completion: list[int]
@@ -107,7 +106,7 @@ class Course(NamedTuple):
 
 
 def pairs(alike=False):
-    """Pairs that were drawn. alike: prompts have one token, and the chosen answers of a batch have the same length."""
+    """Returns random pairs. Args: alike: prompts have one token, and chosen answers of a batch have equal lengths."""
     draw = np.random.default_rng(3)
 
     def words(count):
@@ -121,7 +120,7 @@ def pairs(alike=False):
 
 
 def ratings():
-    """Answers of the same pairs; in each batch two or three of four are desirable."""
+    """Returns rated answers of the same pairs; in each batch two or three of four are desirable."""
     labels = [True, False, True, True, False, True, False, True]
     return [
         Rated(pair.prompt, pair.chosen if number % 3 else pair.rejected, labels[number % len(labels)])
@@ -130,7 +129,7 @@ def ratings():
 
 
 class Written(Rows):
-    """Rows of pairs in the order in which they stand. Args: reference: (pairs, 2); None: not computed yet."""
+    """Rows of pairs in their given order. Args: reference: (pairs, 2); None: not computed yet."""
 
     seq_len, reference = 32, None
 
@@ -176,7 +175,7 @@ class WrittenRatings(Written):
 
 
 def tensors(rows):
-    """Inputs and labels of prompts and answers, each (B, T)."""
+    """Returns the inputs and the labels of prompts and answers, each (B, T)."""
     width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
     for row, (prompt, answer) in enumerate(rows):
@@ -187,8 +186,8 @@ def tensors(rows):
 
 
 class Watch(Callback):
-    """Records the loss and the rewards of every step. Args: per_token: the rewards are means over tokens, as in IPO,
-    and TRL's are sums."""
+    """Records the loss and the rewards of every step. Args: per_token: rewards are means over tokens, as in IPO; sums
+    are recorded, as in TRL."""
 
     def __init__(self, per_token):
         self.per_token, self.losses, self.rewards = per_token, [], []
@@ -232,7 +231,7 @@ def ours(written, *overrides):
 
 
 def tokenizer():
-    """Words w2, w3, ..., each of which is the token of its number."""
+    """Returns a tokenizer of the words w2, w3, ..., where the token id of a word is its number."""
     vocabulary = {"<pad>": PAD, "<end>": END} | {f"w{number}": number for number in range(END + 1, VOCABULARY)}
     made = Tokenizer(models.WordLevel(vocabulary))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -240,7 +239,7 @@ def tokenizer():
 
 
 def text_of(written):
-    """Answers begin with a space."""
+    """Returns a dataset of token ids and texts. Each text begins with a space."""
     columns = {name: [getattr(record, name) for record in written] for name in written[0]._fields}
     texts = {
         name: ["".join(f" w{number}" for number in numbers) for numbers in column]
@@ -251,7 +250,7 @@ def text_of(written):
 
 
 def arguments(config, folder, options):
-    """The same AdamW at a constant learning rate, without clipping, in fp32, on the pairs in their order."""
+    """Returns TRL's arguments for the same AdamW, a constant learning rate, no clipping, fp32 and pairs in order."""
     group = run_of(RUN).optim.arguments
     (beta1, beta2), eps = group["betas"], group["eps"]
     update = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": float(eps), "weight_decay": DECAY}
@@ -263,7 +262,7 @@ def arguments(config, folder, options):
 
 
 def theirs(kind, written, folder, options):
-    """Trains with TRL from the same weights."""
+    """Trains with TRL from the same weights, and returns the course."""
     network = built("loss=orpo")[1].model
     theirs, config = TRAINERS[kind]
     with_reference = {"ref_model": copy.deepcopy(network)} if kind in ("dpo", "kto") else {}
@@ -280,7 +279,7 @@ def theirs(kind, written, folder, options):
         losses.append(compute(*args, **kwargs))
         return losses[-1]
 
-    run.compute_loss = recorded  # what it logs is rounded
+    run.compute_loss = recorded  # the losses in TRL's log are rounded
     run.train()
     logs = [log for log in run.state.log_history if "rewards/chosen" in log and "loss" in log]
     rewards = [[log["rewards/chosen"], log["rewards/rejected"]] for log in logs]
@@ -288,7 +287,7 @@ def theirs(kind, written, folder, options):
 
 
 class Case(NamedTuple):
-    """A loss in the words of both."""
+    """A loss with the settings of lowmem (`ours`) and of TRL."""
 
     ours: tuple[str, ...]
     kind: str  # of TRL's trainers
@@ -324,7 +323,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """Returns a function: name of a case -> TRL's course."""
+    """Returns a function from the name of a case to TRL's course."""
 
     @cache
     def found(name):
@@ -336,7 +335,7 @@ def course(tmp_path_factory):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
-def test_twenty_preference_steps_equal_trl(name, course):
+def test_twenty_preference_steps_have_the_losses_and_rewards_of_trl(name, course):
     case = CASES[name]
     found = ours(case.records, *case.ours)
     assert len(found.losses) == len(course(name).losses) == len(course(name).rewards) == STEPS
@@ -366,7 +365,7 @@ def test_kto_run_with_exchanged_ratings_differs_from_trl(course):
 
 
 @pytest.mark.wrong
-def test_kto_run_without_z_differs_from_trl(course, monkeypatch):
+def test_kto_run_without_the_kl_estimate_differs_from_trl(course, monkeypatch):
     monkeypatch.setattr(KTO, "set_kl", lambda self, mismatched: None)
     wrong = ours(ratings(), *CASES["kto"].ours)
     assert min(wrong.apart(course("kto"))) > 100 * TOLERANCE

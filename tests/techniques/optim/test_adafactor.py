@@ -1,4 +1,4 @@
-"""Adafactor of weights that are held in 16 bits alone: transformers' step, in pieces and with little scratch."""
+"""Adafactor of weights that are stored only in 16 bits: the step of transformers, in pieces, with little memory."""
 
 import copy
 
@@ -19,8 +19,8 @@ from new_process import in_a_new_process
 
 pytestmark = pytest.mark.kernels
 RULE = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1}
-# Weights of up to 1 are 2**-24 apart and a few 2**-23. Sums of squares in another order are off by 1e-7, a step of 1e-2
-# by 1e-9: that turns a rounding here and there, of the decay or of the step, in each of four steps.
+# fp32 weights below 1 are 2**-24 apart, and a few are 2**-23 apart. Sums of squares in another order differ by 1e-7, so
+# a step of 1e-2 differs by 1e-9. That changes a few roundings, of the decay or of the step, in each of four steps.
 REORDERED = 8 * 2**-24
 SMALL = 256  # elements of a piece
 CLIPPED = Reading(unscale=1 / 64, limit=1.5, clip=0.7)
@@ -36,7 +36,7 @@ def written(wide, narrow):
 
 
 def gradients(shape, dtype, steps=4):
-    """Rows and columns of different sizes, like rows of tokens."""
+    """Returns gradients whose rows have different magnitudes, as in an embedding."""
     draw = torch.Generator().manual_seed(1)
     scale = torch.rand(shape[0], generator=draw).pow(4).view(-1, *[1] * (len(shape) - 1)) + 1e-3
     return [(30 * scale * torch.randn(shape, generator=draw)).to(dtype) for _ in range(steps)]
@@ -47,7 +47,7 @@ def start(shape):
 
 
 def theirs(shape, gradients, reading=AS_STORED, held=torch.float32, **rule):
-    """The weight and the state after their step in fp32, each rounded to `held`."""
+    """Returns the weight, rounded to `held` after each fp32 step of transformers, and the optimizer state."""
     narrow = start(shape).to(held)
     p = nn.Parameter(narrow.float())
     optimizer = optimization.Adafactor([p], **RULE | rule)
@@ -102,8 +102,8 @@ def first_piece_alone(read, pieces, elements, rms=adafactor._rms):
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (1000,), (3, 30, 20)], ids=str)
-def test_adafactor_with_the_rms_of_one_piece_is_caught(shape, monkeypatch):
-    """The deliberately wrong variant."""
+def test_adafactor_with_the_rms_of_the_first_piece_differs_from_transformers(shape, monkeypatch):
+    """The deliberately wrong variant: the RMS of the update is computed from the first piece only."""
     given = gradients(shape, torch.float32)
     right, _ = theirs(shape, given)
     monkeypatch.setattr(adafactor, "_rms", first_piece_alone)
@@ -111,15 +111,15 @@ def test_adafactor_with_the_rms_of_one_piece_is_caught(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (1000,), (3, 30, 20)], ids=str)
-def test_adafactor_on_16_bit_weights_is_the_rounded_step_of_transformers(shape):
+def test_adafactor_step_of_16_bit_weights_equals_the_rounded_step_of_transformers(shape):
     given = gradients(shape, torch.bfloat16)
     right, found = (run(shape, given, held=torch.bfloat16)[0] for run in (theirs, ours))
-    # where a sum in another order turns a rounding, one spacing: 1e-7 of a step is 1e-6 of a spacing
+    # sums in another order rarely change a rounding: 1e-7 of a step is 1e-6 of the spacing of bf16
     assert found.dtype == torch.bfloat16 and (found == right).float().mean() > 0.999
     assert (right != start(shape).bfloat16()).float().mean() > 0.5
 
 
-def test_adafactor_state_is_exchangeable_with_transformers():
+def test_adafactor_alternating_steps_in_pieces_and_plain_steps_equals_transformers():
     shape, given = (50, 40), gradients((50, 40), torch.float32)
     right, _ = theirs(shape, given)
     p = nn.Parameter(start(shape))
@@ -135,7 +135,7 @@ def test_adafactor_state_is_exchangeable_with_transformers():
     assert error(p.detach(), right) < REORDERED
 
 
-def test_plain_adafactor_step_equals_transformers():
+def test_plain_adafactor_step_has_the_bits_of_transformers():
     shape, given = (50, 40), gradients((50, 40), torch.float32)
     p = nn.Parameter(start(shape))
     optimizer = Adafactor([p], **RULE)
@@ -161,7 +161,7 @@ def test_adafactor_pieces_are_written_in_order(shape):
 
 
 def scratch(shape):
-    """Bytes, of a second step: the first one makes the state."""
+    """Returns the temporary memory of a second step in bytes. The first step creates the state."""
     p = nn.Parameter(torch.zeros(1).expand(shape))
     optimizer, narrow = Adafactor([p], **RULE), torch.ones(shape, dtype=torch.bfloat16)
     gradient = torch.ones_like(narrow)
@@ -177,15 +177,15 @@ def scratch(shape):
 
 
 def bound(shape):
-    """Two pieces in fp32; of each row its share and what that is divided into, of each column its sum, its share and
-    what comes in between; and a number of each piece, of which torch holds no less than 64 bytes."""
+    """Returns a limit in bytes: two pieces in fp32, three fp32 numbers per row and per column, and one number per
+    piece, for which torch allocates at least 64 bytes."""
     rows, columns = shape
     pieces = rows * columns / adafactor.CHUNK
     return 2 * 4 * adafactor.CHUNK + 3 * 4 * (rows + columns) + 64 * (pieces + 8)
 
 
 @pytest.mark.parametrize("elements", [1 << 14, 1 << 16])
-def test_adafactor_scratch_is_two_pieces_for_any_size(elements, monkeypatch):
+def test_temporary_memory_of_an_adafactor_step_is_two_fp32_pieces(elements, monkeypatch):
     monkeypatch.setattr(adafactor, "CHUNK", elements)
     shape = (2048, 256)
     assert 4 * elements < scratch(shape) <= bound(shape)
@@ -197,9 +197,9 @@ def test_adafactor_scratch_is_two_pieces_for_any_size(elements, monkeypatch):
 
 @pytest.mark.matrix
 @in_a_new_process
-def test_adafactor_step_does_not_grow_resident_memory(monkeypatch):
-    """The tracker does not see this: pieces of 4 MiB, allocated anew with small tensors kept between them, left holes
-    in the heap that added up to a full parameter in fp32."""
+def test_adafactor_step_raises_resident_memory_by_less_than_a_quarter_of_the_fp32_weight(monkeypatch):
+    """The tracker does not see fragmentation of the heap: pieces of 4 MiB that are allocated again and again, with
+    small live tensors between them, can leave holes that add up to a full parameter in fp32."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 20)
     shape = (16384, 2048)
     p = nn.Parameter(torch.zeros(1).expand(shape))
@@ -209,11 +209,11 @@ def test_adafactor_step_does_not_grow_resident_memory(monkeypatch):
     process.reset_peak_rss()
     before = process.rss_bytes()
     optimizer.step_narrow(Step(gradient, optimizer.param_groups[0], p, AS_STORED, narrow), written)
-    assert process.peak_rss_bytes() - before < p.numel()  # a quarter of it in fp32
+    assert process.peak_rss_bytes() - before < p.numel()  # 1 byte per element: a quarter of the fp32 weight
 
 
-def test_adafactor_step_runs_on_fake_tensors(monkeypatch):
-    """A plan runs it without memory, in so many operators that a trace of an 8B model may have them."""
+def test_adafactor_step_traced_with_fake_tensors_has_few_enough_operators_for_an_8b_model(monkeypatch):
+    """The planner traces the step without allocating memory, so the number of operators must be small."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 22)
     shape = (20 * 1024, 4096)
     with ShapeMode() as shapes:

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit state on the host: its error beside bitsandbytes', its fused pass, its two ways of computing."""
+"""AdamW with 8-bit state on the host: its error, compared with bitsandbytes, its fused pass and its implementations."""
 
 import logging
 import os
@@ -25,14 +25,14 @@ WAYS = [pytest.param("native", marks=needs_compiler), "torch"]
 
 @pytest.fixture
 def way(request, monkeypatch):
-    """Which of the two ways of computing a step is taken."""
+    """Selects the implementation of a step: native code or torch operators."""
     if request.param == "torch":
         monkeypatch.setattr(adamw8bit, "library", lambda source: None)
     return request.param
 
 
 def gradients(kind, n, steps):
-    """(n,) per step."""
+    """Yields the gradient (n,) of each step."""
     draw = torch.Generator().manual_seed(1)
     scale = torch.exp(2 * torch.randn(n, generator=draw))  # e**-8 to e**8 within a block
     still = torch.randn(n, generator=draw)
@@ -63,16 +63,17 @@ def trained(make, kind, n=1 << 16, steps=20):
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_host_adamw8bit_error_is_no_larger_than_that_of_bitsandbytes(kind, way):
+def test_host_adamw8bit_error_is_no_larger_than_the_error_of_bitsandbytes(kind, way):
     exact = trained(lambda p: torch.optim.AdamW(p, **RULE), kind)
     ours = trained(lambda p: HostAdamW8bit(p, **RULE), kind)
     theirs = trained(lambda p: bitsandbytes.optim.AdamW8bit(p, **RULE), kind)
     error, allowed = (((found - exact).norm() / exact.norm()).item() for found in (ours, theirs))
-    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: a constant gradient is exact in both, but for fp32
+    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: for a constant gradient both are exact within fp32
 
 
 def longest_step(steps=200):
-    """In units of lr, of any element; one in a thousand has a gradient 1e6 times as large as others of its block."""
+    """Returns the longest step of any element in units of lr. One element in a thousand has a gradient 1e6 times as
+    large as the other gradients of its block."""
     torch.manual_seed(0)
     large = torch.where(torch.rand(1 << 16) < 1e-3, 1.0, 1e-6)
     p = nn.Parameter(torch.zeros(1 << 16))
@@ -85,18 +86,18 @@ def longest_step(steps=200):
     return longest
 
 
-# The longest step of AdamW itself is |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 of lr; a
-# code is off by up to half of its distance from the next, which is all of the smallest one.
+# The longest step of AdamW itself is |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 of lr.
+# Rounding moments to 8-bit codes at most doubles this step.
 LONGEST = 2.4
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_no_weight_explodes_from_a_second_moment_rounded_to_zero(way):
+def test_adamw8bit_steps_stay_within_the_bound_where_second_moments_are_tiny(way):
     assert longest_step() < LONGEST
 
 
 @pytest.mark.wrong
-def test_second_moment_code_of_zero_is_caught(monkeypatch):
+def test_adamw8bit_with_second_moments_of_zero_takes_steps_of_over_100_lr(monkeypatch):
     """The deliberately wrong variant: a second moment may be 0."""
     monkeypatch.setattr(adamw8bit, "library", lambda source: None)
     monkeypatch.setattr(adamw8bit, "LEAST", 0)
@@ -104,7 +105,7 @@ def test_second_moment_code_of_zero_is_caught(monkeypatch):
 
 
 def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0, bits=8):
-    """(weights, state, rounded weights) after some steps from gradients that are stored in `dtype`, times `scale`."""
+    """Returns (weights, state, rounded weights) after some steps with gradients in `dtype`, multiplied by `scale`."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(n))
     out = None if rounded is None else torch.empty(n, dtype=rounded)
@@ -123,20 +124,20 @@ def same(one, other):
     )
 
 
-SIZES = (4096, 4097, 5000, BLOCK * 77 + 255)  # whole blocks, and tails
+SIZES = (4096, 4097, 5000, BLOCK * 77 + 255)  # complete blocks, and incomplete last blocks
 
 
 @needs_compiler
 @pytest.mark.parametrize("n", SIZES)
-def test_host_adamw8bit_has_the_same_bits_for_one_and_two_threads(n):
+def test_adamw8bit_step_has_equal_bits_with_one_and_two_threads(n):
     assert same(stepped(n, threads=1), stepped(n, threads=2))
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("n", [100, *SIZES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_adamw8bit_pass_has_the_bits_of_its_parts(n, dtype, way):
-    """Reading 16 bits, unscaling, limiting, clipping and rounding, and the same done before and after a plain step."""
+def test_fused_adamw8bit_pass_has_the_bits_of_separate_unscaling_clipping_and_rounding(n, dtype, way):
+    """The fused pass reads 16 bits, unscales, limits, clips and rounds; the comparison does so around a plain step."""
     reading = Reading(2.0**-10, 2e-3, 0.37)
     fused = stepped(n, dtype, dtype, reading, scale=1024)
     torch.manual_seed(0)
@@ -152,7 +153,7 @@ def test_fused_adamw8bit_pass_has_the_bits_of_its_parts(n, dtype, way):
 
 
 def every_magnitude(dtype):
-    """Subnormals, halves between neighbours, overflow, what is not finite."""
+    """Returns numbers of every magnitude: subnormals, ties between neighbours, overflow, infinities and NaN."""
     torch.manual_seed(0)
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     ties = torch.cat([every[:-1] / 2 + every[1:] / 2, every * (1 + 2.0**-9)])
@@ -161,7 +162,7 @@ def every_magnitude(dtype):
 
 
 def half_up(wide):
-    """bf16 of fp32, as masters are rounded."""
+    """Rounds fp32 to bf16 as masters are rounded: to nearest, ties away from zero."""
     upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
     return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
 
@@ -171,7 +172,7 @@ AS_MASTERS = {torch.bfloat16: half_up, torch.float16: Tensor.half}
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("dtype", AS_MASTERS)
-def test_adamw8bit_rounds_weights_as_masters_are_rounded(dtype, way):
+def test_adamw8bit_rounds_weights_to_16_bits_as_masters_are_rounded(dtype, way):
     wide = every_magnitude(dtype)
     p, out = nn.Parameter(wide.clone()), torch.empty(wide.numel(), dtype=dtype)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
@@ -180,12 +181,12 @@ def test_adamw8bit_rounds_weights_as_masters_are_rounded(dtype, way):
     assert torch.equal(out.view(torch.int16)[finite], expected.view(torch.int16)[finite])
     assert out[~finite].isnan().all()
     even = torch.equal(expected[finite], wide.to(dtype)[finite])
-    assert even == (dtype == torch.float16)  # rounded the other way, bf16 would be seen here
+    assert even == (dtype == torch.float16)  # ties to even would give other bits in bf16
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adamw8bit_reads_16_bit_gradients_exactly(dtype):
+def test_adamw8bit_step_from_16_bit_gradients_has_the_bits_of_fp32_gradients(dtype):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     sixteen, wide = (nn.Parameter(torch.zeros(every.numel())) for _ in range(2))
@@ -197,7 +198,7 @@ def test_adamw8bit_reads_16_bit_gradients_exactly(dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("n", SIZES)
-def test_adamw8bit_without_a_compiler_uses_equivalent_torch_operators(n, monkeypatch, caplog):
+def test_adamw8bit_without_a_compiler_equals_the_native_step_within_rounding(n, monkeypatch, caplog):
     native = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
     compiled.library.cache_clear()
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
@@ -205,20 +206,20 @@ def test_adamw8bit_without_a_compiler_uses_equivalent_torch_operators(n, monkeyp
         plain = stepped(n, torch.bfloat16, torch.bfloat16, steps=1)
     compiled.library.cache_clear()
     assert "no C++ compiler on the PATH" in caplog.text and "torch operators" in caplog.text
-    # fused multiply-adds round once where operators round twice: 6e-8 of a weight of up to 5, and a code that lies
-    # between two may become either
+    # fused multiply-adds round once where operators round twice: 6e-8 of a weight of up to 5, and a number halfway
+    # between two codes may get either code
     torch.testing.assert_close(native[0], plain[0], rtol=0, atol=1e-6)
     assert all((native[1][key].int() - plain[1][key].int()).abs().max() <= 1 for key in ("m", "u"))
 
 
 @linux
-def test_compiler_runs_in_its_own_session(tmp_path):
-    """A terminal sends it to all processes of a session that stand in the foreground."""
+def test_compiler_runs_in_a_separate_terminal_session(tmp_path):
+    """Otherwise Ctrl-C would interrupt the compiler too: a terminal signals all foreground processes of its session."""
     compiled._compile(["sh", "-c", f"cut -d' ' -f6 /proc/self/stat > {tmp_path}/session"])
     assert int((tmp_path / "session").read_text()) not in (0, os.getsid(0))
 
 
-def test_failing_compiler_is_named_in_the_log(monkeypatch, caplog, tmp_path):
+def test_compiler_failure_is_logged_and_returns_no_library(monkeypatch, caplog, tmp_path):
     source = tmp_path / "broken.cpp"
     source.write_text("this is not C++")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -230,11 +231,11 @@ def test_failing_compiler_is_named_in_the_log(monkeypatch, caplog, tmp_path):
 
 
 @needs_compiler
-def test_native_library_is_cached_by_source_compiler_and_flags(monkeypatch, tmp_path):
+def test_native_library_is_compiled_again_only_if_a_source_or_the_flags_change(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
     first = compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS)
-    monkeypatch.setattr(compiled, "_compile", None)  # calling it would be an error
+    monkeypatch.setattr(compiled, "_compile", None)  # a call raises TypeError
     assert compiled._built(compiler, adamw8bit.SOURCE, compiled.FLAGS) == first and first.is_file()
     with pytest.raises(TypeError):
         compiled._built(compiler, adamw8bit.SOURCE, [*compiled.FLAGS, "-ffp-contract=off"])
@@ -249,7 +250,9 @@ def test_native_library_is_cached_by_source_compiler_and_flags(monkeypatch, tmp_
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: content + b"0"])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:5000], lambda content: content + b"0"], ids=["truncated", "extended"]
+)
 def test_damaged_native_library_is_compiled_again(monkeypatch, tmp_path, damage):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(compiled.shutil.which, compiled.COMPILERS)))
@@ -271,7 +274,7 @@ def test_adamw8bit_refuses_weights_that_are_not_contiguous_fp32():
 
 
 def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda rest: None):
-    """Returns the result of `stepped` for weights that never exist in full: the parameter is one expanded number."""
+    """Returns the result of `stepped` for weights that are stored in two halves: the parameter is one expanded NaN."""
     torch.manual_seed(0)
     upper, rest = fp32_halves.halves(torch.randn(n))
     p = nn.Parameter(torch.full((1,), torch.nan, dtype=torch.bfloat16).expand(n))
@@ -300,14 +303,14 @@ def test_adamw8bit_on_split_weights_has_the_bits_of_fp32_weights(n, dtype, way):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_lower_half_lost_between_steps_is_caught(way):
-    """The deliberately wrong variant: as if the 16-bit weights were stepped themselves."""
+def test_split_weights_without_their_lower_half_differ_from_fp32_weights(way):
+    """The deliberately wrong variant zeroes the lower half after each step, so only 16-bit weights are kept."""
     whole = stepped(5000, torch.bfloat16, torch.bfloat16)
     assert not same(in_halves(5000, torch.bfloat16, between=Tensor.zero_), whole)
 
 
 def unmoved(wide):
-    """Returns True if a step of length zero leaves the bits of all these weights, in halves, as they are."""
+    """Returns True if a step of length zero leaves all bits of these split weights unchanged."""
     upper, rest = fp32_halves.halves(wide)
     p = nn.Parameter(wide)
     optimizer = HostAdamW8bit([p], lr=0.0, weight_decay=0.0)
@@ -325,8 +328,8 @@ def test_adamw8bit_step_of_zero_length_leaves_split_weights_unchanged(way):
 
 @pytest.mark.wrong
 @needs_compiler
-def test_split_weights_rounded_to_nearest_even_are_caught(monkeypatch, tmp_path):
-    """The deliberately wrong variant, compiled."""
+def test_split_weights_rounded_to_nearest_even_change_in_a_step_of_zero_length(monkeypatch, tmp_path):
+    """The deliberately wrong variant: the C++ code rounds ties to even."""
     for name in ("adamw8bit.cpp", "half.hpp"):
         text = adamw8bit.SOURCE.with_name(name).read_text()
         (tmp_path / name).write_text(text.replace("(bits(x) + 0x8000u) >> 16", "BFloat16(x).upper"))
@@ -337,9 +340,9 @@ def test_split_weights_rounded_to_nearest_even_are_caught(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse is still finite; it is not
+@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse of the first is finite, the inverse of the second is not
 def test_adamw8bit_treats_a_block_of_tiny_gradients_as_zero(way, tiny):
-    """Its codes would be computed from infinity, and codes of zeros from nan."""
+    """Otherwise codes would be computed from infinity, and the codes of zeros from NaN."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
     gradient[::2] = tiny

@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit step on a CPU in one pass: its bits, its error beside bitsandbytes', its state."""
+"""bitsandbytes' 8-bit step on a CPU in one pass: its bits, its error compared with bitsandbytes, and its state."""
 
 from copy import deepcopy
 
@@ -21,19 +21,19 @@ needs_compiler = pytest.mark.skipif(compiled.library(SOURCE, EXACTLY) is None, r
 
 @pytest.fixture
 def as_bitsandbytes_does(monkeypatch):
-    """() -> optimizers that are made from now on step with bitsandbytes' own operators."""
+    """Returns a function () that makes all later optimizers step with bitsandbytes' own operators."""
     return lambda: monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """() -> from now on there is no compiler."""
+    """Returns a function () that hides the compiler."""
     return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
 
 
 @pytest.fixture
 def make(config):
-    """(optim, weights, overrides) -> (parameter, optimizer)."""
+    """Returns a function (optim, weights, overrides) -> (parameter, optimizer)."""
 
     def made(optim, weights, *overrides):
         model = nn.Linear(*reversed(weights.shape), bias=False, dtype=weights.dtype)
@@ -44,7 +44,7 @@ def make(config):
 
 
 def widely_spread(dtype, steps=6, rows=73, columns=333):
-    """Gradients whose magnitudes lie 1e-12 to 1e6 apart within a block, rows of zeros; the last block is not whole."""
+    """Yields gradients with magnitudes up to 1e12 apart in a block, rows of zeros, and an incomplete last block."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         noise = torch.randn(rows, columns, generator=draw)
@@ -55,8 +55,8 @@ def widely_spread(dtype, steps=6, rows=73, columns=333):
 
 
 def written_out(name, p, state, g, step, config):
-    """The same step, written down plainly: as bitsandbytes' operators, but for the codes. Returns: the new weights.
-    Torch's own operators fuse a product and an addition only where the processor's kernels do."""
+    """Returns the new weights of the same step in plain operators, as in bitsandbytes except for the codes.
+    Fused multiply-adds are written out, because torch's operators fuse only on some processors."""
     (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
     g, p = g.float().flatten(), p.float().flatten().mul(keep)
     m = _decoded(state, 1)
@@ -74,7 +74,7 @@ def written_out(name, p, state, g, step, config):
 
 
 def _fma(a, b, c):
-    """a * b + c of fp32 numbers, rounded once: their product is exact in fp64."""
+    """Returns a * b + c of fp32 numbers, rounded once: the product is exact in fp64."""
     return (a.double() * torch.as_tensor(b, dtype=torch.float32).double() + c.double()).float()
 
 
@@ -96,7 +96,7 @@ def _encode(x, state, i):
 
 
 def deviating(make, optim, dtype, decay):
-    """Returns the differences between the pass and its step written out, after some steps: weights, codes, tops."""
+    """Returns the names of the tensors that differ between the pass and `written_out` after some steps."""
     p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype), f"optim.weight_decay={decay}")
     (group,) = ours.param_groups
     plain, state = p.detach().clone(), None
@@ -117,14 +117,16 @@ def deviating(make, optim, dtype, decay):
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_cpu_pass_has_the_bits_of_its_written_out_step(make, optim, dtype, decay):
+def test_cpu_8_bit_pass_has_the_bits_of_the_step_in_plain_operators(make, optim, dtype, decay):
     assert deviating(make, optim, dtype, decay) == set()
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_cpu_step_without_a_compiler_equals_the_compiled_pass(make, without_compiler, optim, dtype):
+def test_cpu_8_bit_step_without_a_compiler_equals_the_compiled_pass_within_rounding(
+    make, without_compiler, optim, dtype
+):
     def stepped():
         torch.manual_seed(0)
         p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype))
@@ -135,7 +137,7 @@ def test_cpu_step_without_a_compiler_equals_the_compiled_pass(make, without_comp
     one_pass, state = stepped()
     without_compiler()
     operators, same = stepped()
-    # fused multiply-adds round once where operators round twice, and a code that lies between two may become either
+    # fused multiply-adds round once where operators round twice; a number halfway between two codes may get either code
     torch.testing.assert_close(operators, one_pass, rtol=2 * torch.finfo(dtype).eps, atol=1e-9)
     for key in (key for key in state if key.startswith(("state", "absmax"))):
         off = (state[key].float() - same[key].float()).abs()
@@ -144,13 +146,13 @@ def test_cpu_step_without_a_compiler_equals_the_compiled_pass(make, without_comp
 
 @pytest.mark.wrong
 @needs_compiler
-def test_codes_of_bitsandbytes_cpu_operators_are_caught(make, as_bitsandbytes_does):
+def test_cpu_operators_of_bitsandbytes_differ_from_the_8_bit_step_in_plain_operators(make, as_bitsandbytes_does):
     as_bitsandbytes_does()
     assert {"weights", "state1", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0)
 
 
 def off(make, kind, *overrides, steps=20):
-    """The total update's distance from AdamW's, relative."""
+    """Returns the relative distance of the total update from the total update of AdamW."""
     start = torch.zeros(256, 256)
     exact = nn.Parameter(start.clone())
     adamw = torch.optim.AdamW([exact], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -163,16 +165,16 @@ def off(make, kind, *overrides, steps=20):
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
-def test_cpu_pass_error_is_no_larger_than_that_of_bitsandbytes(make, as_bitsandbytes_does, kind):
+def test_cpu_8_bit_pass_error_is_no_larger_than_the_error_of_bitsandbytes(make, as_bitsandbytes_does, kind):
     ours = off(make, kind)
     as_bitsandbytes_does()
-    assert ours <= max(off(make, kind), 1e-6)  # 1e-6: a constant gradient is exact in both, but for fp32
+    assert ours <= max(off(make, kind), 1e-6)  # 1e-6: for a constant gradient both are exact within fp32
 
 
 @needs_compiler
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_cpu_pass_and_bitsandbytes_continue_each_others_state(make, as_bitsandbytes_does, optim):
-    """As a card would: the same tensors under the same names; the next step is nearly what it would have been."""
+def test_bitsandbytes_continues_from_the_state_of_the_cpu_8_bit_pass(make, as_bitsandbytes_does, optim):
+    """The state has the same names and dtypes, and the next step is nearly equal. A card continues in this way."""
 
     def stepped(p, ours, seed):
         p.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
@@ -193,7 +195,7 @@ def test_cpu_pass_and_bitsandbytes_continue_each_others_state(make, as_bitsandby
     }
 
 
-def test_zero_in_a_stored_second_moment_map_is_replaced_on_resume(make):
+def test_zero_in_a_stored_second_moment_map_is_replaced_when_state_is_restored(make):
     p, ours = make("adam8bit", torch.randn(64, 256))
     p.grad = torch.randn(64, 256)
     ours.step()
@@ -206,7 +208,7 @@ def test_zero_in_a_stored_second_moment_map_is_replaced_on_resume(make):
 
 
 @needs_compiler
-def test_cpu_pass_has_the_same_bits_for_one_and_two_threads(make):
+def test_cpu_8_bit_pass_has_equal_bits_with_one_and_two_threads(make):
     found = []
     for threads in (1, 2):
         before = torch.get_num_threads()
@@ -222,9 +224,9 @@ def test_cpu_pass_has_the_same_bits_for_one_and_two_threads(make):
 
 
 @needs_compiler
-def test_cpu_pass_needs_no_memory_beside_the_state(config, as_bitsandbytes_does):
-    """Nothing is widened in memory: what a plan counts beside the state, bytes per element."""
-    freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps at hand, as after many tests
+def test_cpu_8_bit_pass_needs_less_than_1_byte_of_temporary_memory_per_element(config, as_bitsandbytes_does):
+    """The planner adds this temporary memory to the state. bitsandbytes' operators need more than 1 byte."""
+    freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps, as after many tests
     with_adam8bit = optimizer(config("optim=adam8bit"))
     del freed
     ours = unseen(with_adam8bit)
@@ -232,7 +234,7 @@ def test_cpu_pass_needs_no_memory_beside_the_state(config, as_bitsandbytes_does)
     assert ours < 1 < unseen(with_adam8bit)
 
 
-def test_summary_names_the_8_bit_implementation_used(fit, without_compiler):
+def test_summary_names_the_optimizer_and_its_8_bit_implementation(fit, without_compiler):
     name = "bitsandbytes.optim.adam.Adam8bit"
     ways = [f"{name} (one C++ pass)", f"{name} (torch operators)"]
     if compiled.library(SOURCE, EXACTLY) is not None:

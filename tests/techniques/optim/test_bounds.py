@@ -1,5 +1,5 @@
-"""No optimizer moves a weight further than its rule allows, also where rows with rare gradients share a block of its
-state with rows whose gradients are a million times as large."""
+"""No optimizer moves a weight further than its rule allows, even if rows with rare gradients share a block of the
+optimizer state with rows whose gradients are ten million times as large."""
 
 import math
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.kernels
 SLOW = {"adamw4bit": pytest.mark.matrix}  # torchao's operators, not compiled
 BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "lion8bit")
 STEPS, LR = 100, 1e-3
-# When a row has a gradient. One row of 16 numbers each, so that a block of 128 or of 256 numbers has every kind.
+# When a row has a gradient. A row has 16 numbers, so each block of 128 or 256 numbers has rows of every kind.
 KINDS = ("always", "once", "now and then", "late", "never", "at random", "less and less", "one sign, then the other")
 WIDTH, BLOCKS = 16, 32  # 4096 numbers: smaller parameters keep fp32 state
 SHAPE = (BLOCKS * len(KINDS), WIDTH)
-RATIOS = torch.logspace(-7, 0, BLOCKS)  # of the rare rows' gradients to those of the block's first row
+RATIOS = torch.logspace(-7, 0, BLOCKS)  # gradients of the rare rows, relative to the block's first row
 
 
 def schedule(step, draw):
@@ -68,7 +68,7 @@ def adam(every):
 
 
 def adam_in_codes(every):
-    """A code is off by half of its distance from the next one at most, which is all of the smallest: a factor of 2."""
+    """Rounding to a code is off by at most half of the distance to the next code: a step at most doubles."""
     return 2 * adam(every)
 
 
@@ -104,7 +104,7 @@ BOUNDS = {
     "paged_adamw8bit": adam_in_codes,
     "sgd": descent,
 }
-# State in fewer bits needs a row above. Numbers in fp32 share nothing with others, so for them a row may be left out.
+# State below 32 bits needs a row above. Elements of fp32 state share nothing, so a row for fp32 state is optional.
 OPTIMIZERS = [name for name, technique in techniques("optim").items() if name in BOUNDS or technique.state_bits < 32]
 EACH = [pytest.param(optim, marks=SLOW.get(optim, ())) for optim in OPTIMIZERS]
 
@@ -132,7 +132,7 @@ def in_bf16_sr(model, make):
 
 
 def in_bf16_master(model, make):
-    """Masters in host memory, from a gradient in 16 bits."""
+    """Masters in host memory are updated from 16-bit gradients."""
     made = None
 
     def master(p):
@@ -147,8 +147,8 @@ def in_bf16_master(model, make):
 
 
 PRECISIONS = {"32": in_fp32, "bf16-sr": in_bf16_sr, "bf16-master": in_bf16_master}
-# fp32 sums of STEPS; a gradient in bf16 is off by 2^-9; rounding at random moves a weight by up to 2^-7 of itself, up
-# or down, and sqrt(STEPS) of those are left
+# fp32 sums of STEPS terms; a bf16 gradient is off by 2^-9; stochastic rounding moves a weight by up to 2^-7 of its
+# value up or down, and STEPS of these add up to about sqrt(STEPS)
 ROUNDING = {"32": 1 + 1e-5, "bf16-master": 1 + 2**-8, "bf16-sr": 1 + 2**-7 * math.sqrt(STEPS)}
 
 
@@ -162,8 +162,8 @@ def matrix():
 
 @pytest.fixture
 def moved(config, monkeypatch):
-    """(optim, precision, a module) -> the largest movement of a weight as a part of its bound, and what never had a
-    gradient."""
+    """Returns a function (optim, precision, module) -> (largest movement of a weight as a fraction of its bound,
+    weights that never had a gradient)."""
     # torchao compiles its step, which takes seconds; its operators are the same
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -183,7 +183,7 @@ def moved(config, monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """() -> from now on optimizers step with torch operators."""
+    """Returns a function () that makes optimizers step with torch operators."""
 
     def remove():
         monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
@@ -194,7 +194,7 @@ def without_compiler(monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optim", EACH)
-def test_no_weight_of_a_rare_row_moves_further_than_the_optimizer_rule_allows(moved, optim, precision):
+def test_no_weight_with_rare_gradients_moves_further_than_the_optimizer_rule_allows(moved, optim, precision):
     part, never = moved(optim, precision)
     assert part <= 1 and not never.any()
 
@@ -215,8 +215,8 @@ def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compil
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "paged_adamw8bit"])
 def test_second_moment_rounded_to_zero_breaks_the_update_bound(moved, without_compiler, monkeypatch, optim):
-    """The deliberately wrong variant: bitsandbytes' own scale, whose nearest code of a tiny second moment is zero. Its
-    kernels for cards make the same step as the operators here."""
+    """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The CUDA
+    kernels of bitsandbytes make the same step as these operators."""
     without_compiler()
     monkeypatch.setattr(build, "_hold_no_second_moment_of_zero", lambda optimizer: None)
     assert moved(optim)[0] > 100
@@ -224,8 +224,8 @@ def test_second_moment_rounded_to_zero_breaks_the_update_bound(moved, without_co
 
 @pytest.mark.wrong
 def test_second_moment_in_float8_breaks_the_update_bound(moved, monkeypatch):
-    """The deliberately wrong variant: torchao's AdamWFp8, which was `optim=adamw_fp8`. float8 has nothing but zero
-    below 2e-6 of the largest number of a block, and the first moment reaches as far down as the second."""
+    """The deliberately wrong variant: torchao's AdamWFp8. In float8, numbers below 2e-6 of a block's
+    largest number become zero. The second moment holds squares, so it becomes zero first."""
     import torchao.optim
 
     monkeypatch.setattr(torchao.optim, "AdamW4bit", torchao.optim.AdamWFp8)
@@ -234,7 +234,7 @@ def test_second_moment_in_float8_breaks_the_update_bound(moved, monkeypatch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "lion8bit"])
-def test_bitsandbytes_cpu_operators_move_weights_without_a_gradient(moved, monkeypatch, optim):
-    """The deliberately wrong variant: their code of a zero is not that of zero."""
+def test_cpu_operators_of_bitsandbytes_move_weights_that_have_no_gradient(moved, monkeypatch, optim):
+    """The deliberately wrong variant: these operators store a zero as the code of another number."""
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
     assert moved(optim)[1].any()

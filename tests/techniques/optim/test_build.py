@@ -1,4 +1,4 @@
-"""Optimizers as lowmem builds them: size of a step, decay, bytes of state, and how the state comes back."""
+"""Optimizers as lowmem builds them: size of a step, decay, bytes of state, and how state is restored."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def rms(change):
 
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
-def test_first_step_of_every_optimizer_has_the_size_of_adamws(config, optim):
-    """`lr` is a step's RMS: no rule of an optimizer's own rescales it."""
+def test_first_step_of_every_optimizer_but_sgd_has_the_rms_of_adamw_within_20_percent(config, optim):
+    """`lr` is the RMS of a step; no optimizer rescales it."""
     shape = (128, 256) if optim in COMPILED else (256, 1024)
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
     adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
@@ -48,8 +48,8 @@ def test_first_step_of_every_optimizer_has_the_size_of_adamws(config, optim):
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_typed_optimizer_settings_win_over_restored_ones(config, optim):
-    """torch and bitsandbytes restore the settings of the groups. `lr` is restored: a schedule moves it."""
+def test_typed_weight_decay_replaces_the_restored_decay_but_lr_is_restored(config, optim):
+    """torch and bitsandbytes restore all settings of parameter groups. `lr` must be restored: a schedule changes it."""
     model = network()
     saved = optimizer(config(f"optim={optim}", "lr=1e-3", "optim.weight_decay=0.1"))(model)
     made = optimizer(config(f"optim={optim}", "lr=1e-2", "optim.weight_decay=0.37"))(model)
@@ -64,13 +64,13 @@ def test_typed_optimizer_settings_win_over_restored_ones(config, optim):
 
 @pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
 def test_first_muon_step_of_a_matrix_is_slightly_below_lr(config, shape):
-    """The band that the README states."""
+    """The factor is 0.85 to 0.97."""
     change, _ = stepped(config, "muon", shape, "optim.weight_decay=0")
     assert 0.85e-3 < rms(change) < 0.97e-3
 
 
 @pytest.mark.parametrize("directions", [16, 64, 256])
-def test_muon_step_size_follows_the_rank_of_the_gradient(config, directions):
+def test_muon_step_size_grows_with_the_square_root_of_the_gradient_rank(config, directions):
     model = nn.Linear(256, 256, bias=False)
     before = model.weight.detach().clone()
     model.weight.grad = torch.randn(256, directions) @ torch.randn(directions, 256)
@@ -92,8 +92,8 @@ def test_first_muon_step_of_the_default_model_has_the_documented_size(config):
 
 
 @pytest.mark.wrong
-def test_muon_with_the_rms_rule_of_torch_is_caught(config, monkeypatch):
-    """The deliberately wrong variant: RMS 0.2, which matches AdamW's later steps but not what `lr` says."""
+def test_muon_with_the_rms_rule_of_torch_takes_steps_smaller_than_lr(config, monkeypatch):
+    """The deliberately wrong variant: steps have an RMS of 0.2 lr, which matches AdamW's later steps but not `lr`."""
     from lowmem.techniques.optim import muon
 
     monkeypatch.setattr(muon, "TORCHS_RMS", 1.0)
@@ -138,7 +138,7 @@ def test_muon_updates_convolutions_and_expert_biases_with_adamw(config):
     assert [group["role"] for group in parameter_groups(model)] == ["matrix", "vector"]
 
 
-# To the byte. One that is not here holds at most what its yaml declares to leave of AdamW's 8.
+# bytes per parameter. Other optimizers have at most the share of AdamW's 8 bytes that their yaml declares.
 STATE_BYTES = {
     "adamw": 8.0,
     "paged_adamw32bit": 8.0,
@@ -154,7 +154,7 @@ STATE_BYTES = {
 
 @pytest.mark.parametrize("optim", EACH)
 def test_optimizer_state_has_the_documented_bytes_per_parameter(config, optim):
-    """Counted on the tensors that hold them: 2 x 1 byte and two fp32 scales per 256 elements, for instance."""
+    """The bytes of the state tensors are counted: for example 2 x 1 byte and two fp32 scales per 256 elements."""
     change, made = stepped(config, optim)
     # by storage: bitsandbytes' tables of 256 values are shared by all parameters
     held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(made) for p in plain_tensors(state)}
@@ -170,8 +170,8 @@ def test_optimizer_state_has_the_documented_bytes_per_parameter(config, optim):
 
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o not in ("adam8bit",)])
-def test_weight_decay_is_decoupled(config, optim):
-    """Without a gradient a matrix shrinks by lr x decay and nothing else: no moment has seen the decay."""
+def test_weight_decay_is_decoupled_and_shrinks_a_matrix_by_lr_times_decay(config, optim):
+    """Without a gradient a matrix shrinks by lr x decay only: decay does not enter the moments."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
@@ -182,7 +182,7 @@ def test_weight_decay_is_decoupled(config, optim):
 
 
 @pytest.mark.wrong
-def test_l2_weight_decay_is_caught(config):
+def test_adam_with_l2_weight_decay_moves_every_weight_by_about_lr(config):
     """The deliberately wrong variant: Adam with L2 moves a whole step of lr."""
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
@@ -208,8 +208,10 @@ OF_BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit"
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("optim", OF_BITSANDBYTES)
-def test_decay_after_the_update_gives_the_bits_of_decay_before(config, monkeypatch, without_compiler, optim, precision):
-    """The precisions step all weights at once, masters one at a time, and widened weights one at a time."""
+def test_weight_decay_after_the_update_gives_the_bits_of_decay_before_the_update(
+    config, monkeypatch, without_compiler, optim, precision
+):
+    """The precisions update all weights at once, masters one by one, and widened 16-bit weights one by one."""
 
     def trained():
         torch.manual_seed(0)
@@ -247,7 +249,7 @@ def test_every_parameter_is_in_one_group_by_role_and_vectors_do_not_decay(model_
 
 @pytest.mark.parametrize("optim", ["adam8bit", "adamw8bit", "paged_adamw8bit", "lion8bit"])
 @pytest.mark.parametrize("bits", [8, 32])
-def test_embeddings_keep_32_bit_state_on_request(config, optim, bits):
+def test_embedding_state_has_8_or_32_bits_as_embedding_bits_sets(config, optim, bits):
     model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100, bias=False))
     made = optimizer(config(f"optim={optim}", f"optim.embedding_bits={bits}"))(model)
     for p in model.parameters():
@@ -256,18 +258,18 @@ def test_embeddings_keep_32_bit_state_on_request(config, optim, bits):
     first = "m" if optim == "adamw8bit" else "state1"
     embedding, matrix = (made.state[p][first].dtype.itemsize for p in model.parameters())
     assert matrix == 1 and embedding == bits // 8
-    if optim != "adamw8bit":  # bitsandbytes' own way is a table of the process, which would outlive the job
+    if optim != "adamw8bit":  # bitsandbytes keeps such settings in a table of the process, which would outlive the job
         assert not made.mng.pid2config and not made.mng.module_weight_config_triple
 
 
-# without state, or with a loading of its own that keeps fp32
+# optimizers without state, or with a load method that keeps fp32
 UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in COMPILED])
-@pytest.mark.parametrize("guarded", [True, False])
-def test_fp32_state_of_16_bit_weights_is_restored_in_fp32(config, optim, guarded, monkeypatch):
-    """Unguarded, torch casts it to the weights' dtype; bitsandbytes' own loading does not."""
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_unguarded(config, optim, guarded, monkeypatch):
+    """The unguarded variant is deliberately wrong: torch casts state to the weights' dtype, bitsandbytes does not."""
     from lowmem.techniques.optim import build
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
 
@@ -287,8 +289,8 @@ def test_fp32_state_of_16_bit_weights_is_restored_in_fp32(config, optim, guarded
     assert all(same) == (guarded or optim in UNCAST), f"{optim}: if its state needs no guard, it belongs into UNCAST"
 
 
-def test_a_restored_state_is_a_copy_where_the_tensor_wraps_others(group_of_one):
-    """A DTensor and torchao's 4-bit state, which `Tensor.to` does not copy on the same device."""
+def test_restored_state_of_a_tensor_subclass_copies_its_inner_tensors(group_of_one):
+    """`Tensor.to` on the same device does not copy a DTensor or torchao's 4-bit state."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
     from torchao.optim.subclass_4bit import OptimState4bit
@@ -305,7 +307,7 @@ def test_a_restored_state_is_a_copy_where_the_tensor_wraps_others(group_of_one):
 
 @pytest.fixture
 def managed(monkeypatch):
-    """A stand-in for managed memory, which a CPU has none of: host memory that is marked. -> what was asked for."""
+    """Replaces CUDA's managed memory by marked host memory. Returns the list of requested buffers."""
     from bitsandbytes import functional
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -334,9 +336,11 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 
 
 @pytest.mark.parametrize("optim", PAGED)
-@pytest.mark.parametrize("guarded", [True, False])
-def test_paged_state_is_restored_as_paged_memory(config, managed, monkeypatch, tmp_path, optim, guarded):
-    """Unguarded, bitsandbytes moves what the checkpoint holds to the device, as ordinary tensors."""
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+def test_paged_state_is_restored_as_paged_memory_unless_unguarded(
+    config, managed, monkeypatch, tmp_path, optim, guarded
+):
+    """The unguarded variant is deliberately wrong: bitsandbytes moves the saved state to the device, not paged."""
     from lowmem.techniques.optim import build
 
     if not guarded:
@@ -359,9 +363,12 @@ def test_paged_state_is_restored_as_paged_memory(config, managed, monkeypatch, t
     assert torch.equal(*changes) and not torch.equal(changes[0], before)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_state_paged_on_a_card_is_restored_without_a_card(config, managed, monkeypatch, tmp_path, guarded):
-    """A checkpoint remembers that its tensors were paged; unguarded, the first step asks CUDA to bring them."""
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+def test_paged_state_saved_on_a_card_steps_without_a_card_unless_unguarded(
+    config, managed, monkeypatch, tmp_path, guarded
+):
+    """A checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step asks
+    CUDA to prefetch the state."""
     from bitsandbytes import functional
 
     from lowmem.techniques.optim import build

@@ -1,4 +1,4 @@
-"""Paged optimizer state where a card has no room for it: its pages leave and come back at every step.
+"""Paged optimizer state that does not fit on the card: its pages leave the card and return in every step.
 
 Before the optimizer has any state, a filler takes all free memory of the card except half of the state's size. The
 optimizer without pages then runs out of memory. If the paged optimizer still steps, and its weights are equal bit for
@@ -84,9 +84,11 @@ def weights(model):
 
 
 @each_device
-@pytest.mark.parametrize("lost", [False, True])
-def test_paged_state_is_evicted_from_a_full_card_and_restored_bit_exactly(config, monkeypatch, device, lost):
-    """Lost: the second half begins without state. On a CPU nothing is paged, and no memory runs out."""
+@pytest.mark.parametrize("lost", [False, True], ids=["kept", "lost"])
+def test_paged_optimizer_on_a_full_card_gives_equal_weights_after_a_restore_unless_state_is_lost(
+    config, monkeypatch, device, lost
+):
+    """In the lost, deliberately wrong variant the second half begins without state. On a CPU nothing is paged."""
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")
     if lost:

@@ -1,4 +1,4 @@
-"""Stepping in backward: the same bits as stepping after it, and never two gradients in memory."""
+"""Optimizer steps during backward: the bits of steps after backward, and never two gradients in memory."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_step_in_backward_has_the_bits_of_a_step_after_backward(config, optim, p
     assert all(torch.equal(after[name], within[name]) for name in after)
 
 
-def test_clip_value_acts_on_each_gradient_in_backward(config):
+def test_clip_value_in_backward_has_the_bits_of_clip_value_after_backward(config):
     techniques = ("optim=sgd", "clip_value=0.001", "clip=null")
     _, after = parity.run(config(*parity.overrides(), *techniques, base=()))
     _, free = parity.run(config(*parity.overrides(), "optim=sgd", "clip=null", base=()))
@@ -32,7 +32,7 @@ def test_clip_value_acts_on_each_gradient_in_backward(config):
 
 
 def gradient_bytes(config, monkeypatch, *overrides):
-    """(largest sum of gradients that stood together after any of them was made, all gradients, the largest one)"""
+    """Returns bytes: (most gradients that existed together, all gradients, the largest gradient)."""
     most, right = 0, CausalLM.manual_backward
 
     def watched(self, loss):
@@ -61,7 +61,7 @@ def test_step_in_backward_never_holds_two_gradients(config, monkeypatch):
     assert alone <= largest < every / 3
 
 
-def test_step_in_backward_lowers_the_peak_by_the_gradients(fit):
+def test_step_in_backward_lowers_the_peak_memory_by_most_of_the_gradients(fit):
     # a micro-batch of one short sequence: weights, gradients and state are nearly everything
     small = ("batch_size=1", "seq_len=2", "optim=sgd", "clip=null", "model.architecture.n_embd=128")
     together, _ = fit(*small)
@@ -71,7 +71,7 @@ def test_step_in_backward_lowers_the_peak_by_the_gradients(fit):
     assert 0.75 * weights < saved <= weights
 
 
-def test_step_in_backward_registers_no_hook_if_disabled_and_removes_hooks_after(config):
+def test_step_in_backward_adds_no_hook_if_disabled_and_removes_its_hooks_at_teardown(config):
     p = torch.nn.Parameter(torch.zeros(2))
     callback = StepInBackward(enabled=False, clip_value=None)
     callback.on_train_start(None, None)

@@ -1,4 +1,4 @@
-"""The contract of a precision: each hook that anyone calls stands on the neutral base, with a docstring."""
+"""The contract of a precision: the base class defines each hook that other code calls, with a docstring."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ EVERY = [
 
 
 def asked(text):
-    """Names of what is read of a `plugin`, a `precision` or a `<...>.precision_plugin` in a source."""
+    """Returns the attributes of `plugin`, `precision` and `<...>.precision_plugin` that a source reads."""
 
     def is_precision(node):
         return getattr(node, "attr", "") == "precision_plugin" or getattr(node, "id", "") in ("plugin", "precision")
@@ -47,8 +47,8 @@ def test_every_precision_hook_has_a_docstring():
 
 
 @pytest.mark.parametrize("precision", EVERY)
-def test_each_precision_class_has_one_dtype(precision):
-    """Nothing in fp16 is a kind of something in bf16, nor the other way round."""
+def test_each_precision_class_has_one_dtype_and_only_fp16_scales_the_loss(precision):
+    """No fp16 precision inherits from a bf16 precision, and no bf16 precision from an fp16 precision."""
     dtypes = {vars(base)["dtype"] for base in precision.__mro__ if "dtype" in vars(base)}
     assert len(dtypes) <= 1
     assert issubclass(precision, ScaledLoss) == (dtypes == {torch.float16}) == precision.scales_loss

@@ -1,4 +1,4 @@
-"""The seams of 16-bit weights: Kahan summation is a class of a few lines, and no file of lowmem knows of it."""
+"""Extension points of 16-bit weights: Kahan summation takes a class of a few lines, and no change to lowmem."""
 
 import csv
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.kernels
 
 
 class Kahan(SixteenBitWeights):
-    """Keeps what rounding takes from a weight in 16 bits, and adds it before the next update."""
+    """Stores the rounding error of each weight in 16 bits, and adds it before the next update."""
 
     dtype = torch.bfloat16
 
@@ -31,21 +31,21 @@ class Kahan(SixteenBitWeights):
 
 
 class Subtracting(Kahan):
-    """The deliberately wrong variant: what was lost is taken away a second time."""
+    """The deliberately wrong variant: the rounding error is subtracted instead of added."""
 
     def widen(self, p):
         return p.data.float().sub_(self.extra_state(p)["lost"])
 
 
 class Unseen(Kahan):
-    """The deliberately wrong variant: the meter is not told of what is held."""
+    """The deliberately wrong variant: the memory meter does not see the extra state."""
 
     def device_tensors(self):
         return ()
 
 
 class Forgetful(Kahan):
-    """The deliberately wrong variant: what is held begins anew after a resume."""
+    """The deliberately wrong variant: the extra state is not restored on resume."""
 
     def load_state_dict(self, state_dict):
         pass
@@ -56,7 +56,7 @@ def chosen(precision):
 
 
 class Widened(Callback):
-    """The weights at the end, as the precision widens them for an update."""
+    """Records the final weights as the precision widens them for an update."""
 
     def on_train_end(self, trainer, module):
         plugin = trainer.precision_plugin
@@ -64,19 +64,21 @@ class Widened(Callback):
 
 
 @pytest.mark.parametrize(("precision", "lost"), [(Kahan, False), (BFloat16Weights, True), (Subtracting, True)])
-def test_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, precision, lost):
-    """Steps of at most 1e-5 on weights of 0.02, whose neighbours in bf16 are 1e-4 apart, beside an oracle that does not
+def test_only_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, precision, lost):
+    """Steps of at most 1e-5 on weights of 0.02, which are 1e-4 apart in bf16, compared with an oracle that does not
     round its weights."""
     cfg = config(*parity.overrides("precision=bf16-true"), "lr=1e-5", *chosen(precision)[1:], base=())
     widened = Widened()
     parity.run(cfg, callbacks=[widened])
     start, theirs = parity.expected(cfg, "adamw", "none", held_in="float32")
-    off = parity.errors(start, widened.weights, theirs)  # of the update of all matrices, of all vectors; relative
+    off = parity.errors(
+        start, widened.weights, theirs
+    )  # relative error of the total update: of all matrices, of all vectors
     assert min(off) > 0.5 if lost else max(off) < 0.1
 
 
 @pytest.mark.parametrize("precision", [Kahan, Unseen])
-def test_extra_state_of_a_precision_is_counted_in_memory(fit, precision):
+def test_extra_state_of_a_precision_is_counted_as_optimizer_memory_unless_hidden(fit, precision):
     def held(precision):
         summary, run = fit(*chosen(precision), folder=precision.__name__)
         rows = csv.DictReader((run / "memory.csv").open())
@@ -89,7 +91,7 @@ def test_extra_state_of_a_precision_is_counted_in_memory(fit, precision):
 
 @pytest.mark.rows("Kahan-auto")
 @pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
-def test_extra_state_of_a_precision_is_restored_on_resume(fit, precision, strategy):
+def test_resume_restores_extra_state_of_a_precision_and_all_bits_unless_forgetful(fit, precision, strategy):
     lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", folder="part")

@@ -1,5 +1,4 @@
-"""Tests how the host stores one weight between two steps: its random numbers, its memory, what a checkpoint
-gets of it."""
+"""How the host stores a weight between two steps: random numbers, memory and checkpoints."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
 
 
 def stepped_at_random(seed, steps):
-    """Weights of two parameters that begin alike, after so many steps alike, each of a quarter of bf16's spacing."""
+    """Returns two equal parameters after `steps` equal updates, each by a quarter of bf16's spacing."""
     torch.manual_seed(seed)
     two = nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
     masters = made(two, BFloat16Stochastic())
@@ -43,7 +42,7 @@ def stepped_at_random(seed, steps):
     return [p.data for p in two]
 
 
-def test_stochastic_rounding_draws_own_numbers_per_parameter_step_and_seed():
+def test_stochastic_rounding_draws_different_numbers_per_parameter_step_and_seed():
     found = [weight for steps in (1, 2) for seed in (0, 1) for weight in stepped_at_random(seed, steps)]
     assert all(0.2 < (weight > 1).float().mean() < 0.3 for weight in found)
     assert not any(torch.equal(one, other) for i, one in enumerate(found) for other in found[:i])
@@ -58,9 +57,12 @@ def test_stochastic_rounding_draws_own_numbers_per_parameter_step_and_seed():
         ("bf16-master", ["freeze=['*c_proj*']"], False),
         ("bf16-sr", ["adapter=lora"], True),
     ],
+    ids=["lora bf16-master", "frozen bf16-sr", "views", "lora bf16-sr"],
 )
-def test_checkpoint_of_streamed_weights_has_the_size_of_the_trained_weights(fit, monkeypatch, precision, chosen, right):
-    """Wrong: weights are written as parts of their block's memory, of which the rest is frozen."""
+def test_checkpoint_of_streamed_weights_stores_trained_weights_only_unless_stored_as_views(
+    fit, monkeypatch, precision, chosen, right
+):
+    """The deliberately wrong variant saves weights as views of their block's memory, which also has frozen weights."""
     if not right:
         monkeypatch.setattr(host_weight, "by_itself", lambda tensor: tensor)
     _, run = fit(f"precision={precision}", *chosen, *STREAMED, "max_steps=1", "model.architecture.n_embd=64")
@@ -111,7 +113,7 @@ def test_full_precision_of_a_frozen_streamed_weight_is_available_during_the_run(
     module.weights.stop()
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, False], ids=["early update", "late update"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_row_gradients_of_an_embedding_sum_like_dense_gradients(micro_batches, early):
     torch.manual_seed(0)
@@ -120,7 +122,7 @@ def test_row_gradients_of_an_embedding_sum_like_dense_gradients(micro_batches, e
         for _ in range(micro_batches):
             at = torch.tensor([3, 9, 3, 0])
             rows = torch.randn(4, 8).bfloat16()
-            rows[2] = 0  # its token stands at 0, too
+            rows[2] = 0  # the token of row 2 is also the token of row 0
             by_rows.use_rows(at, rows)
             dense.use(0, torch.zeros(11, 8).bfloat16().index_copy_(0, at[[0, 1, 3]], rows[[0, 1, 3]]).view(-1))
         assert torch.equal(by_rows.gradient(), dense.gradient()) and by_rows.sum.dtype == dense.sum.dtype
@@ -129,16 +131,16 @@ def test_row_gradients_of_an_embedding_sum_like_dense_gradients(micro_batches, e
             master.used(early)
 
 
-def test_external_gradient_of_a_master_is_released_after_its_step():
-    """An embedding's gradient is (V, H): if it stayed, it would be a third tensor of that size while the next one is
-    added."""
+def test_gradient_of_a_master_is_released_after_its_step_but_an_fp32_sum_is_kept():
+    """An embedding's gradient is (V, H). If it were kept, a third tensor of this size would exist while the next
+    gradient is added."""
     master = HostWeight("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
     piece = torch.ones(4, dtype=torch.bfloat16)
     master.use(0, piece)
     assert master.sum is piece and master.complete
     master.used(early=False)
     assert master.sum is None
-    for _ in range(2):  # of a window's second micro-batch: the sum in fp32 stays
+    for _ in range(2):  # two micro-batches in a window: their fp32 sum is kept
         master.use(0, piece)
     master.used(early=False)
     assert master.sum.tolist() == [2.0] * 4 and master.sum.dtype == torch.float32 and not master.complete
@@ -148,7 +150,7 @@ def test_external_gradient_of_a_master_is_released_after_its_step():
 
 def test_host_buffer_freed_during_memory_counting_is_tolerated():
     class Dropping(HostWeight):
-        """Whose gradient is gone when it is read a second time."""
+        """A weight whose gradient is gone at the second read."""
 
         _reads = 0
 
@@ -181,8 +183,8 @@ def test_stochastic_rounding_continues_from_the_step_of_its_checkpoint(checkpoin
     assert host_weight.steps == expected
 
 
-def test_setup_makes_masters_once_per_run():
-    """Made twice, weights that stream would be copied from what stands in for them: NaN."""
+def test_masters_are_created_once_per_run_even_if_setup_runs_twice():
+    """If masters were created twice, streamed weights would be read from their NaN placeholders."""
     calls = []
     callback, precision = MasterWeights(), BFloat16Master()
     callback.make = calls.append
@@ -193,8 +195,8 @@ def test_setup_makes_masters_once_per_run():
     assert calls == [module]
 
 
-def test_teardown_after_an_error_before_setup_raises_nothing():
-    """The setup of a callback that stands before it may fail: no link was made yet."""
+def test_teardown_of_masters_after_an_error_before_setup_raises_nothing():
+    """The setup of an earlier callback may fail, before the link to the host exists."""
     callback = MasterWeights()
     callback.on_exception(None, None, RuntimeError())
     callback.teardown(None, None, "fit")

@@ -1,4 +1,4 @@
-"""16-bit weights on the device, fp32 masters on the host: the bits of the naive loop with two whole models."""
+"""16-bit weights on the device, fp32 masters on the host: the bits of a naive loop with two complete models."""
 
 from functools import partial
 
@@ -67,8 +67,8 @@ def test_masters_have_the_bits_of_the_naive_loop_with_every_checkpointing_and_lo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_checkpointed_chunked_masters_have_the_bits_of_the_naive_loop(config, precision):
-    """The small sibling of the one above."""
+def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_the_naive_loop(config, precision):
+    """A quick case of the matrix above."""
     more = ("gradient_checkpointing=every_layer", "loss=chunked")
     cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
     assert equal(ours(cfg), naive(cfg))
@@ -88,8 +88,8 @@ def test_overflow_with_masters_skips_steps_as_the_naive_scaler_does(config, clip
     assert found[2] > 3 and equal(found, naive(cfg))
 
 
-def test_early_steps_have_the_bits_of_late_steps(config):
-    """Also where a window of four micro-batches has summed three of them before the last steps."""
+def test_early_updates_of_masters_have_the_bits_of_late_updates(config):
+    """Also with several micro-batches per window, whose earlier gradients are already summed."""
     for accumulation in ("none", "fixed"):
         early, late = (
             ours(
@@ -102,7 +102,7 @@ def test_early_steps_have_the_bits_of_late_steps(config):
         assert equal(early, late)
 
 
-def test_tied_weights_with_masters_stay_tied(config):
+def test_tied_weights_with_masters_stay_tied_and_have_the_bits_of_the_naive_loop(config):
     def both(tied):
         cfg = configured(
             config, "bf16-master", "adamw", "norm", "fixed", "linear", f"model.architecture.tie_word_embeddings={tied}"
@@ -114,7 +114,7 @@ def test_tied_weights_with_masters_stay_tied(config):
 
 
 def tied():
-    """(start, stepped): weights in bf16 whose masters lie halfway to the next; of six steps none would."""
+    """Returns a bf16 weight before and after a step. Its master is halfway between two bf16 numbers."""
     layer = nn.Linear(1, 1, bias=False)
     layer.weight.data.fill_(1 + 2**-8)
     masters = made(layer)
@@ -131,7 +131,7 @@ def tied():
 def test_master_at_a_bf16_tie_is_rounded_up_at_start_and_after_a_step(monkeypatch):
     assert tied() == (1 + 2**-7, 1 + 2**-6 + 2**-7)
     monkeypatch.setattr(fp32_halves, "round_into", lambda wide, out: out.copy_(wide))
-    assert tied() == (1.0, 1 + 2**-6)  # wrong: to the nearest even one
+    assert tied() == (1.0, 1 + 2**-6)  # wrong: ties to even
 
 
 # --- deliberately wrong variants --------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def one_gradient_dropped(monkeypatch):
     right = host_weight.HostWeight.add
 
     def wrong(self, start, piece):
-        if not (self.complete and "layers.1.mlp.up" in self.name):  # all but the first of each window
+        if not (self.complete and "layers.1.mlp.up" in self.name):  # drops all gradients of a window after the first
             right(self, start, piece)
 
     monkeypatch.setattr(host_weight.HostWeight, "add", wrong)
@@ -186,7 +186,7 @@ def summed_in_16_bits(monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
 )
-def test_wrong_variant_of_masters_has_other_bits(config, wrong, monkeypatch):
+def test_masters_with_a_deliberate_fault_differ_from_the_naive_loop(config, wrong, monkeypatch):
     cfg = configured(config, "16-master", "adamw", "norm", "fixed", "linear")
     assert equal(ours(cfg), naive(cfg))
     wrong(monkeypatch)

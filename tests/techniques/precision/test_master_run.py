@@ -1,4 +1,4 @@
-"""Masters in whole runs: what lies where, what a checkpoint and an export hold, what happens when numbers go wrong."""
+"""Runs with masters: where tensors are, what checkpoints and exports contain, and non-finite numbers."""
 
 import csv
 import weakref
@@ -20,7 +20,7 @@ from lowmem.training.module import CausalLM
 
 pytestmark = pytest.mark.kernels
 PRECISIONS = ("16-master", "bf16-master")
-WIDE = ("model.architecture.n_embd=64",)  # its matrices have 4096 elements and more: state in 8 bits
+WIDE = ("model.architecture.n_embd=64",)  # matrices have at least 4096 elements, so their state has 8 bits
 
 
 def saved(run):
@@ -36,7 +36,7 @@ def state_tensors(checkpoint):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optim", ["adamw", "adamw8bit"])
-def test_device_holds_2_bytes_per_parameter_and_never_all_gradients(fit, precision, optim):
+def test_masters_leave_2_bytes_per_parameter_on_the_device_and_all_state_on_the_host(fit, precision, optim):
     summary, run = fit(f"precision={precision}", f"optim={optim}", "max_steps=3", *WIDE)
     rows = [row for row in csv.DictReader((run / "memory.csv").open()) if row["live_peak_bytes"]]
     parameters = summary["parameters"]
@@ -49,9 +49,9 @@ def test_device_holds_2_bytes_per_parameter_and_never_all_gradients(fit, precisi
     assert host_bytes == pytest.approx((4 + 2) * parameters + state, rel=0.01)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_masters_never_hold_all_gradients_on_the_device(fit, monkeypatch, wrong):
-    """Wrong: they are held until the window ends, as without hooks."""
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_masters_keep_one_gradient_at_a_time_on_the_device_unless_references_are_kept(fit, monkeypatch, wrong):
+    """The deliberately wrong variant keeps a reference to each gradient."""
     fetch, live, most, held = HostOptimizer._fetch, [0], [0], []
 
     def watched(self, p, receive):
@@ -69,7 +69,7 @@ def test_masters_never_hold_all_gradients_on_the_device(fit, monkeypatch, wrong)
     assert (most[0] == largest) != wrong and (most[0] >= 2 * summary["parameters"]) == wrong
 
 
-def test_memory_limit_with_masters_counts_the_device_only(fit):
+def test_memory_limit_that_fits_masters_on_the_host_is_too_small_for_bf16_true(fit):
     limit = f"memory.limit={int(1.05 * fit('precision=bf16-master', *WIDE)[0]['peak_bytes']['device'])}"
     assert fit("precision=bf16-master", limit, *WIDE, folder="within")[0]["steps"] == 4
     with pytest.raises(Refused, match="Out of memory"):
@@ -77,10 +77,12 @@ def test_memory_limit_with_masters_counts_the_device_only(fit):
 
 
 @pytest.mark.rows("*16-master*")
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "lightning"])
 @pytest.mark.parametrize("technique", ["precision=bf16-master", "optim=paged_adamw32bit"])
-def test_restored_optimizer_state_is_not_moved_to_the_device(fit, monkeypatch, technique, ours):
-    """Lightning's own restoring is the wrong variant: it moves all of it."""
+def test_restored_optimizer_state_is_not_moved_to_the_device_unless_lightning_restores_it(
+    fit, monkeypatch, technique, ours
+):
+    """The deliberately wrong variant is Lightning's own method, which moves all state."""
     _, run = fit(technique, "max_steps=2")
     moved, started = [], []
     right = lightnings.move_data_to_device
@@ -97,7 +99,7 @@ def test_restored_optimizer_state_is_not_moved_to_the_device(fit, monkeypatch, t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "lies_on"), [("bf16-master", "cpu"), ("32", "cuda"), ("bf16-true", "cuda")])
-def test_on_a_card_restored_state_is_on_the_device_of_its_optimizer(fit, monkeypatch, precision, lies_on):
+def test_restored_state_on_a_card_is_on_the_device_of_its_optimizer(fit, monkeypatch, precision, lies_on):
     lines = (f"precision={precision}", "optim=adamw", "device=cuda")
     _, run = fit(*lines, "max_steps=2")
     found, start = set(), CausalLM.on_train_start
@@ -144,7 +146,7 @@ def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeyp
 
 
 @pytest.mark.parametrize("dtype", ["null", "bfloat16"])
-def test_export_writes_the_masters(fit, dtype):
+def test_export_with_masters_writes_the_masters_in_export_dtype(fit, dtype):
     _, run = fit("precision=bf16-master", f"export_dtype={dtype}")
     wanted = torch.float32 if dtype == "null" else torch.bfloat16
     weights = load_file(run / "model" / "model.safetensors")
@@ -168,8 +170,8 @@ def test_evaluation_with_masters_uses_the_16_bit_weights(fit, monkeypatch):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_loss_with_masters_is_close_to_the_fp32_loss(fit, precision):
-    """In 60 steps it falls from 5.7 to below 3.5; the roundings of a forward pass in bf16 are 0.4 % of each product."""
+def test_val_loss_with_masters_is_within_1_percent_of_the_fp32_loss(fit, precision):
+    """In 60 steps the loss falls from 5.7 to below 3.5. A bf16 forward pass rounds each product by up to 0.4 %."""
     lines = ("max_steps=60", "lr=3e-3", "val_every=1000")
     ours, theirs = (fit(f"precision={p}", *lines, folder=p)[0]["val_loss"] for p in (precision, "32"))
     assert theirs < 3.5 and ours == pytest.approx(theirs, rel=0.01)
@@ -180,7 +182,7 @@ def test_loss_with_masters_is_close_to_the_fp32_loss(fit, precision):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """(name of a parameter, windows) -> its gradient is infinite in these windows."""
+    """Returns a function (name of a parameter, windows) that makes its gradient infinite in these windows."""
 
     def arrange(name, which):
         fetch = HostOptimizer._fetch
@@ -216,7 +218,7 @@ def test_non_finite_gradient_with_masters_skips_the_step_and_is_counted(fit, bro
     assert int([row for row in rows if row["skipped_steps"]][-1]["skipped_steps"]) == 2
 
 
-def test_non_finite_gradient_with_early_steps_ends_the_run_unsaved(fit, broken, tmp_path):
+def test_non_finite_gradient_with_early_updates_ends_the_run_without_a_new_checkpoint(fit, broken, tmp_path):
     broken("ln_f.weight", (2,))
     with pytest.raises(Refused, match=r"gradient of model\.transformer\.ln_f\.weight is not finite.*resume="):
         fit("precision=bf16-master", "clip=null", "save_every=2")
@@ -225,7 +227,7 @@ def test_non_finite_gradient_with_early_steps_ends_the_run_unsaved(fit, broken, 
     assert summary["steps"] == 4
 
 
-def test_non_finite_loss_with_early_steps_is_refused_before_backward(fit, monkeypatch):
+def test_non_finite_loss_with_early_updates_ends_the_run_before_any_update(fit, monkeypatch):
     stepped = []
     right = CausalLM.manual_backward
     monkeypatch.setattr(CausalLM, "manual_backward", lambda self, loss: right(self, loss * float("nan")))
@@ -243,20 +245,20 @@ def test_insufficient_host_memory_is_refused_unless_plan_is_off(fit, monkeypatch
 
     monkeypatch.setattr(process, "available_bytes", lambda: 100_000 - process.rss_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr("lowmem.fit.training_session", None)  # calling it would be another error
+        patch.setattr("lowmem.fit.training_session", None)  # a call would raise another error
         with pytest.raises(Refused, match=r"GiB of host memory.*The host has 0.0 GiB"):
             fit("precision=bf16-master", "plan=check")
     assert fit("precision=bf16-master", "plan=off")[0]["steps"] == 4
 
 
-def test_available_host_memory_is_plausible():
+def test_available_host_memory_is_between_1_mib_and_1_pib():
     from lowmem.system import process
 
     assert 2**20 < process.available_bytes() < 2**50
 
 
-def test_masters_of_a_yaml_without_early_step_default_to_early_steps(config, fit):
-    """A user's own yaml may have no `early_step`. Early steps are then on, and cannot be taken back."""
+def test_masters_of_a_yaml_without_early_step_default_to_early_updates(config, fit):
+    """A user's yaml may lack `early_step`. Early updates are then on, and cannot be undone."""
     run = config("precision=bf16-master", "clip=null", "on_nonfinite=skip")
     node = run.precision.plain()
     del node["early_step"]
@@ -265,4 +267,4 @@ def test_masters_of_a_yaml_without_early_step_default_to_early_steps(config, fit
     assert any("some weights are updated before all gradients are computed" in reason for reason in refused(run))
     _, folder = fit("precision=bf16-master", "clip=null", "max_steps=1")
     row = next(csv.DictReader((folder / "metrics.csv").open()))
-    assert not row.get("gradient_norm")  # unknown where masters step early
+    assert not row.get("gradient_norm")  # unknown with early updates

@@ -1,4 +1,4 @@
-"""Precision plugins inside the real trainer: what computes in which dtype, who sees which gradients, what counts."""
+"""Precision plugins in the real trainer: dtypes, gradients that callbacks see, and skipped steps."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture
 def trained(config):
-    """(overrides) -> the module after a run of real windows under the real trainer."""
+    """Returns a function (overrides) -> (module, trainer) after a run of real windows under the real trainer."""
 
     def run(*overrides, callbacks=(), steps=4, batches=1, ckpt=None):
         cfg = config(*overrides)
@@ -51,7 +51,7 @@ def trained(config):
 
 
 class Norms(Callback):
-    """The gradient norm every other callback would see."""
+    """Records the gradient norm that callbacks see."""
 
     def __init__(self):
         self.seen = []
@@ -92,14 +92,14 @@ def test_fused_adamw_clips_unscaled_gradients_under_fp16(trained, batches):
         runs[name] = (norms.seen, torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert runs["fused"][0] == pytest.approx(runs["unfused"][0], rel=ADAMW_REORDERED)
     assert runs["fused"][0][0] == pytest.approx(runs["fp32"][0][0], rel=FP16)
-    assert min(runs["fused"][0]) > 0.5  # clipping had something to do
+    assert min(runs["fused"][0]) > 0.5  # clipping changes the gradients
     fused, unfused = runs["fused"][1], runs["unfused"][1]
     assert (fused - unfused).norm() / unfused.norm() < ADAMW_REORDERED
 
 
 @pytest.mark.wrong
-def test_clipping_before_unscaling_is_caught(trained, monkeypatch):
-    """The deliberately wrong variant: gradients are clipped while still scaled, so nearly nothing is left."""
+def test_clipping_before_unscaling_leaves_under_1_percent_of_the_gradient_norm(trained, monkeypatch):
+    """The deliberately wrong variant: gradients are clipped while they are still scaled, so almost nothing is left."""
     right = Norms()
     trained("precision=16", "clip=0.5", callbacks=[right])
 
@@ -133,7 +133,7 @@ class Gradients(Callback):
     ],
 )
 def test_callbacks_see_the_unscaled_gradient_norm_in_every_precision(trained, precision, scaled, stored):
-    """Wrong would be 65,536 times the norm; the 16-bit products of this model move it by about a hundredth."""
+    """A scaled norm would be 65,536 times as large; 16-bit products change the norm by about 1 %."""
     seen, wide = Gradients(), Gradients()
     trained("precision=32", "clip=null", callbacks=[wide], steps=1)
     hooks = [] if stored else [MasterWeights()]
@@ -185,7 +185,7 @@ class Overflow(Callback):
         self.factors.append((outputs["stepped"], trainer.global_step, module.lr_schedulers().last_epoch, lr))
 
 
-def test_skipped_step_does_not_count_as_step_or_schedule_step(trained):
+def test_skipped_fp16_step_counts_neither_as_optimizer_step_nor_as_schedule_step(trained):
     """max_steps=10 with three overflows is ten updates of thirteen windows, and ten steps of the schedule."""
     overflow = Overflow({0, 4, 5})
     module, trainer = trained("precision=16", "max_steps=10", "scheduler=linear", callbacks=[overflow], steps=10)
@@ -200,7 +200,7 @@ def test_skipped_step_does_not_count_as_step_or_schedule_step(trained):
         assert (lr == lr_before) == (not did)
 
 
-def test_skipped_step_leaves_weights_and_state_unchanged(trained):
+def test_skipped_fp16_step_leaves_the_weights_unchanged(trained):
     clean, _ = trained("precision=16", steps=1)
     weights = {n: p.detach().clone() for n, p in clean.named_parameters()}
 
@@ -216,12 +216,12 @@ def test_skipped_step_leaves_weights_and_state_unchanged(trained):
         trained("precision=16", callbacks=[Overflow({1}), Compare()])
 
 
-def test_overflow_at_every_step_ends_the_run(trained):
+def test_fp16_overflow_in_every_step_ends_the_run_with_a_refusal(trained):
     with pytest.raises(Refused, match=r"In step 1 the gradient of .* is not finite"):
         trained("precision=16", callbacks=[Overflow(range(1000))], steps=1000)
 
 
-def test_loss_scale_is_restored_from_a_checkpoint():
+def test_loss_scale_and_its_growth_counter_are_restored_from_a_state_dict():
     one, other = Float16Autocast(init_scale=512.0, growth_interval=3), Float16Autocast(growth_interval=3)
     for _ in range(2):
         one.loss_scale.update(True)

@@ -1,4 +1,4 @@
-"""16-bit weights: their bytes, their updates in fp32, and what becomes of small ones."""
+"""16-bit weights: bytes, updates in fp32, and updates that are too small for 16 bits."""
 
 import logging
 
@@ -30,7 +30,7 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "bf16-sr": torc
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama-3.2-1b", "qwen3-0.6b"])
-def test_weights_have_16_bits_and_rope_frequencies_32_bits(config, precision, model_type):
+def test_weights_of_16_bit_precisions_have_16_bits_and_rope_frequencies_32_bits(config, precision, model_type):
 
     small = ("vocab_size=300", "hidden_size=64", "num_hidden_layers=2", "intermediate_size=64")
     architecture = [f"model.architecture.{line}" for line in small]
@@ -42,7 +42,7 @@ def test_weights_have_16_bits_and_rope_frequencies_32_bits(config, precision, mo
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_gradients_have_16_bits_and_optimizer_state_32_bits(config, precision, monkeypatch):
+def test_gradients_of_16_bit_weights_have_16_bits_and_optimizer_state_32_bits(config, precision, monkeypatch):
     seen = set()
     step_one = NarrowOptimizer.step_one
 
@@ -57,7 +57,7 @@ def test_gradients_have_16_bits_and_optimizer_state_32_bits(config, precision, m
 
 
 @pytest.mark.parametrize("precision", ["32", *DTYPES])
-def test_weights_and_gradients_take_half_of_the_fp32_bytes(config, precision, monkeypatch):
+def test_weights_and_gradients_take_4_bytes_per_parameter_in_fp32_and_2_in_16_bits(config, precision, monkeypatch):
     """Counted on the live objects, after backward."""
     held = []
     usable = CausalLM._usable
@@ -86,7 +86,7 @@ def step_narrow(precision, optimizer, scale=1.0, lr=1e-5):
     optimizer.param_groups = narrow.param_groups
 
 
-def test_zero_gradient_in_fp16_gives_no_nan():
+def test_fp16_step_with_a_zero_gradient_gives_no_nan():
     """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
     for plain in (True, False):
         p, optimizer = one_weight(1.0, torch.float16)
@@ -98,7 +98,7 @@ def test_zero_gradient_in_fp16_gives_no_nan():
         assert bool(p.isnan().any()) == plain
 
 
-def test_gradients_below_fp16_range_still_update_with_a_loss_scale():
+def test_gradients_below_the_fp16_range_update_weights_with_a_loss_scale():
     """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
     for unscaled_first in (False, True):
         p, optimizer = one_weight(0.01, torch.float16)
@@ -140,7 +140,7 @@ def test_stochastic_rounding_is_unbiased_and_exact_for_representable_numbers():
             assert right == (isinstance(precision, BFloat16Stochastic) or share == 0.0)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_stochastic_rounding_keeps_inf_and_nan(on_host):
     nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # one that carries into its sign
     wide = torch.tensor([float("inf"), -float("inf"), nan, 0.0])
@@ -150,29 +150,29 @@ def test_stochastic_rounding_keeps_inf_and_nan(on_host):
     assert narrow[0] == float("inf") and narrow[1] == -float("inf") and narrow[2].isnan() and narrow[3] == 0
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_stochastic_rounding_keeps_finite_numbers_finite(on_host, monkeypatch):
     largest, above = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max
     wide = torch.tensor([above, -above] * 500)
     narrow = torch.empty(1000, dtype=torch.bfloat16)
     stochastically(wide, narrow, on_host=on_host)
     assert torch.equal(narrow.float(), wide.clamp(-largest, largest))
-    monkeypatch.setattr(stochastic, "LARGEST", float("inf"))  # wrong: the carry makes nearly all of them inf
+    monkeypatch.setattr(stochastic, "LARGEST", float("inf"))  # wrong: the carry turns nearly all numbers into inf
     stochastically(wide, narrow, on_host=on_host)
     assert narrow.isinf().sum() > 900
 
 
 def at_once(wide):
-    """As it was before it came in pieces."""
+    """Rounds stochastically at once, as a reference for rounding in pieces."""
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)
     rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)
     return torch.where(wide.isfinite(), rounded, wide).bfloat16()
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (1000,), (50, 40), (3, 300), (7, 3, 20), (0, 3)], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_stochastic_rounding_in_pieces_draws_the_numbers_of_the_whole(shape, transposed, on_host, monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_stochastic_rounding_in_pieces_has_the_bits_of_rounding_at_once(shape, transposed, on_host, monkeypatch):
     monkeypatch.setattr(stochastic, "CHUNK", 128)
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wide = wide.mT.contiguous().mT if transposed and len(shape) > 1 else wide
@@ -185,12 +185,12 @@ def test_stochastic_rounding_in_pieces_draws_the_numbers_of_the_whole(shape, tra
     before, own = torch.get_rng_state(), torch.Generator().manual_seed(1)
     stochastically(wide, narrow, own, on_host)
     assert torch.equal(narrow, right) and torch.equal(torch.get_rng_state(), before)
-    stochastically(wide, narrow, own, on_host)  # wrong: other numbers
+    stochastically(wide, narrow, own, on_host)  # wrong: the generator continues with other numbers
     assert wide.numel() < 100 or not torch.equal(narrow, right)
 
 
-def test_stochastic_rounding_needs_scratch_of_one_piece(monkeypatch):
-    """15 bytes per element of it, as plan/test_by_hand.py counts them: noise, their sum, what isfinite is made of."""
+def test_stochastic_rounding_needs_15_bytes_of_temporary_memory_per_element_of_a_piece(monkeypatch):
+    """As tests/plan/test_by_hand.py counts: noise, its sum with the weights, and temporary tensors of isfinite."""
     wide, narrow = torch.randn(256, 128), torch.empty(256, 128, dtype=torch.bfloat16)
     ledger = Ledger()
     ledger.own("weights", lambda: [wide, narrow])
@@ -210,7 +210,7 @@ def test_norm_of_scaled_fp16_gradients_does_not_overflow():
     assert norm([gradient]).isfinite() and not norm([gradient * 2]).isfinite()
 
 
-def test_loss_scale_halves_to_its_minimum_and_reports_that_it_stops():
+def test_loss_scale_halves_to_its_minimum_and_then_reports_no_halving():
     scale, halved = LossScale(1.0, 10), []
     for _ in range(12):
         scale.update(False)
@@ -228,7 +228,7 @@ def test_tf32_on_a_device_without_tf32_is_reported_and_runs_in_fp32(caplog):
 
 
 def test_tf32_is_enabled_during_a_run_and_disabled_after_it(monkeypatch):
-    """A run may be refused between the making of its precision and its first step."""
+    """A run may be refused after its precision is created and before its first step."""
     monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
     before = torch.get_float32_matmul_precision()
     precision = fp32_weights.TensorFloat32("cuda")
@@ -240,7 +240,7 @@ def test_tf32_is_enabled_during_a_run_and_disabled_after_it(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_card_tf32_rounds_matmul_inputs_and_is_disabled_after():
+def test_tf32_on_a_card_rounds_matmul_inputs_and_is_disabled_after_teardown():
     a, b = (torch.randn(512, 512, device="cuda") for _ in range(2))
     exact = a.double() @ b.double()
 

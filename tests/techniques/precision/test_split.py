@@ -1,4 +1,4 @@
-"""fp32 in two halves: every number comes back, to the bit."""
+"""fp32 numbers split into two halves: joining restores every bit."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ AT_ONCE = 1 << 20
 
 
 def floats(start, count):
-    """Those whose bits are `start` and the following integers."""
+    """Returns the fp32 numbers whose bits are `start` and the following integers."""
     return torch.arange(start, start + count, dtype=torch.int32).view(torch.float32)
 
 
 def special():
-    """Returns each of the 65,536 bf16 numbers, NaNs included, with its neighbours in fp32, the ties and theirs."""
+    """Returns the 65,536 bf16 numbers, including NaNs, their fp32 neighbours, and ties with their neighbours."""
     uppers = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
     near = torch.tensor([-2, -1, 0, 1, 2])
     lowers = torch.cat([near, (1 << 15) + near, -(1 << 15) + near])
@@ -24,12 +24,12 @@ def special():
 
 
 def half_up(wide):
-    """The upper half's bits by plain arithmetic, as signed integers."""
+    """Returns the bits of the upper half, computed with integers."""
     return ((wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(np.int16)
 
 
 def exact(wide):
-    """Returns True if a split number is rounded half up, and is the same when it is joined."""
+    """Returns True if the upper half is rounded half up and joining restores all bits."""
     upper, rest = fp32_halves.halves(wide)
     again = fp32_halves.joined(upper, rest)
     return np.array_equal(upper.view(torch.int16).numpy(), half_up(wide)) and torch.equal(
@@ -63,7 +63,7 @@ def test_all_fp32_numbers_survive_the_split_bit_exactly():
 
 
 @pytest.mark.parametrize("wrong", [to_nearest_even, with_the_lower_half_cut])
-def test_split_with_other_rounding_does_not_restore_fp32(wrong, monkeypatch):
+def test_fp32_split_with_another_rounding_does_not_restore_all_bits(wrong, monkeypatch):
     wrong(monkeypatch)
     wide = sample()
     again = fp32_halves.joined(*fp32_halves.halves(wide))
@@ -97,7 +97,7 @@ def test_masters_round_to_bf16_half_up_and_to_fp16_half_to_even(dtype):
     assert out.tolist() == {torch.bfloat16: [1 + 2**-7, 1.0], torch.float16: [1 + 2**-8, 1.0]}[dtype]
 
 
-def test_split_takes_few_operators_for_any_size():
+def test_splitting_and_joining_a_256_gib_tensor_takes_fewer_than_30_operators():
     with ShapeMode() as shapes:
         wide = torch.empty(1 << 20, 1 << 16)  # 256 GiB
         upper, rest = fp32_halves.halves(wide)
@@ -106,7 +106,7 @@ def test_split_takes_few_operators_for_any_size():
         assert shapes.operators < 30
 
 
-def test_split_of_a_non_fp32_tensor_is_an_error():
-    """Read as bits, a bf16 weight would be half as many numbers."""
+def test_splitting_a_bf16_tensor_raises_a_type_error():
+    """The bits of a bf16 weight would be read as half the number of elements."""
     with pytest.raises(TypeError, match="bfloat16"):
         fp32_halves.halves(torch.ones(2, 2, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""16-bit products on a CPU without units for them: rounded once, in every pass, and nothing else changes."""
+"""16-bit products on a CPU without 16-bit units: computed in fp32 and rounded once, in every pass."""
 
 import csv
 import platform
@@ -57,7 +57,7 @@ PRODUCTS = {
 
 
 def agreement(found, exact):
-    """Share of elements that are the exact result, rounded once."""
+    """Returns the share of elements that equal the exact result, rounded once."""
     return (found == exact.to(found.dtype)).float().mean().item()
 
 
@@ -76,8 +76,8 @@ def test_widened_product_is_the_exact_product_rounded_once(without_units, name, 
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
-def test_native_16_bit_products_are_within_the_same_tolerance(name, dtype):
-    """But for attention: they round its probabilities too, and two thirds of its elements agree."""
+def test_native_16_bit_products_are_within_the_tolerance_of_widened_products(name, dtype):
+    """Except for attention: native kernels also round its probabilities, and two thirds of its elements agree."""
     product, shapes = PRODUCTS[name]
     operands = draws(dtype, *shapes)
     assert agreement(product(*operands), product(*(x.double() for x in operands))) > ROUNDED_ONCE
@@ -85,8 +85,8 @@ def test_native_16_bit_products_are_within_the_same_tolerance(name, dtype):
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", ["addmm", "baddbmm"])
-def test_product_rounded_twice_exceeds_the_tolerance(name, dtype):
-    """The deliberately wrong variant: the product is rounded, and its sum with the bias again."""
+def test_product_rounded_twice_exceeds_the_tolerance_of_widened_products(name, dtype):
+    """The deliberately wrong variant: the product is rounded, and then its sum with the bias is rounded again."""
     product, shapes = PRODUCTS[name]
     bias, x, w = draws(dtype, *shapes)
     beta, alpha = (0.5, 2.0) if name == "addmm" else (1.0, 1.0)
@@ -107,7 +107,7 @@ def gradient(model, batch, dtype):
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_widened_gradient_is_as_close_to_fp32_as_the_native_one(monkeypatch, model_type, dropout, dtype):
+def test_widened_gradient_is_as_close_to_fp32_as_the_native_16_bit_gradient(monkeypatch, model_type, dropout, dtype):
     model = shaped(model_type, layers=2, dropout=dropout).train()
     batch = MicroBatch(torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32)))
     exact, native = gradient(model, batch, None), gradient(model, batch, dtype)
@@ -115,14 +115,14 @@ def test_widened_gradient_is_as_close_to_fp32_as_the_native_one(monkeypatch, mod
     with widened(dtype, "cpu"):
         found = gradient(model, batch, dtype)
     error, theirs = ((g - exact).norm() / exact.norm() for g in (found, native))
-    assert 0 < error < 1.1 * theirs, (error, theirs)  # rounding is random: two chains of it differ by some per cent
+    assert 0 < error < 1.1 * theirs, (error, theirs)  # two series of roundings differ by some per cent
 
 
 # --- in every pass of a run -------------------------------------------------------------------------------------------
 
 
 class Above(TorchDispatchMode):
-    """Every product that a run asks for with 16-bit operands: (operator, dtypes of what was multiplied below)."""
+    """Records each product with 16-bit operands: (operator, operand dtypes of the kernels that computed it)."""
 
     def __init__(self, below):
         super().__init__()
@@ -130,7 +130,7 @@ class Above(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # inference mode hands over whole layers
+        with self:  # in inference mode complete layers arrive here
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -144,11 +144,11 @@ class Above(TorchDispatchMode):
 
 @pytest.fixture
 def below(monkeypatch):
-    """The dtypes that torch's own kernels were called with by those that stand in their place."""
+    """Returns a list of the operand dtypes with which the replaced kernels call torch's own kernels."""
     calls, native = [], widening._native
 
     def recorded(product):
-        own = native(product)  # now: later it would be the one that stands in its place
+        own = native(product)  # look up now: later this would be the replacement
 
         def kernel(keys, *args, **kwargs):
             calls.append(dtypes((args, kwargs)))
@@ -182,7 +182,7 @@ def multiplied(fit, below, *overrides):
 @pytest.mark.rows("gpt2", "llama")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_pass_of_a_widened_run_multiplies_16_bit_numbers(fit, without_units, below, name):
-    """Forward, backward, what is computed again, evaluation and the sample."""
+    """The passes are forward, backward, recomputation, evaluation and generation."""
     overrides, expected = RUNS[name]
     seen = multiplied(fit, below, *overrides)
     assert expected <= {operator for operator, _ in seen}
@@ -190,8 +190,8 @@ def test_no_pass_of_a_widened_run_multiplies_16_bit_numbers(fit, without_units, 
 
 
 @pytest.mark.wrong
-def test_widening_only_the_forward_pass_is_caught(fit, without_units, below, monkeypatch):
-    """The deliberately wrong variant."""
+def test_widening_only_the_forward_pass_leaves_16_bit_products_in_backward(fit, without_units, below, monkeypatch):
+    """The deliberately wrong variant: widening is off during backward."""
     backward = CausalLM.manual_backward
 
     def wrong(self, loss):
@@ -207,7 +207,7 @@ def test_widening_only_the_forward_pass_is_caught(fit, without_units, below, mon
 
 
 @pytest.mark.matrix
-def test_compiled_blocks_stay_compiled_when_widened(fit, without_units, below):
+def test_compiled_blocks_stay_compiled_and_multiply_in_fp32_when_widened(fit, without_units, below):
     from torch._dynamo.utils import counters
 
     fit("precision=16", folder="eager")
@@ -220,8 +220,8 @@ def test_compiled_blocks_stay_compiled_when_widened(fit, without_units, below):
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_widened_run_holds_the_memory_of_a_native_16_bit_run(fit, monkeypatch, precision):
-    """The wide copies are nobody's memory, and what is saved for backward has 16 bits."""
+def test_widened_run_has_the_peak_memory_of_a_native_16_bit_run(fit, monkeypatch, precision):
+    """The fp32 copies exist only inside the kernels, and tensors saved for backward have 16 bits."""
     held = []
     for units in (True, False):
         monkeypatch.setattr(widening, "has_units", lambda dtype, units=units: units or dtype == torch.float32)
@@ -231,7 +231,7 @@ def test_widened_run_holds_the_memory_of_a_native_16_bit_run(fit, monkeypatch, p
     assert held[0] == held[1] and {phase for _, phase, _ in held[0]} == {*PHASES}
 
 
-# --- only where it has to be, only as long as it lasts ----------------------------------------------------------------
+# --- only where it is needed, only during the run ---------------------------------------------------------------------
 
 
 def replaced(below):
@@ -259,7 +259,7 @@ def test_widening_ends_with_the_run_also_after_an_error(fit, without_units, belo
     assert during[3:] == [False] * 4
 
 
-def test_missing_16_bit_units_are_reported_once(command, without_units, tmp_path):
+def test_missing_fp16_units_of_the_cpu_are_logged_once_and_not_for_bf16(command, without_units, tmp_path):
     said = command("precision=16", "plan=check")[1]
     assert said.count("This CPU has no fp16 matrix products") == 1
     assert "no fp16 matrix products" not in command("precision=bf16", f"hydra.run.dir={tmp_path}/second")[1]
@@ -276,7 +276,7 @@ def test_native_kernels_are_kept_on_cpus_with_units_and_on_cards(monkeypatch, be
 
 
 @pytest.mark.parametrize("precision", sorted(file.stem for file in (ROOT / "conf" / "precision").glob("*.yaml")))
-def test_every_precision_has_its_dtype_and_device(precision):
+def test_every_precision_creates_a_plugin_with_its_dtype_and_the_typed_device(precision):
     cfg = run_of([f"precision={precision}", "device=meta"])
     plugin: FullPrecision = instantiate(cfg.precision)
     assert plugin.dtype == {"b": torch.bfloat16, "1": torch.float16}.get(precision[0], torch.float32)
@@ -284,7 +284,7 @@ def test_every_precision_has_its_dtype_and_device(precision):
 
 
 def test_cpu_units_are_queried_by_names_that_torch_has(monkeypatch):
-    """They are private: where they are gone nothing is widened, and fp16 on a CPU takes 40 times as long again."""
+    """The names are private. If torch drops the names, nothing is widened, and fp16 on a CPU takes 40 times as long."""
     if platform.machine() == "x86_64":
         assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))
     monkeypatch.setattr(widening, "NAMES", {torch.float16: "no_such_dtype"})

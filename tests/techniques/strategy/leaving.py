@@ -1,10 +1,10 @@
 """Leaves process groups again and again, in one process and in pairs of ranks, and says how many rounds have ended.
 
     python tests/techniques/strategy/leaving.py --rounds 2000   # groups that DDP has trained in, in one process
-    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # left as torch alone does: that stands still
-    python tests/techniques/strategy/leaving.py --runs 200  # runs of `strategy=ddp`, on two ranks that are forked anew
+    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # left in torch's order: hangs
+    python tests/techniques/strategy/leaving.py --runs 200  # runs of `strategy=ddp` on two newly forked ranks
 
-A round or a run that stands still for a minute ends the command, and prints the stack of every thread.
+If a round or a run hangs for a minute, the command prints the stack of every thread and ends.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LINES = (
 
 
 class Trained(nn.Module):
-    """A strategy sees in it a run's module: a model, and a loss of its own."""
+    """Stands in for a run's module: a model with a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Trained(nn.Module):
 
 
 def one_round(wrong: bool) -> None:
-    """Trains three windows in a group of one rank, and leaves it at once, when its threads may still be at work."""
+    """Trains three windows in a group of one rank, and leaves the group at once, while its threads may still work."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = DataParallel()
     ranks.before_training(Trained())
     for _ in range(3):
         ranks.forward(torch.ones(2, 8)).backward()
-    ranks._watch_no_more()  # as the first window of a run does: its hooks would keep DDP, and with it the group
+    ranks._watch_no_more()  # as the first window of a run does: the hooks would keep DDP alive, and DDP the group
     if wrong:
         dist.destroy_process_group()  # and DDP is freed after it, when this function returns
     else:
@@ -61,7 +61,7 @@ def one_round(wrong: bool) -> None:
 
 def rounds(count: int, wrong: bool = False) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # a search for garbage in all that was imported takes longer than a round
+    gc.freeze()  # otherwise each collection also searches all imported objects, which takes longer than a round
     for number in range(count):
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         one_round(wrong)
@@ -75,17 +75,17 @@ def threads() -> int:
 
 
 def gloo_threads() -> set[str]:
-    """Returns the ids of this process's threads that work for groups."""
+    """Returns the ids of this process's gloo threads."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             if "gloo" in (task / "comm").read_text():
                 found.add(task.name)
     return found
 
 
 def two_ranks(processes, folder: Path) -> list[int | None]:
-    """Returns: the exit codes of both ranks; None for one that has not ended."""
+    """Returns the exit codes of both ranks; None for a rank that has not ended."""
     port = free_port()
     ranks = [processes.Process(target=run, args=(rank, port, str(folder)), daemon=True) for rank in range(2)]
     for rank in ranks:
@@ -100,7 +100,7 @@ def two_ranks(processes, folder: Path) -> list[int | None]:
 
 
 def run(rank: int, port: int, folder: str) -> None:
-    """One rank of a run."""
+    """Runs one rank of a run."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     faulthandler.dump_traceback_later(LIMIT - 5, exit=True)

@@ -1,4 +1,4 @@
-"""Some steps of training, alone or as one of the processes of a pipeline: the real module under the real Trainer."""
+"""Trains some steps with the real module and Trainer, in one process or as one rank of a pipeline."""
 
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,13 +22,13 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.techniques.strategy.rank_0_turns import Turns
 from lowmem.training.build import causal_lm
 
-# Windows of 4 micro-batches, of 1 of a single row, and of 4: the number of stages, and fewer.
+# Windows of 4, 1 and 4 micro-batches. The micro-batch of the second window has a single row.
 LINES = ("model.architecture.num_hidden_layers=4", "batch_size=2", "accumulation=fixed", "max_steps=3")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 
 
 class Seen(Callback):
-    """By window: gradients by name before clipping, their norm, the loss, whether it stepped."""
+    """Records for each window: gradients by name before clipping, their norm, the loss, and whether it stepped."""
 
     def __init__(self):
         self.gradients, self.norms, self.losses, self.stepped = [], [], [], []
@@ -44,8 +44,8 @@ class Seen(Callback):
 
 
 def trained(lines, dtype=None, ranks=ONE_DEVICE):
-    """Returns what a process saw, and its weights by name. Args: dtype: of the weights; ranks: the group that
-    it is in."""
+    """Returns what `Seen` records, the weights by name, a generated text, and bytes of weights and state. Args: dtype:
+    of the weights; ranks: the group of the process."""
     cfg = run_of(parity.overrides(*LINES, *lines))
     torch.manual_seed(0)
     module = causal_lm(cfg, loading.describe(cfg), ranks=ranks)
@@ -65,7 +65,7 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
 
 
 def together(processes, folder, cases, size=2):
-    """name -> what each of `size` processes saw. Args: cases: name -> (lines, dtype, name of a change or None)."""
+    """Returns name -> the results of each process. Args: cases: name -> (lines, dtype, name of a change or None)."""
     how = processes.get_start_method()
     torch.multiprocessing.start_processes(_work, (size, str(folder), cases), size, start_method=how)
     by_rank = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
@@ -108,7 +108,7 @@ def _seen(store, lines, dtype, change):
 
 @contextmanager
 def _scaled():
-    """As torch would have it by default, of a stage that shows it its parameters."""
+    """Makes gradients means over micro-batches, as torch does by default if a stage has parameters."""
 
     def scaled(made):
         return lambda *args, **kwargs: made(*args, **{**kwargs, "scale_grads": True})

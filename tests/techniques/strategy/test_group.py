@@ -1,4 +1,4 @@
-"""Ranks that would not train one model are told so before they do."""
+"""Ranks that read different data are refused before training."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lowmem.training import build, training
 
 
 class Two:
-    """This rank, and another one that has said something."""
+    """A group of this rank and another rank, which sends `other`."""
 
     several = True
 
@@ -29,7 +29,7 @@ def of(config):
     return said
 
 
-def test_equal_data_have_equal_digests(of):
+def test_data_built_twice_has_equal_digests(of):
     assert of() == of()
 
 

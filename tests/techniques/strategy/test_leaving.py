@@ -1,4 +1,4 @@
-"""A process group is left without standing still: `leaving.py` does it thousands of times where one types that."""
+"""Leaving a process group never hangs. `leaving.py` leaves thousands of groups from the command line."""
 
 import gc
 import subprocess
@@ -17,7 +17,7 @@ from lowmem.techniques.strategy.several import Several
 
 
 def run_rounds(number: int, limit: int, *options: str) -> subprocess.CompletedProcess:
-    """Runs `leaving.py --rounds` in a process of its own."""
+    """Runs `leaving.py --rounds` in a new process."""
     command = [sys.executable, leaving.__file__, "--rounds", str(number), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit)
 
@@ -29,34 +29,34 @@ def rounds(number: int, limit: int) -> str:
 
 
 @pytest.mark.process
-def test_a_hundred_process_groups_end_without_leftover_threads():
+def test_leaving_a_hundred_process_groups_leaves_no_threads_behind():
     first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
     assert last == first
 
 
 @pytest.mark.process
-def test_two_thousand_process_groups_end():
+def test_leaving_two_thousand_process_groups_does_not_hang():
     assert "2000 rounds" in rounds(2000, limit=600)
 
 
 @pytest.mark.process
 @pytest.mark.wrong
 def test_process_group_destroyed_in_the_wrong_order_hangs():
-    """Shows that the loop above can fail: after 20 to 300 rounds, one that destroys its group first stands still."""
+    """Shows that the test above can fail: if the group is destroyed before DDP, one of 20 to 300 rounds hangs."""
     done = run_rounds(2000, 600, "--wrong")
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.process
-def test_ten_runs_of_two_ranks_end(processes, tmp_path):
+def test_ten_ddp_runs_of_two_ranks_end_with_exit_code_0(processes, tmp_path):
     for number in range(10):
         assert leaving.two_ranks(processes, tmp_path / str(number)) == [0, 0]
 
 
-@pytest.mark.parametrize("releases", [True, False])
-def test_strategy_that_outlives_its_group_keeps_no_threads(releases, monkeypatch):
-    """As in a run, where it is part of Lightning's cycles. A thread that waits for the GIL when Python ends aborts the
-    process."""
+@pytest.mark.parametrize("releases", [True, False], ids=["released", "not released"])
+def test_strategy_that_outlives_its_process_group_keeps_gloo_threads_only_if_not_released(releases, monkeypatch):
+    """In a run, reference cycles of Lightning keep the strategy alive. A thread that waits for the GIL when Python
+    exits aborts the process."""
     if not releases:  # the deliberately wrong variant
         monkeypatch.setattr(Several, "release", lambda self: None)
     before = leaving.gloo_threads()
@@ -74,7 +74,8 @@ def test_strategy_that_outlives_its_group_keeps_no_threads(releases, monkeypatch
 
 @pytest.fixture
 def at_the_end(monkeypatch):
-    """(whether the strategy releases what it has) -> whether the Reducer was there when its group was destroyed."""
+    """Returns a function (whether the strategy releases DDP) -> whether DDP's Reducer existed when its group was
+    destroyed."""
 
     def leave(releases):
         destroy, seen = dist.destroy_process_group, []
@@ -98,13 +99,13 @@ def test_ddp_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypa
 
 
 @pytest.mark.wrong
-def test_unreleased_ddp_reducer_is_found(at_the_end):
-    """The deliberately wrong variant: some hundred such ends are enough to stand still for ever."""
+def test_unreleased_ddp_reducer_still_exists_when_its_group_is_destroyed(at_the_end):
+    """The deliberately wrong variant: one in some hundred such exits hangs."""
     assert at_the_end(releases=False)
 
 
-def test_process_group_referenced_by_a_traceback_is_kept(at_the_end, monkeypatch):
-    """As in a traceback, whose frames hold DDP."""
+def test_process_group_referenced_by_a_traceback_is_kept_until_the_reference_is_gone(at_the_end, monkeypatch):
+    """The frames of a traceback hold references to DDP."""
     held = []
     monkeypatch.setattr(leaving.Trained, "forward", lambda self, x: held.append(self.wrapper()) or self.model(x).sum())
     monkeypatch.setattr(process_group, "_still_referenced", kept := [])

@@ -1,4 +1,4 @@
-"""Only rank 0 reads or draws a model's numbers: each rank's parts are what dividing the whole would have left it."""
+"""Only rank 0 reads or initializes weights. Each rank's shards equal the shards of the complete model."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ LLAMA = ("model=llama-3.2-1b", "model.pretrained=false", "model.architecture.hid
 LLAMA += ("model.architecture.intermediate_size=48", "model.architecture.num_hidden_layers=2")
 LLAMA += ("model.architecture.num_attention_heads=4", "model.architecture.num_key_value_heads=2")
 LLAMA += ("model.architecture.head_dim=8", "model.architecture.vocab_size=301", "device=cpu", "plan=off", "seq_len=16")
-GPT2 = ("model.architecture.vocab_size=301",)  # a number that two ranks do not share evenly
-NEW = [f"token{number}" for number in range(60)]  # more than rows are left for
+GPT2 = ("model.architecture.vocab_size=301",)  # odd: two ranks cannot divide it evenly
+NEW = [f"token{number}" for number in range(60)]  # more tokens than the embedding has spare rows
 CASES = {
     "gpt2": GPT2,
     "gpt2, bf16": (*GPT2, "precision=bf16-sr", "optim=adamw"),
@@ -40,18 +40,18 @@ CASES = {
     "adapter with magnitudes": (*LLAMA, "adapter=dora"),
     "checkpointing, documents": (*LLAMA, "gradient_checkpointing=every_layer", "data.packing=documents"),
 }
-SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # the others differ from one of these in one thing
+SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # each other case differs from one of these in one respect
 
 
 @dataclass
 class Tape:
-    """Records what rank 0 sends, in order: it runs first, and the others receive it afterwards."""
+    """Records what rank 0 sends, in order. Rank 0 runs first, and the other ranks receive the records afterwards."""
 
     said: list = field(default_factory=list)
     largest: int = 0  # bytes of a tensor
 
     def of(self, rank, monkeypatch):
-        """(object) -> what rank 0 has said in its place; tensors too, as `dist.broadcast` sends them."""
+        """Returns a function (object) -> the object that rank 0 sent; also replaces `dist.broadcast` of tensors."""
         heard = iter(self.said)
 
         def first(said):
@@ -71,7 +71,7 @@ class Tape:
 
 @contextmanager
 def one_of(rank, strategy=FullyShard, **options):
-    """A rank of a group in which nothing is sent."""
+    """Yields a rank of a group that sends nothing."""
     with as_rank(rank, RANKS, f"seen by {rank}") as mesh:
         ranks = strategy(devices=RANKS, **options)
         if strategy is FullyShard:
@@ -83,13 +83,13 @@ def one_of(rank, strategy=FullyShard, **options):
 
 
 def parts_of(ranks, network):
-    """Name -> this rank's part of each parameter, under all of its names, and each buffer."""
+    """Returns name -> this rank's part of each parameter (under all of its names) and each buffer."""
     tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
     return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors}
 
 
 def expected(ranks, whole):
-    """Returns what sharding the full tensor leaves it: shards are of equal length, the last is shorter."""
+    """Returns this rank's shards of the full tensors. Shards have equal lengths, but the last may be shorter."""
     named = dict(whole.named_parameters(remove_duplicate=False))
     parts = {name: [*p.chunk(RANKS), p[:0]][ranks.rank] for name, p in named.items()}
     return parts | dict(whole.named_buffers(remove_duplicate=False))
@@ -119,7 +119,7 @@ def test_each_rank_has_the_shards_of_a_model_built_by_one_process(config, monkey
 
 
 def published(config, folder, *shape):
-    """Weights in 16 bits with a tokenizer, and with an end token that their architecture does not name."""
+    """Saves 16-bit weights with a tokenizer and an end token that the architecture lacks. Returns overrides."""
     cfg = config(*LLAMA, *shape)
     data = build.data(cfg)
     network = build.module(cfg, data).model.to(torch.bfloat16)
@@ -147,15 +147,17 @@ def test_pretrained_weights_with_added_tokens_are_read_by_rank_0_only(config, mo
 PUBLISHED = {
     "fp32": ("precision=32",),
     "frozen": ("precision=32", "freeze=['*embed*','*layers.0.*']"),
-    "adapter": ("precision=32", "adapter=lora"),  # which draws its numbers in the dtype of its base
-    "16 bits": ("precision=bf16-sr",),  # as the files have
+    "adapter": ("precision=32", "adapter=lora"),  # its initial weights are drawn in the dtype of the base
+    "16 bits": ("precision=bf16-sr",),  # the dtype of the files
 }
 
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_pretrained_16_bit_weights_are_widened_while_sent(config, monkeypatch, tmp_path, case, strategy):
-    """They are the same bits, with the same digest of a frozen base, as in one process that reads them in fp32."""
+def test_shards_of_16_bit_weights_widened_while_sent_equal_the_shards_of_one_process(
+    config, monkeypatch, tmp_path, case, strategy
+):
+    """The bits, and the digest of a frozen base, equal a process that reads the weights in fp32."""
     typed = [line for line in published(config, tmp_path / "published") if "added_tokens" not in line]
     cfg = config(*typed, *PUBLISHED[case], "plan=off")
     data, tape, load = build.data(cfg), Tape(), loading.load
@@ -180,7 +182,7 @@ def test_pretrained_16_bit_weights_are_widened_while_sent(config, monkeypatch, t
 
 
 def test_computed_buffers_are_not_rounded_when_weights_are_read_in_16_bits(config, monkeypatch, tmp_path):
-    """Gemma multiplies embeddings by the root of their width, a buffer: read in 16 bits it would be another factor."""
+    """Gemma multiplies embeddings by a buffer, the square root of their width. In 16 bits it would be rounded."""
     network("gemma3_text", hidden_size=80).to(torch.bfloat16).save_pretrained(tmp_path)
     build.data(config(*LLAMA)).tokens.tokenizer.save_pretrained(tmp_path)
     cfg = config("model=hf", f"model.name={tmp_path}", "device=cpu", "seq_len=16", "plan=off")
@@ -197,9 +199,11 @@ WIDE += ("model.architecture.num_hidden_layers=8",)
 
 
 @linux
-@pytest.mark.parametrize("narrower", [True, False])
-def test_rank_0_holds_its_shards_and_one_tensor_beside_mapped_pages(config, monkeypatch, tmp_path, narrower):
-    """The wrong variant reads the model in the run's dtype first, as one process does."""
+@pytest.mark.parametrize("narrower", [True, False], ids=["widened while sent", "widened first"])
+def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_it_widens_the_model_first(
+    config, monkeypatch, tmp_path, narrower
+):
+    """The deliberately wrong variant first reads the model in the run's dtype, as one process does."""
     folder = tmp_path / "published"
     typed = [line for line in published(config, folder, *WIDE) if "added_tokens" not in line]
     cfg = config(*typed, "plan=off")
@@ -221,7 +225,7 @@ def test_rank_0_holds_its_shards_and_one_tensor_beside_mapped_pages(config, monk
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.matrix)])
 def test_each_tensor_parallel_rank_receives_its_shards_from_rank_0(config, monkeypatch, case):
     """The shards equal the shards of a rank that initializes the full model itself."""
-    even = "model.architecture.vocab_size=302"  # embedding and head are divided, too
+    even = "model.architecture.vocab_size=302"  # even, so embedding and head are divided too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))
     data, tape = build.data(cfg), Tape()
     for rank in range(RANKS):
@@ -236,7 +240,7 @@ def test_each_tensor_parallel_rank_receives_its_shards_from_rank_0(config, monke
             assert any(isinstance(p, DTensor) for p in made.parameters())
 
 
-def test_shards_of_another_rank_are_caught(config, monkeypatch):
+def test_shards_of_a_rank_differ_from_the_shards_of_another_rank(config, monkeypatch):
     cfg = config(*GPT2)
     data = build.data(cfg)
     whole = build.module(cfg, data)
@@ -273,8 +277,8 @@ def alone(group_of_one):
     return ranks
 
 
-def test_weights_gathered_for_an_evaluation_are_resharded(config, alone):
-    """torch keeps what is outside of the blocks for a backward pass, which there is only in training."""
+def test_weights_gathered_for_an_evaluation_are_resharded_after_the_forward_pass(config, alone):
+    """Weights outside the blocks stay gathered after forward only in training, for backward."""
     cfg = config(*GPT2)
     made = build.module(cfg, build.data(cfg), None, alone).model
     ids, whole = torch.tensor([[1, 2, 3]]), {name for name, _ in made.named_parameters() if ".h." not in name}
@@ -291,8 +295,8 @@ def test_weights_gathered_for_an_evaluation_are_resharded(config, alone):
     assert gathered() == set()
 
 
-def test_sharded_ranks_generate_a_sample_together(config, alone, monkeypatch, tmp_path):
-    """Who is at an end takes part in the others' passes, or they would wait for it."""
+def test_samples_of_sharded_ranks_are_generated_with_synced_gpus(config, alone, monkeypatch, tmp_path):
+    """A rank whose text has ended must take part in the passes of the other ranks, which would wait otherwise."""
     cfg = config(*GPT2)
     data = build.data(cfg)
     made, how = build.module(cfg, data, None, alone).eval(), []

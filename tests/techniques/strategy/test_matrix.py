@@ -1,5 +1,5 @@
-"""Several processes train what one does on the joint batch: every strategy with every feature, or a sentence says why
-not. `python -m benchmarks.strategies` writes the whole table down."""
+"""Several processes train like one process on the joint batch: every strategy with every feature, or the combination is
+refused. `python -m benchmarks.strategies` writes the complete table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,14 @@ from same import same
 
 pytestmark = pytest.mark.kernels
 
-# The seam of each strategy: what its engine does by itself with gradients, and who skips a step.
+# The feature of each strategy that `make test` runs: clipping, or a step that all ranks must skip.
 SEAM = {
     "ddp": "16-true, an overflow on one rank",
     "fsdp": "clip and clip_value",
     "tensor_parallel": "clip and clip_value",
     "pipeline": "clip and clip_value",
 }
-# What a strategy refuses about a model that it divides, when it does. What a config tells, `refusals.py` has.
+# Refusals while a strategy divides the model. Refusals that follow from the config alone are in `refusals.py`.
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
 REFUSED_BY_CONFIG |= {"compile.activation_memory_budget", "compile=blocks", "adapter=qlora"}
 REFUSED = {
@@ -36,7 +36,7 @@ REFUSED = {
 }
 REFUSED |= {(f"fsdp_{strategy}", name): why for (strategy, name), why in REFUSED.items() if strategy != "pipeline"}
 DROPOUT = ("model.architecture.resid_pdrop=0.1",)
-# A gradient is not finite on one rank alone only where each has another part of it.
+# With these strategies all ranks have equal gradients, so a gradient cannot overflow on one rank alone.
 WHOLE = ("ddp",)
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(processes):
-    """A case -> what each of its ranks answers."""
+    """Yields a function: a case -> the results of its ranks."""
     started = {size: Ranks(processes, size) for size in (2, 4)}
     yield lambda case, size=None: started[size or composed(case).devices](case)
     for one in started.values():
@@ -64,7 +64,7 @@ def every():
 
 
 @pytest.mark.parametrize(("strategy", "name"), list(every()))
-def test_strategy_trains_as_one_process_on_the_joint_batch(ranks, folder, strategy, name):
+def test_strategy_trains_like_one_process_on_the_joint_batch_or_is_refused_as_listed(ranks, folder, strategy, name):
     case, bands = features(folder)[name]
     case = typed(case, strategy)
     if why_not(case):
@@ -87,7 +87,7 @@ WRONG = (
     ("fsdp", "clip", "local norm"),
     ("tensor_parallel", "clip", "local norm"),
     ("pipeline", "clip", "local norm"),
-    # what 16 bits may be off by does not hide a mistake
+    # the tolerance of 16 bits does not hide a fault
     ("ddp", "precision=bf16-true", "mean of means"),
     ("fsdp", "precision=bf16-true", "local norm"),
     ("fsdp", "precision=16-true", "mean of means"),
@@ -99,7 +99,7 @@ WRONG = (
     ("strategy", "name", "mistake"),
     [pytest.param(*one, marks=() if number in (0, 5) else pytest.mark.matrix) for number, one in enumerate(WRONG)],
 )
-def test_planted_distributed_mistake_is_caught(ranks, folder, strategy, name, mistake):
+def test_strategy_with_a_deliberate_fault_differs_from_one_process(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
     # a row for each rank: two rows have nearly equal numbers of tokens, and bf16's products differ between processors
     case = replace(typed(case, strategy), together=2)
@@ -116,7 +116,7 @@ RATED = ("loss=kto", "loss.columns=64", "loss.beta=0.5", "data=preference", "dat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel"])
-def test_pairs_divided_over_devices_have_the_loss_of_one_device(ranks, strategy):
+def test_dpo_pairs_divided_over_devices_train_like_one_device(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *PAIRED)), strategy)
     right = alone(case)
     found = apart(ranks(case), right)
@@ -128,18 +128,18 @@ def test_pairs_divided_over_devices_have_the_loss_of_one_device(ranks, strategy)
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("fsdp", "tensor_parallel"))]
 )
-def test_rated_answers_of_all_devices_share_one_z(ranks, strategy):
+def test_kto_answers_divided_over_devices_share_one_kl_estimate_and_train_like_one_device(ranks, strategy):
     case = typed(Case((*WINDOWS, *PLAIN, CLIP, *RATED)), strategy)
     right = alone(case)
     found = apart(ranks(case), right)
     assert all(found[what] <= band for what, band in FP32.items()), found
-    if strategy != "tensor_parallel":  # whose ranks read the same rows
+    if strategy != "tensor_parallel":  # ranks of tensor_parallel read the same rows
         found = apart(ranks(replace(case, wrong="own z")), right)
         assert any(found[what] > 3 * band for what, band in FP32.items()), found
 
 
 @pytest.mark.wrong
-def test_step_skipped_by_one_rank_only_is_caught(ranks, folder):
+def test_step_skipped_by_one_fsdp_rank_only_fails_the_run(ranks, folder):
     case, _ = features(folder)[OF_PARTS]
     case = replace(typed(case, "fsdp"), wrong="local norm")
     case = replace(case, lines=(*case.lines, "strategy.timeout=5"))
@@ -155,11 +155,11 @@ def test_absent_rank_fails_the_run_at_the_timeout(ranks, folder, monkeypatch):
         ranks(replace(typed(case, "ddp"), wrong="silent"))
 
 
-# --- what travels, and what each holds ------------------------------------------------------------------------------
+# --- collectives, and memory of each rank -----------------------------------------------------------------------------
 
 
 def test_ddp_reduces_gradients_once_per_window(ranks, folder):
-    """However many micro-batches it has. The other number that is added is the window's loss."""
+    """This holds for any number of micro-batches. The second all-reduce sums the window's loss."""
     seen = {}
     for batches, together in ((1, 8), (4, 2)):
         lines = (*features(folder)["clip"][0].lines, f"accumulation.batches={batches}")
@@ -181,8 +181,8 @@ def test_each_rank_holds_its_share_of_weights_and_state(ranks, folder, strategy,
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_resumed_multi_rank_run_ends_with_the_same_bits(ranks, small, tmp_path, strategy):
-    """With dropout, which each rank goes on drawing where it stopped."""
+def test_resumed_run_of_two_ranks_ends_with_the_bits_of_an_unbroken_run(ranks, small, tmp_path, strategy):
+    """With dropout: each rank continues its random numbers where it stopped."""
 
     def ended(name, *lines, **how):
         typed = (*small, *DROPOUT, f"strategy={strategy}", "devices=2", "strategy.timeout=40", "logger=none", *lines)
@@ -197,7 +197,7 @@ def test_resumed_multi_rank_run_ends_with_the_same_bits(ranks, small, tmp_path, 
 
 
 @pytest.mark.matrix
-def test_chunked_loss_is_evaluated_with_sharded_weights(ranks, small, tmp_path):
+def test_fsdp_evaluation_with_chunked_loss_has_the_val_loss_of_one_process(ranks, small, tmp_path):
     lines = (*small, "loss=chunked", "loss.rows=7", "val_every=2", "logger=none", "sample_tokens=3")
     one = pair.fitted(Fitted(lines, str(tmp_path / "one")))["val_loss"]
     of_two = (*lines, "strategy=fsdp", "devices=2", "batch_size=2", "strategy.timeout=40")

@@ -1,4 +1,4 @@
-"""Tests in one process what several must do alike: each would do it alone, or wait for the others."""
+"""Behaviour that all ranks must share, tested in one process."""
 
 import math
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def frozen(module):
 
 
 @pytest.mark.parametrize("weight", [spare, frozen])
-def test_weight_without_a_gradient_is_refused_under_ddp(fit, monkeypatch, weight):
+def test_weight_that_no_forward_pass_uses_is_refused_under_ddp_unless_frozen(fit, monkeypatch, weight):
     ready = DataParallel.before_training
 
     def with_one_more(self, module):
@@ -51,7 +51,7 @@ def test_weight_without_a_gradient_is_refused_under_ddp(fit, monkeypatch, weight
 
 
 def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fit, monkeypatch):
-    """Its gradient, and those that are sent with it, would stay each rank's own."""
+    """Otherwise the gradients of this weight's bucket would not be reduced."""
     ready, steps = DataParallel.before_training, []
 
     def with_one_more(self, module):
@@ -69,10 +69,10 @@ def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fi
     assert steps == []
 
 
-@pytest.mark.parametrize("follows", [True, False])
-def test_optimizer_parameters_follow_the_weights_that_ddp_moves(fit, monkeypatch, follows):
-    """As to a card, by a `data` of its own for each: the optimizer's state must be made there, also where restoring a
-    checkpoint has asked for what is stepped before. Wrong: it stays where the weights were."""
+@pytest.mark.parametrize("follows", [True, False], ids=["follows", "move ignored"])
+def test_optimizer_parameters_follow_weights_that_ddp_moves_unless_the_move_is_ignored(fit, monkeypatch, follows):
+    """A move to a card replaces the `data` of each weight. The optimizer's parameters must follow, also if restoring a
+    checkpoint has created them before. In the deliberately wrong variant the parameters stay at the old place."""
     move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
 
     def moving(self):
@@ -93,9 +93,11 @@ def test_optimizer_parameters_follow_the_weights_that_ddp_moves(fit, monkeypatch
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_sharded_checkpoint_is_evaluated_in_a_mixed_backend_group(fit, monkeypatch, mode):
-    """As on cards, where Lightning would do it in inference mode. Up to torch 2.14 it fails there: fully_shard's
-    tensors have no version."""
+def test_sharded_checkpoint_is_evaluated_under_no_grad_but_not_in_inference_mode_before_torch_2_15(
+    fit, monkeypatch, mode
+):
+    """On cards Lightning would evaluate in inference mode. Up to torch 2.14 this fails, because fully_shard's tensors
+    have no version counter there."""
     _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
     join, trainer = dist.init_process_group, training.Trainer
     monkeypatch.setattr(dist, "init_process_group", lambda _, **how: join("cpu:gloo,cuda:gloo", **how))
@@ -106,10 +108,12 @@ def test_sharded_checkpoint_is_evaluated_in_a_mixed_backend_group(fit, monkeypat
         assert math.isfinite(fit("strategy=fsdp", f"evaluate={run}")[0]["val_loss"])
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "lightning"])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_weights_and_optimizer_state_stay_on_the_device_after_a_run(fit, monkeypatch, strategy, ours):
-    """Lightning's own strategy copies both to the host, of all ranks to one."""
+def test_weights_and_optimizer_state_stay_on_the_device_after_a_run_unless_lightning_ends_it(
+    fit, monkeypatch, strategy, ours
+):
+    """The deliberately wrong variant is Lightning's own teardown, which copies both to the host."""
     moved, move = [], strategies._optimizers_to_device
     monkeypatch.setattr(CausalLM, "cpu", lambda module: moved.append("weights"))
     monkeypatch.setattr(strategies, "_optimizers_to_device", lambda *which: moved.append("state") or move(*which))
@@ -121,8 +125,8 @@ def test_weights_and_optimizer_state_stay_on_the_device_after_a_run(fit, monkeyp
 
 
 @pytest.mark.parametrize("strategy", [FullyShard, TensorParallel])
-def test_cpu_ranks_on_a_machine_with_a_card_have_the_typed_timeout(strategy, monkeypatch, group_of_one):
-    """torch gives them a group of its own, with a limit of its own."""
+def test_process_group_of_cpu_ranks_on_a_machine_with_a_card_has_the_typed_timeout(strategy, monkeypatch, group_of_one):
+    """torch creates a separate group for the CPU ranks, with a separate timeout."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     *_, group = strategy(timeout=7).mesh.get_all_groups()
     assert group is not group_of_one
@@ -130,7 +134,7 @@ def test_cpu_ranks_on_a_machine_with_a_card_have_the_typed_timeout(strategy, mon
 
 
 def test_rank_without_loggers_runs_callbacks_that_need_a_logger(fit, monkeypatch):
-    """LearningRateMonitor raises on every rank where the trainer has no logger."""
+    """LearningRateMonitor raises on every rank whose trainer has no logger."""
     loggers = training._loggers
     monkeypatch.setattr(training, "_loggers", lambda cfg, asked, _: loggers(cfg, asked, SimpleNamespace(rank=1)))
     summary, run = fit(
@@ -141,7 +145,7 @@ def test_rank_without_loggers_runs_callbacks_that_need_a_logger(fit, monkeypatch
     assert summary["steps"] == 2 and not [*run.rglob("version_0")]
 
 
-def test_ranks_use_the_validation_loss_of_rank_0(fit, monkeypatch):
+def test_rank_reports_the_validation_loss_that_rank_0_broadcasts(fit, monkeypatch):
     def broadcast(self, said):
         return [0.25] if isinstance(said, list) and said and isinstance(said[0], float) else said
 
@@ -150,11 +154,11 @@ def test_ranks_use_the_validation_loss_of_rank_0(fit, monkeypatch):
 
 
 @pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
-def test_faulty_step_is_skipped_by_all_ranks_that_share_a_loss(data_size, asked):
-    """If each reads rows of its own, the loss is their sum already, and no rank is asked."""
+def test_fault_of_another_rank_skips_the_step_only_if_all_ranks_read_the_same_rows(data_size, asked):
+    """If each rank reads different rows, the loss is already a sum over ranks, and no rank is asked."""
     met = []
     module = SimpleNamespace(
-        ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another one met a fault
+        ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another rank met a fault
         trainer=SimpleNamespace(precision_plugin=SimpleNamespace(lowered_scale=True)),
         faults=SimpleNamespace(in_a_row=0, meet=lambda *_: met.append("fault")),
     )
@@ -166,7 +170,7 @@ def test_faulty_step_is_skipped_by_all_ranks_that_share_a_loss(data_size, asked)
 def test_ranks_and_windows_draw_different_random_numbers():
     def drawn(rank, window):
         torch.manual_seed(0)
-        ranks = Several.__new__(Several)  # in no group
+        ranks = Several.__new__(Several)  # without a process group
         ranks.data_rank = rank
         ranks.before_training(SimpleNamespace(position=SimpleNamespace(window=window)))
         return float(torch.rand(()))

@@ -1,7 +1,7 @@
 """fsdp_offload on a device that is not the CPU.
 
-torch refuses on a card what no run on a CPU can show: that somebody moves the parts, which are on the host, to the
-device that computes. The meta device is one, too, and what arrives there is seen.
+A run on a CPU cannot show that shards stay in host memory while another device computes. Here the meta device
+computes, and the tests look at which tensors arrive there.
 """
 
 import pytest
@@ -22,7 +22,8 @@ DEVICE = torch.device("meta")
 
 @pytest.fixture
 def seen(fit, monkeypatch):
-    """() -> where everything was in a run of one step that computes on `DEVICE`, with its gradients made up."""
+    """Returns a function () -> where all tensors were in a run of one step that computes on `DEVICE`, with zero
+    gradients."""
     found = {}
 
     def step(module, window, _):
@@ -47,7 +48,7 @@ def seen(fit, monkeypatch):
 
     def run():
         monkeypatch.setattr(Several, "place", DEVICE)
-        monkeypatch.setattr(CPUAccelerator, "setup_device", lambda *_: None)  # which asks for a CPU
+        monkeypatch.setattr(CPUAccelerator, "setup_device", lambda *_: None)  # it requires a CPU
         monkeypatch.setattr(CausalLM, "training_step", step)
         how = ("strategy=fsdp_offload", "max_steps=1", "clip=null", "+trainer.limit_val_batches=0", "optim=adamw")
         summary, _ = fit(*LLAMA, *how, "export=null", "loss=full")
@@ -64,14 +65,14 @@ def test_fsdp_offload_keeps_shards_on_the_host_and_buffers_on_the_device(seen):
     assert seen() == RIGHT
 
 
-def test_lightning_model_to_device_would_move_the_shards(seen, monkeypatch):
+def test_model_to_device_of_lightning_moves_offloaded_shards_and_the_optimizer_step_fails(seen, monkeypatch):
     monkeypatch.setattr(AmongSeveral, "model_to_device", SingleDeviceStrategy.model_to_device)
-    with pytest.raises(RuntimeError, match="float32 and meta"):  # what the optimizer says to parts that are there
+    with pytest.raises(RuntimeError, match="float32 and meta"):  # the optimizer's error for shards on the device
         seen()
 
 
 def test_gradient_norm_of_offloaded_shards_is_reduced_on_the_device(monkeypatch):
-    """Over the link of the cards: one number is moved, and no gradient."""
+    """So cards use their fast link. Only one number is moved, no gradient."""
     monkeypatch.setattr(Several, "place", DEVICE)
     added = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: added.append(tensor))

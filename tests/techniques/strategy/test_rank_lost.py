@@ -1,5 +1,4 @@
-"""Tests the sentences for torch.distributed's errors: which collective, whether the other is gone or silent, what to
-type."""
+"""Messages for torch.distributed's errors: which collective, whether the other rank exited or hangs, what to type."""
 
 from datetime import timedelta
 
@@ -10,7 +9,7 @@ from lowmem.system.errors import RankLost
 from lowmem.techniques.strategy import lost_ranks
 from made_up import WATCHDOG
 
-# As torch 2.13 says it, over gloo, when rank 1 of two was killed, slept, never came, or its port was taken.
+# Messages of torch 2.13 with gloo, if rank 1 of two was killed, slept or never joined, or if the port was taken.
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10121."
 RESET = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8835: Connection reset by peer"
@@ -23,7 +22,7 @@ TAKEN = "The server socket has failed to listen on any local network address. po
 
 
 def raised(path: str, names: tuple[str, ...], error: Exception) -> Exception:
-    """The error with a traceback through functions of these names of a file at that path."""
+    """Returns the error with a traceback through functions of these names in a file at that path."""
     code = "".join(f"def {name}(*rest): rest[0](*rest[1:])\n" for name in dict.fromkeys(names))
     space: dict = {}
     exec(compile(code, path, "exec"), space)
@@ -65,7 +64,7 @@ def test_lost_rank_error_names_the_calling_function_or_backward():
     )
 
 
-def test_torch_inside_a_folder_called_lowmem_is_not_taken_for_the_package():
+def test_lost_rank_error_names_the_collective_if_torch_is_in_a_folder_called_lowmem():
     torch = "/home/lowmem/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     error = raised(torch, ("all_reduce", "_wait"), RuntimeError(CLOSED))
     assert str(lost_ranks.rank_lost(error, 60)) == "all_reduce: another rank has exited."
@@ -74,7 +73,7 @@ def test_torch_inside_a_folder_called_lowmem_is_not_taken_for_the_package():
 @pytest.mark.parametrize(
     ("said", "sentence"), [(NOBODY, "Not all ranks joined the process group within 60"), (TAKEN, "port")]
 )
-def test_rendezvous_failure_is_explained(said, sentence):
+def test_rendezvous_failure_is_explained_as_missing_ranks_or_as_a_taken_port(said, sentence):
     error = raised(
         "/site/torch/distributed/rendezvous.py", ("init_process_group", "rendezvous"), dist.DistStoreError(said)
     )
@@ -88,7 +87,7 @@ def test_errors_not_caused_by_other_ranks_are_left_unchanged(error):
     assert lost_ranks.rank_lost(raised("/site/mine.py", ("step",), error), 60) is None
 
 
-def test_lost_rank_is_recognized_behind_a_later_error():
+def test_lost_rank_is_recognized_behind_an_error_raised_during_cleanup():
     try:
         try:
             raise raised(TORCH, ("all_reduce",), RuntimeError(SILENT))
@@ -98,7 +97,7 @@ def test_lost_rank_is_recognized_behind_a_later_error():
         assert str(lost_ranks.rank_lost(error, 60)).startswith("all_reduce: another rank did not answer")
 
 
-def test_watchdog_message_names_the_collective():
+def test_nccl_watchdog_message_names_the_collective_that_timed_out():
     said = lost_ranks.watchdog_message(f"step 3\n{WATCHDOG}\nmore")
     assert said.startswith("allreduce: another rank did not answer in time")
     assert lost_ranks.watchdog_message("step 3\nSegmentation fault") is None

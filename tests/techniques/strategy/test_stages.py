@@ -1,4 +1,4 @@
-"""A model cut into stages: what each holds, and that in a row they are the model."""
+"""A model divided into pipeline stages: the weights of each stage, and all stages in sequence."""
 
 import copy
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def a_model(name, **changes):
 
 
 def stages_of(model, count):
-    """Each in a model of its own, and emptied."""
+    """Returns the stages, each in a separate model that has no memory for the weights of other stages."""
     copies = [copy.deepcopy(model) for _ in range(count)]
     stages = [Stage(one, divided(one, count), number) for number, one in enumerate(copies)]
     for stage in stages:
@@ -36,7 +36,7 @@ def stages_of(model, count):
 
 
 def in_a_row(stages, micro_batch):
-    """Logits (B, T, V)."""
+    """Returns the logits (B, T, V) of the stages in sequence."""
     hidden = None
     for stage in stages[:-1]:
         with stage.entered(hidden, micro_batch.input_ids):
@@ -57,7 +57,7 @@ def test_stages_in_sequence_equal_the_model_bit_exactly(name):
 
 @pytest.mark.wrong
 @torch.no_grad()
-def test_stage_without_its_input_differs():
+def test_last_stage_with_zeros_as_input_gives_other_logits():
     model, micro_batch = a_model("llama")
     first, last = stages_of(model, 2)
     with last.entered(torch.zeros(micro_batch.input_ids.numel(), last.width), micro_batch.input_ids):
@@ -66,11 +66,11 @@ def test_stage_without_its_input_differs():
 
 
 @torch.no_grad()
-def test_stages_of_blocks_with_additional_inputs_are_caught():
-    model, micro_batch = a_model("gemma4")  # its blocks read embeddings of their own: `Pipeline.shard` refuses it
+def test_model_whose_blocks_have_additional_inputs_differs_when_divided_into_stages():
+    model, micro_batch = a_model("gemma4")  # its blocks read separate embeddings, so `Pipeline.shard` refuses it
     whole = model(**micro_batch.inputs, use_cache=False).logits
     assert not same(model, divided(model, 2), micro_batch)
-    assert torch.equal(model(**micro_batch.inputs, use_cache=False).logits, whole)  # and it is whole again
+    assert torch.equal(model(**micro_batch.inputs, use_cache=False).logits, whole)  # `same` restores the model
     assert not torch.allclose(in_a_row(stages_of(model, 2), micro_batch), whole)
 
 
@@ -84,7 +84,7 @@ def test_each_weight_is_on_one_stage_and_a_tied_weight_on_two():
     assert sum(map(division.bytes, range(2))) == bytes_of
 
 
-def test_stage_has_memory_for_its_own_weights_and_names_of_all():
+def test_stage_has_memory_for_its_own_weights_only_and_the_names_of_all_weights():
     model, _ = a_model("gpt2")
     names = [name for name, _ in model.named_parameters()]
     for number, stage in enumerate(stages_of(model, 2)):
@@ -107,16 +107,16 @@ def test_stage_has_memory_for_its_own_weights_and_names_of_all():
         ([1, 1], 100, 0, 2, [0, 1, 2]),
     ],
 )
-def test_largest_stage_is_as_small_as_possible(sizes, before, after, stages, cuts):
+def test_balanced_cuts_make_the_largest_stage_as_small_as_possible(sizes, before, after, stages, cuts):
     assert balanced(sizes, before, after, stages) == cuts
 
 
-def test_more_stages_than_blocks_are_refused():
+def test_pipeline_with_more_stages_than_blocks_is_refused():
     with pytest.raises(Refused, match="devices=4 or fewer"):
         divided(a_model("llama")[0], 5)
 
 
-def test_model_whose_blocks_are_not_a_plain_sequence_is_refused():
+def test_pipeline_of_a_model_whose_blocks_are_not_a_plain_sequence_is_refused():
     with pytest.raises(Refused, match="has no base model separate from its head"):
         divided(a_model("llama4_text")[0], 2)
 
@@ -142,7 +142,7 @@ def checkpointed(technique):
 
 
 def gradients(last, micro_batch):
-    """Two micro-batches forward, then the two back."""
+    """Runs two micro-batches forward, then both backward. Returns the gradients."""
     generator = torch.Generator().manual_seed(0)
     shape = micro_batch.input_ids.numel(), last.width
     arrived = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
@@ -156,14 +156,14 @@ def gradients(last, micro_batch):
 
 
 @pytest.mark.parametrize("technique", SEGMENTS)
-def test_checkpointing_across_stages_recomputes_from_the_entering_states(technique):
-    """Segments reach over a cut, and another micro-batch has passed before the first goes back."""
+def test_checkpointing_across_stages_gives_the_gradient_bits_of_no_checkpointing(technique):
+    """Segments reach across a cut, and a second micro-batch runs forward before backward of the first."""
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
     assert all(map(torch.equal, gradients(*checkpointed(technique)), kept))
 
 
-def test_recomputation_from_the_last_entering_states_is_caught(monkeypatch):
+def test_recomputation_from_the_input_of_another_micro_batch_changes_the_gradients(monkeypatch):
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
 

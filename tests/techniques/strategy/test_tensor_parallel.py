@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-ALWAYS = ("llama", "gpt2", "lora", "tiled")  # of the right ones, those that are computed each time
+ALWAYS = ("llama", "gpt2", "lora", "tiled")  # correct cases that `make test` runs
 RIGHT = [
     pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix)
     for name in CASES
@@ -47,7 +47,7 @@ RIGHT = [
 
 
 class Figures(dict):
-    """Returns what `size` processes find, by the name of the case, which they compute when it is first asked for."""
+    """Results of `size` processes by the name of the case. A case is computed at its first access."""
 
     def __init__(self, processes, folder, size, cases):
         super().__init__()
@@ -109,24 +109,24 @@ def test_each_tensor_parallel_rank_holds_half_of_the_weights(figures, case):
 
 
 @pytest.mark.matrix
-def test_indivisible_vocabulary_keeps_embedding_and_head_whole(figures):
+def test_tensor_parallelism_with_an_odd_vocabulary_keeps_embedding_and_head_whole(figures):
     assert figures["odd vocabulary"]["share"] > 0.55
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.matrix)])
-def test_each_block_reduces_twice_in_forward_and_twice_in_backward(figures, case):
-    """Layers that read the same tensor add their gradients before the ranks do. Beside blocks: the embedding's rows,
-    and of the head its logits and the gradient of what enters it."""
+def test_tensor_parallel_block_reduces_twice_in_forward_and_twice_in_backward(figures, case):
+    """Layers that read the same tensor add their gradients before the all-reduce. Three more collectives: the
+    embedding's rows, the head's logits, and the gradient of the head's input."""
     assert figures[case]["collectives"] == 2 * (2 + 2) + 3
 
 
 @pytest.mark.wrong
-def test_gradient_norm_that_counts_a_shard_twice_is_caught(figures):
-    assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times what the right one may be off
+def test_tensor_parallel_norm_that_counts_a_shard_twice_differs_from_one_process(figures):
+    assert figures["wrong norm"]["norm"] > 1e-4  # a hundred times the tolerance
 
 
 @pytest.mark.wrong
-def test_wrong_tensor_parallel_variants_are_caught(figures):
+def test_tensor_parallelism_with_a_deliberate_fault_differs_from_one_process(figures):
     assert figures["wrong heads"]["loss"] > 1e-3
     assert figures["wrong sum"]["gradients"] > 1e-6
     assert figures["wrong tiles"]["loss"] > 1e-3
@@ -141,7 +141,7 @@ def group(size):
     return SimpleNamespace(size=size)
 
 
-def test_indivisible_heads_and_widths_are_refused_with_a_valid_number():
+def test_heads_or_widths_that_ranks_cannot_divide_are_refused_with_a_valid_number():
     with pytest.raises(Refused, match=r"k_proj has 2 heads.*devices=2, or .*tensor_parallel_size=2\."):
         divide(built("llama"), group(4))
     with pytest.raises(Refused, match=r"q_proj has 4 heads, not a multiple of 3\. Type devices=2\.$"):
@@ -157,7 +157,7 @@ def test_indivisible_heads_and_widths_are_refused_with_a_valid_number():
         divide(fused, group(3))
 
 
-def test_indivisible_heads_in_a_smaller_group_do_not_blame_devices():
+def test_refusal_of_indivisible_heads_in_one_of_two_groups_does_not_suggest_devices():
     with (
         as_rank(0, 8),
         pytest.raises(Refused, match=r"k_proj has 2 heads.* Type another strategy=.*parallel_size=2\.$"),
@@ -165,12 +165,12 @@ def test_indivisible_heads_in_a_smaller_group_do_not_blame_devices():
         divide(built("llama"), group(4))
 
 
-def test_tensor_parallel_of_one_group_takes_no_size():
+def test_plain_tensor_parallel_strategy_rejects_the_argument_tensor_parallel_size():
     with pytest.raises(TypeError, match="tensor_parallel_size"):
         TensorParallel(tensor_parallel_size=2)
 
 
-def test_model_that_cannot_be_sharded_is_refused_by_name():
+def test_model_with_experts_or_without_a_plan_is_refused_for_tensor_parallelism():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     for kind, shape, why in (
         ("qwen3_moe", experts, "experts"),
@@ -181,14 +181,14 @@ def test_model_that_cannot_be_sharded_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("adapter", "why"), [(DoRA, "DoRA needs"), (QLoRA, "and only linear layers can be sharded")])
-def test_adapters_that_need_whole_matrices_are_refused(adapter, why):
+def test_dora_and_qlora_are_refused_for_tensor_parallelism(adapter, why):
     network = built("llama", dtype=torch.float32, hidden_size=64, intermediate_size=64)
     adapter(r=4)(network)
     with pytest.raises(Refused, match=why):
         divide(network, group(2))
 
 
-def test_invalid_device_mesh_is_refused():
+def test_invalid_tensor_parallel_size_for_the_number_of_devices_is_refused():
     assert TensorParallel.data_ranks(4) == 1
     assert FullyShardTensorParallel.data_ranks(8, tensor_parallel_size=2) == 4
     for devices, size in ((6, 4), (2, 4), (4, 0)):
@@ -197,8 +197,8 @@ def test_invalid_device_mesh_is_refused():
 
 
 @pytest.mark.matrix
-def test_two_dimensional_mesh_equals_one_process(processes, tmp_path):
-    """Two groups of two, with other rows each."""
+def test_tensor_parallelism_in_two_data_parallel_groups_equals_one_process(processes, tmp_path):
+    """Two groups of two ranks; each group reads different rows."""
     kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
     kinds |= {
         "tiled": {"kind": "qwen3", "loss": "tiled"},
@@ -211,4 +211,4 @@ def test_two_dimensional_mesh_equals_one_process(processes, tmp_path):
             found = figures[name]
             assert found["gradients"] < SINGLE and found["weights"] < SINGLE and found["norm"] < 1e-6, name
             assert found["conversion"] == 0.0 and found["parts"], name
-            assert 0.25 < found["share"] < 0.28, name  # norms, and of an adapter A or B, are divided over groups alone
+            assert 0.25 < found["share"] < 0.28, name  # norms, and A or B of adapters, are divided over groups only

@@ -1,4 +1,4 @@
-"""Tests what rank 0 does alone: the others wait for as long as it lives, and no longer. Ranks are threads here."""
+"""Work that rank 0 does alone: the other ranks wait while rank 0 is alive, and no longer. Ranks are threads here."""
 
 import signal
 import threading
@@ -19,7 +19,7 @@ TIMEOUT = 0.4
 
 
 class Rank:
-    """The part of `Several` that it needs, without a process group."""
+    """The tested methods of `Several`, without a process group."""
 
     rank_0_first, leave_after_rank_0 = Several.rank_0_first, Several.leave_after_rank_0
 
@@ -34,7 +34,7 @@ def ranks():
 
 
 def other(does):
-    """A process of its own; what it raises is in what is returned."""
+    """Runs `does` in another thread. Returns the thread and a list of the errors that it raises."""
     raised = []
 
     def run():
@@ -71,22 +71,22 @@ def test_working_rank_0_is_awaited_beyond_the_timeout(ranks):
     assert not raised
 
 
-def test_rank_0_without_a_heartbeat_is_lost(ranks):
-    """A process that is stopped has no thread that beats, either."""
+def test_rank_0_without_a_heartbeat_is_reported_as_lost(ranks):
+    """A stopped process sends no heartbeat either."""
     ranks[0].turns._say("rank 0", "7")
     other(turn_of(ranks[0], 10, beats=False))
     with pytest.raises(RankLost, match=r"Rank 0 has sent no heartbeat for 0\S* seconds \(its task: read the data\)"):
         waited(ranks[1])
 
 
-def test_rank_0_with_an_unresponsive_store_is_lost(ranks):
+def test_rank_0_with_an_unresponsive_store_is_reported_as_lost(ranks):
     ranks[1].turns.store = SimpleNamespace(check=lambda _: time.sleep(10))
     with pytest.raises(RankLost, match="has sent no heartbeat"):
         waited(ranks[1])
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in its turn", "between turns"])
-def test_failure_of_rank_0_is_reported_at_once(ranks, within):
+def test_failure_of_rank_0_is_reported_to_a_waiting_rank_at_once(ranks, within):
     def fails():
         with ExitStack() as stack:
             stack.enter_context(ranks[0].turns.heartbeat())
@@ -104,7 +104,7 @@ def test_failure_of_rank_0_is_reported_at_once(ranks, within):
     assert str(raised[0]) == "no such data"
 
 
-def test_signal_interrupts_a_waiting_rank(ranks):
+def test_signal_interrupts_a_rank_that_waits_for_rank_0(ranks):
     def told(*_):
         raise KeyboardInterrupt
 
@@ -119,7 +119,7 @@ def test_signal_interrupts_a_waiting_rank(ranks):
 
 
 def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
-    """The collective by which they agree has a time limit: nobody waits in it while rank 0 works."""
+    """The collective in which ranks agree has a time limit, so no rank may wait in it while rank 0 works."""
     left = []
     for rank in ranks:
         rank.all_gather = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]
@@ -138,8 +138,8 @@ def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
 
 
 @pytest.mark.parametrize(("device", "size", "left"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
-def test_failed_rank_leaves_nccl_without_waiting_for_other_ranks(monkeypatch, device, size, left):
-    """Else what it has failed of would be said after the others' time limit."""
+def test_failed_rank_destroys_its_process_group_unless_it_is_one_of_several_cards(monkeypatch, device, size, left):
+    """Otherwise its error would appear only after the timeout of the other ranks."""
     seen = []
     monkeypatch.setattr(process_group, "_join", lambda _: None)
     monkeypatch.setattr(process_group, "instantiate", lambda _: fails)

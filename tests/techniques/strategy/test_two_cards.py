@@ -1,6 +1,6 @@
-"""Every strategy on two cards, as typed: losses, the share of each rank, and its memory beside the prediction.
+"""Every strategy on two cards, as users run it: losses, the share of each rank, and its memory and its prediction.
 
-Two processes on the CPU show that the results are read as they should be.
+Two processes on the CPU check that the test reads the results correctly.
 """
 
 import json
@@ -27,7 +27,7 @@ SIZES = {
 
 @pytest.fixture
 def train(small, tmp_path):
-    """(overrides) -> (summary of a run of two ranks, whether each rank's shards are in pinned memory)."""
+    """Returns a function (overrides) -> (summary of a run of two ranks, whether each rank's shards are pinned)."""
 
     def run(*overrides: str) -> tuple[dict, set[str]]:
         (seen := tmp_path / "seen").mkdir()
@@ -50,7 +50,7 @@ def train(small, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.matrix), CARDS])
-def test_two_cards_train_with_their_share_of_the_weights(train, device, strategy):
+def test_two_ranks_of_each_strategy_hold_their_share_of_weights_and_the_predicted_memory(train, device, strategy):
     lines = (f"strategy={strategy}", f"device={device}", "precision=bf16", "optim=adamw", *SIZES[device])
     summary, pinned = train(*lines)
     ranks, shares = summary["ranks"], [rank["weights"] / summary["weights_bytes"] for rank in summary["ranks"]]

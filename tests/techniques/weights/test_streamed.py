@@ -1,6 +1,6 @@
-"""Weights that stream have the bits of weights that stay, whatever computes again, and nothing stale is ever read.
+"""Streamed weights have the bits of resident weights with every checkpointing policy, and no stale weight is read.
 
-Of the matrix of models, policies, losses, slots and masters any two choices are together in one row.
+The matrix is pairwise: any two choices of model, policy, loss, slots and precision are together in one row.
 """
 
 import time
@@ -34,14 +34,14 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def streamed(slots=2, *more):
-    """Returns the lines of weights that stream for each micro-batch; test_by_layer.py has the other order."""
+    """Returns overrides that stream weights for each micro-batch; test_by_layer.py tests the other order."""
     return ["weights=streamed", "weights.order=by_micro_batch", f"weights.slots={slots}", *more]
 
 
 @pytest.fixture(autouse=True)
 def overwritten_when_it_is_given_back(monkeypatch):
-    """A slot that is given back is NaN at once, as if another block's weights had come into it that moment: autograd
-    may still hold a view of it."""
+    """Overwrites a released slot with NaN at once, as if another block had been copied into it. Autograd may still hold
+    a view of the slot."""
     free = Streamed._free
 
     def overwrites(self, slot):
@@ -55,7 +55,7 @@ def overwritten_when_it_is_given_back(monkeypatch):
 
 @pytest.fixture(scope="module")
 def resident():
-    """(model, arguments) -> the same with weights that stay."""
+    """Returns a function that trains with resident weights and caches its results."""
     known = {}
 
     def run(config, model, arguments, **named):
@@ -71,7 +71,9 @@ def resident():
     "gpt2-every_layer-full-2-bf16-master", "llama-sqrt-chunked-3-16-master", "qwen3_moe-offload-tiled-3-bf16-master"
 )
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
-def test_streamed_equals_resident(config, resident, model, policy, loss, slots, precision):
+def test_streamed_weights_train_with_the_bits_of_resident_weights(
+    config, resident, model, policy, loss, slots, precision
+):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
     one, other = resident(config, model, arguments), trained(config, streamed(slots), model, arguments)
     assert other.module.weights.fetched > 0 and (precision == "bf16-master" or one.skipped > 0)
@@ -82,7 +84,7 @@ def test_streamed_equals_resident(config, resident, model, policy, loss, slots, 
 
 
 @pytest.mark.parametrize("blocks", [pytest.param(r, marks=[] if r == 3 else pytest.mark.matrix) for r in range(1, 5)])
-def test_streamed_equals_resident_with_some_resident_blocks(config, resident, blocks):
+def test_streaming_with_some_resident_blocks_has_the_bits_of_resident_weights(config, resident, blocks):
     arguments, six = lines("llama", "loss=chunked", "max_steps=2"), (("num_hidden_layers", 6),)
     some = trained(config, streamed(2, f"weights.resident_blocks={blocks}"), "llama", arguments, changed=six)
     assert len(some.module.weights.blocks) == 6 - blocks
@@ -99,7 +101,7 @@ def test_streamed_equals_resident_with_some_resident_blocks(config, resident, bl
         ),
     ],
 )
-def test_streamed_equals_resident_with_steps_in_backward_and_any_clipping(config, resident, clip, optim):
+def test_streaming_with_any_clipping_and_optimizer_has_the_bits_of_resident_weights(config, resident, clip, optim):
     arguments = lines("llama", "loss=chunked", "max_steps=2", clip=clip, optim=optim)
     assert trained(config, streamed(), "llama", arguments).same(resident(config, "llama", arguments))
 
@@ -115,7 +117,9 @@ LONG = (
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", MASTERS)
-def test_streamed_equals_resident_in_a_long_run_with_resumes_between_both(fit, tmp_path, precision):
+def test_long_run_resumed_between_streamed_and_resident_weights_has_the_bits_of_an_unbroken_run(
+    fit, tmp_path, precision
+):
     lines = [*LONG, f"precision={precision}"]
     if precision == "16-master":
         lines.append("precision.init_scale=1e9")
@@ -139,7 +143,7 @@ def held(run):
     return {key: found[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "lowmem", "global_step")}
 
 
-# --- what is frozen, and whoever else reads weights -------------------------------------------------------------------
+# --- frozen weights, and other readers of weights ---------------------------------------------------------------------
 
 RUN = (
     "gradient_checkpointing=every_layer",
@@ -180,20 +184,26 @@ LATE = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
 
 @pytest.mark.rows("llama-selective-4-off")
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), LATE)
-def test_streamed_equals_resident_with_randomly_late_copies(config, resident, model, policy, slots, clip):
+def test_streaming_with_randomly_late_copies_has_the_bits_of_resident_weights(
+    config, resident, model, policy, slots, clip
+):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     late = trained(config, streamed(slots), model, arguments, lane=LateLane(seed=slots))
     assert late.same(resident(config, model, arguments))
 
 
-WAITS = [("every_layer", 2), ("selective", 2), ("offload", 3)]  # a segment of several waits for its first block
+WAITS = [
+    ("every_layer", 2),
+    ("selective", 2),
+    ("offload", 3),
+]  # a segment of several blocks would wait for its first block
 
 
 @pytest.mark.parametrize(
     ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.matrix) for w in WAITS[1:])]
 )
 def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, policy, slots):
-    """Except for copies of the first block after a step, before which nothing computes."""
+    """The one wait is for the first block after a step, when nothing else computes."""
     steps = 2
     arguments = lines("llama", "loss=chunked", f"max_steps={steps}", policy=policy)
 
@@ -203,7 +213,7 @@ def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, po
         def clocked(module):
             module.weights.lane = lane
             for block in module.weights.blocks:
-                # before: computing again stops where nothing more of it is needed
+                # a pre-hook, because recomputation may stop before the end of the MLP
                 block.mlp.register_forward_pre_hook(lambda *_: lane.computes(1.0))
 
         trained(config, streamed(slots), "llama", arguments, prepare=clocked)
@@ -213,12 +223,12 @@ def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, po
     assert waits(1.1) > 2 * steps
 
 
-# --- what travels, and when -----------------------------------------------------------------------------------------
+# --- which copies are made, and when ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def begun():
-    """(lane, frozen blocks) -> (a Llama of four blocks, its weights, that have started to stream)."""
+    """Yields a function (lane, frozen blocks) -> (a Llama of four blocks, its streamed weights, started)."""
     started = []
 
     def begin(lane=None, frozen=0):
@@ -242,14 +252,16 @@ def begun():
 IDS = torch.arange(8).view(1, 8)
 
 
-def test_blocks_without_gradients_are_copied_once(begun):
+def test_leading_frozen_blocks_are_not_copied_again_for_backward(begun):
     for frozen in (0, 2):
         model, weights = begun(frozen=frozen)
         model(IDS, use_cache=False).logits.sum().backward()
-        assert weights.fetched == 4 + 3 - frozen  # up to the last; and down from it, which stays
+        assert (
+            weights.fetched == 4 + 3 - frozen
+        )  # forward copies four; backward begins with the last, which is still in its slot
 
 
-def test_passes_without_gradients_prefetch_the_first_block_again(begun):
+def test_streamed_evaluation_prefetches_the_first_block_for_the_next_pass(begun):
     lane = ClockLane(0.9)
     model, weights = begun(lane)
     for block in weights.blocks:
@@ -260,7 +272,7 @@ def test_passes_without_gradients_prefetch_the_first_block_again(begun):
     assert lane.waits == 1 and weights.fetched == 3 * 4 + 1
 
 
-def test_block_may_return_hidden_states_in_a_dict_tuple_or_list(begun, monkeypatch):
+def test_streamed_block_output_in_a_dict_tuple_or_list_is_accepted_and_a_plain_object_refused(begun, monkeypatch):
     _, weights = begun()
     reached = []
     monkeypatch.setattr(weights, "_reached", reached.append)
@@ -273,7 +285,7 @@ def test_block_may_return_hidden_states_in_a_dict_tuple_or_list(begun, monkeypat
         weights._leaves(3, object())
 
 
-def test_slot_read_by_backward_is_not_reused(begun, monkeypatch):
+def test_binding_a_slot_that_backward_still_reads_raises_an_error(begun, monkeypatch):
     _, weights = begun()
     weights._bind(0)
     weights.host_blocks[0].steps += 1
@@ -341,7 +353,9 @@ WRONG = {
 @pytest.mark.wrong
 @pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.matrix), 3])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_variant_of_streaming_is_not_finite_or_has_other_bits(config, resident, monkeypatch, wrong, slots):
+def test_streaming_with_a_deliberate_fault_is_not_finite_or_differs_from_resident_weights(
+    config, resident, monkeypatch, wrong, slots
+):
     if wrong is without_checkpointing and slots == 2:
         pytest.skip("with two slots the blocks of either parity find their own weights")
     arguments = lines("llama", "loss=chunked", "max_steps=2", policy=WRONG[wrong])
@@ -352,10 +366,10 @@ def test_wrong_variant_of_streaming_is_not_finite_or_has_other_bits(config, resi
         assert not trained(config, streamed(slots), "llama", arguments, lane=lane).same(right)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_host_does_not_update_a_weight_while_it_is_copied(waits):
-    """A backward pass has used what it steps, so that only whoever brings a weight early and does not use it sees it.
-    The wrong variant: the copy is not told of."""
+@pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
+def test_host_updates_a_weight_after_its_pending_copy_unless_the_copy_is_not_registered(waits):
+    """In training a gradient exists only after its weight was copied, so only a prefetched, unused copy can overlap
+    with an update. The deliberately wrong variant does not register the copy."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
     copied, link, host_block = (
         torch.empty(4000, dtype=torch.uint8),
@@ -390,8 +404,8 @@ def test_streamed_weight_is_nan_when_not_loaded_and_restored_after_the_run():
     assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
 
 
-def test_shared_modules_stay_resident_and_a_block_may_be_called_twice():
-    """A model whose blocks two and four share their MLP, and that goes through all of them two times."""
+def test_streaming_a_model_with_a_shared_mlp_and_repeated_blocks_has_resident_gradients():
+    """Blocks two and four share their MLP, which stays resident, and the model runs all blocks twice."""
     batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
 
     def gradients(streams):
@@ -415,7 +429,7 @@ def test_shared_modules_stay_resident_and_a_block_may_be_called_twice():
     assert all(map(torch.equal, gradients(streams=True), gradients(streams=False)))
 
 
-def test_model_that_cannot_stream_is_refused():
+def test_streaming_with_too_few_blocks_or_invalid_slots_or_resident_blocks_is_refused():
     with pytest.raises(Refused, match="weights=resident"):
         Streamed(network("llama", num_hidden_layers=1))
     always_the_same = network("llama", num_hidden_layers=3)

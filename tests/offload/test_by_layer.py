@@ -1,7 +1,7 @@
-"""Windows that go through the model block by block have the bits of windows that go through it one micro-batch after
-the other, and each block travels once per window.
+"""`weights.order=by_layer` runs the micro-batches of a window through the model block by block. Training has the bits
+of one micro-batch after the other, and each block is copied once for forward and once for backward.
 
-Of the matrix of models, policies, losses, slots and masters any two choices are together in one row.
+The matrix is pairwise: any two choices of model, policy, loss, slots and precision are together in one row.
 """
 
 import threading
@@ -41,21 +41,21 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def is_same(config, arguments, model, weights=BY_LAYER, **how):
-    """Assert that weights that stream equal resident ones; return the former."""
+    """Asserts that streamed weights train like resident weights. Returns the streamed run."""
     streamed = trained(config, weights, model, arguments, **how)
     assert trained(config, RESIDENT, model, arguments).same(streamed)
     return streamed
 
 
 def of_size(micro_batches, *more):
-    """The lines of windows of so many micro-batches; an epoch has nine."""
+    """Returns overrides for windows of so many micro-batches; an epoch has nine micro-batches."""
     return ("batch_size=1", f"accumulation.batches={micro_batches}", *more)
 
 
 @pytest.mark.kernels
 @pytest.mark.rows("qwen3_moe-every_layer-chunked-2-16-master", "llama-offload-full-2-bf16-master")
 @pytest.mark.parametrize(("model", "policy", "loss", "slots", "precision"), MATRIX)
-def test_by_layer_equals_resident(config, model, policy, loss, slots, precision):
+def test_by_layer_training_has_the_bits_of_resident_weights(config, model, policy, loss, slots, precision):
     arguments = lines(model, *LOSSES[loss], "max_steps=2", precision=precision, policy=policy)
     by_layer = is_same(config, arguments, model, (*BY_LAYER, f"weights.slots={slots}"))
     assert precision == "bf16-master" or by_layer.skipped > 0
@@ -66,8 +66,10 @@ def test_by_layer_equals_resident(config, model, policy, loss, slots, precision)
 @pytest.mark.parametrize(
     ("micro_batches", "clip", "optim"), list(product((1, 2, 3, 8), ("norm", "off"), ("adamw8bit", "adamw")))
 )
-def test_by_layer_equals_resident_in_windows_of_any_size(config, micro_batches, clip, optim):
-    """The second window of an epoch is one micro-batch where the first one has eight."""
+def test_by_layer_has_the_bits_of_resident_weights_with_1_to_8_micro_batches_per_step(
+    config, micro_batches, clip, optim
+):
+    """With eight micro-batches per window, the second window of an epoch has only one."""
     arguments = lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim)
     is_same(config, arguments, "gpt2")
     is_same(config, arguments, "gpt2", ONE_BY_ONE)
@@ -75,7 +77,7 @@ def test_by_layer_equals_resident_in_windows_of_any_size(config, micro_batches, 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.matrix)])
-def test_by_layer_equals_resident_in_windows_of_different_sizes(config, clip):
+def test_by_layer_has_the_bits_of_resident_weights_when_windows_shrink(config, clip):
     arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
     arguments[3] = "by_step"
     is_same(config, arguments, "llama")
@@ -85,9 +87,9 @@ def test_by_layer_equals_resident_in_windows_of_different_sizes(config, clip):
     ("precision", "clip"),
     [("bf16-master", "norm"), ("16-master", "off"), pytest.param("bf16-master", "off", marks=pytest.mark.matrix)],
 )
-def test_by_layer_equals_resident_when_windows_grow_and_shrink(config, precision, clip):
-    """Windows of 1, 1, 3, 3, 1, 3 micro-batches: the gradient of one has 16 bits, and its buffer must not round the
-    fp32 sum of the next window."""
+def test_by_layer_has_the_bits_of_resident_weights_when_windows_grow_and_shrink(config, precision, clip):
+    """Windows of 1, 1, 3, 3, 1, 3 micro-batches. The gradient buffer of one micro-batch has 16 bits, and must not round
+    the fp32 sum of the next window."""
     sizes = ("batch_size=1", "accumulation.sizes={0: 1, 2: 3}")
     arguments = list(lines("llama", *sizes, "max_steps=6", precision=precision, clip=clip))
     arguments[3] = "by_step"
@@ -98,7 +100,7 @@ def test_by_layer_equals_resident_when_windows_grow_and_shrink(config, precision
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
-def test_by_layer_equals_by_micro_batch_with_resident_blocks_slices_or_no_masters(config, case):
+def test_by_layer_has_the_bits_of_by_micro_batch_with_resident_blocks_slices_or_no_masters(config, case):
     more, weights = {
         "stays": ([], [*BY_LAYER, "weights.resident_blocks=2"]),
         "sliced": (["tile.tokens=5"], BY_LAYER),
@@ -109,7 +111,7 @@ def test_by_layer_equals_by_micro_batch_with_resident_blocks_slices_or_no_master
 
 
 @pytest.mark.parametrize("policy", ["offload", pytest.param("selective", marks=pytest.mark.matrix)])
-def test_by_layer_equals_resident_with_randomly_late_copies(config, policy):
+def test_by_layer_with_randomly_late_copies_has_the_bits_of_resident_weights(config, policy):
     arguments = lines("llama", "loss=chunked", "max_steps=2", policy=policy, clip="off")
     is_same(config, arguments, "llama", lane=LateLane(seed=1))
 
@@ -121,7 +123,7 @@ RUN = (
 )
 
 
-def test_resume_in_another_order_has_the_bits_of_a_resident_run(fit, tmp_path):
+def test_by_layer_run_resumed_in_either_order_has_the_bits_of_a_resident_run(fit, tmp_path):
     one, right = fit(*RUN, folder="resident")
     fit(*RUN, *BY_LAYER, "max_steps=2", folder="first")
     other, resumed = fit(*RUN, *BY_LAYER, f"resume={tmp_path / 'first'}", folder="second")
@@ -132,8 +134,8 @@ def test_resume_in_another_order_has_the_bits_of_a_resident_run(fit, tmp_path):
 
 
 def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, monkeypatch):
-    """Nine texts in groups of two, for which each block is copied once. The model has positions for all of one text,
-    and ends the others at end tokens. Wrong: one generator for all, whose drawn texts are others."""
+    """Nine texts are evaluated in groups of two; each block is copied once per group. The deliberately wrong variant
+    draws all samples from one random generator."""
     typed = [*RUN, "val_sequences=9", "sample_prompts=[a,longer than that,b]", "max_steps=1", "accumulation.batches=2"]
 
     def written(*weights, folder):
@@ -154,26 +156,26 @@ def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, 
     assert (loss, samples) == written(*ONE_BY_ONE, folder="one-by-one")[:2]
     by_layer = written(*BY_LAYER, folder="by-layer")
     assert (loss, samples) == by_layer[:2]
-    assert len(by_layer[2]) == 1 + 5 and max(by_layer[2]) <= 4 + 1  # after one group that is evaluated before training
+    assert len(by_layer[2]) == 1 + 5 and max(by_layer[2]) <= 4 + 1  # one group before training, five after it
     dropout_drawn_from_one_stream(monkeypatch)
     assert samples != written(*BY_LAYER, folder="wrong")[1]
 
 
-# --- what travels, and what the host holds ----------------------------------------------------------------------------
+# --- copies, and memory of the host -----------------------------------------------------------------------------------
 
 
 def copies(config, micro_batches, weights=BY_LAYER):
-    """Returns the copies of blocks in a window of so many micro-batches."""
+    """Returns the number of block copies in a window of so many micro-batches."""
     arguments = lines("llama", *of_size(micro_batches), "loss=chunked", "max_steps=1")
     return trained(config, weights, "llama", arguments).module.weights.fetched
 
 
-def test_by_layer_copies_each_block_twice_per_window(config):
+def test_by_layer_copies_blocks_as_often_for_8_micro_batches_as_for_1(config):
     assert copies(config, 8) == copies(config, 1) and copies(config, 8, ONE_BY_ONE) == 7 * copies(config, 1)
 
 
 def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
-    """Returns the bytes of the blocks' gradients that left in a window."""
+    """Returns the bytes of block gradients that a window copies to the host."""
     sent, fetch = [], Link.fetch
 
     def counting(self, gradient, receive):
@@ -187,20 +189,20 @@ def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
     return sum(sent)
 
 
-def test_by_layer_sends_each_gradient_once_per_window_and_sums_in_fp32(config, monkeypatch):
+def test_by_layer_copies_each_gradient_to_the_host_once_per_window_in_fp32(config, monkeypatch):
     one = down(config, monkeypatch, 1)
     assert down(config, monkeypatch, 8) == 2 * one and down(config, monkeypatch, 8, ONE_BY_ONE) == 8 * one
 
 
 def test_by_layer_hides_a_link_four_times_slower_than_compute_in_a_window_of_eight(config):
-    """But for the first block after a step, before which nothing computes. Computing a block takes 1, copying it 4."""
+    """All copies are hidden except the first after a step. Computing a block takes 1 unit of time, copying it 4."""
 
     def time_over_compute(weights):
         lane, work = ClockLane(4.0), []
 
         def clocked(module):
             module.weights.lane = lane
-            for block in module.weights.blocks:  # before: computing again stops where nothing more of it is needed
+            for block in module.weights.blocks:  # recomputation may stop early
                 block.mlp.register_forward_pre_hook(lambda *_: work.append(lane.computes(1.0)))
 
         trained(config, weights, "llama", lines("llama", *of_size(8), "loss=chunked", "max_steps=1"), prepare=clocked)
@@ -209,8 +211,10 @@ def test_by_layer_hides_a_link_four_times_slower_than_compute_in_a_window_of_eig
     assert time_over_compute(BY_LAYER) < 1.1 and time_over_compute(ONE_BY_ONE) > 3
 
 
-@pytest.mark.parametrize(("weights", "holds"), [(BY_LAYER, False), (ONE_BY_ONE, True)])
-def test_by_layer_with_early_steps_keeps_no_gradient_sums_of_blocks_on_the_host(config, weights, holds):
+@pytest.mark.parametrize(
+    ("weights", "holds"), [(BY_LAYER, False), (ONE_BY_ONE, True)], ids=["by layer", "by micro-batch"]
+)
+def test_early_updates_keep_gradient_sums_of_blocks_by_micro_batch_but_not_by_layer(config, weights, holds):
     masters, arguments = [], lines("llama", *of_size(3), "loss=chunked", "max_steps=2", clip="off")
 
     def find(module):
@@ -239,7 +243,7 @@ def test_by_layer_with_early_steps_keeps_no_gradient_sums_of_blocks_on_the_host(
         pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.matrix),
     ],
 )
-def test_by_layer_windows_have_no_race(slots, registers, case):
+def test_by_layer_training_has_no_race(slots, registers, case):
     model, how = case
     weights = (*BY_LAYER, f"weights.slots={slots}")
     with watched() as found:
@@ -277,7 +281,7 @@ def gradients_added_in_another_order(monkeypatch):
 
 
 def far_apart(module):
-    """Makes each micro-batch's gradients a thousandth of those before, so that fp32 shows the order of a sum."""
+    """Scales the gradients of later micro-batches down by 1024 each time, so that fp32 sums depend on the order."""
 
     def smaller(p):
         calls = count()
@@ -287,7 +291,7 @@ def far_apart(module):
         smaller(p)
 
 
-def test_by_layer_adds_gradients_in_the_order_of_the_window(config, monkeypatch):
+def test_by_layer_adds_gradients_in_the_order_of_the_micro_batches(config, monkeypatch):
     arguments = lines("llama", *of_size(8), "loss=full", "max_steps=1", optim="adamw")
     right = trained(config, RESIDENT, "llama", arguments, prepare=far_apart)
     assert trained(config, BY_LAYER, "llama", arguments, prepare=far_apart).same(right)
@@ -296,12 +300,12 @@ def test_by_layer_adds_gradients_in_the_order_of_the_window(config, monkeypatch)
 
 
 def counting_some(module):
-    """Let the auxiliary loss count other tokens in each micro-batch."""
+    """Makes the auxiliary loss count different tokens in each micro-batch."""
     forward = module.forward
     module.forward = lambda batch: forward(replace(batch, real=batch.input_ids % 3 > 0))
 
 
-def test_interleaved_micro_batches_count_their_own_tokens(config):
+def test_by_layer_auxiliary_loss_counts_the_tokens_of_each_micro_batch(config):
     arguments = lines("qwen3_moe", "loss=full", "max_steps=2")
     right = trained(config, RESIDENT, "qwen3_moe", arguments, prepare=counting_some)
     assert trained(config, BY_LAYER, "qwen3_moe", arguments, prepare=counting_some).same(right)
@@ -350,7 +354,7 @@ WRONG = {
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_wrong_variant_of_by_layer_has_other_bits(config, monkeypatch, wrong):
+def test_by_layer_with_a_deliberate_fault_differs_from_resident_weights(config, monkeypatch, wrong):
     model = WRONG[wrong]
     arguments = lines(model, "loss=full", "max_steps=2")
     right = trained(config, RESIDENT, model, arguments)
@@ -367,7 +371,7 @@ def test_block_released_by_the_first_micro_batch_is_copied_more_often(config, mo
         self.last = True
 
     monkeypatch.setattr(StreamedWeights, "enter", wrong)
-    monkeypatch.setattr(ByLayer, "gradient", lambda self, p: None)  # which steps early, too
+    monkeypatch.setattr(ByLayer, "gradient", lambda self, p: None)  # no early updates
     assert copies(config, 8) > 1.05 * right
 
 
@@ -460,7 +464,7 @@ def run(runs, log=None):
     return window
 
 
-def test_all_micro_batches_reach_a_barrier_before_the_next_block():
+def test_all_micro_batches_reach_a_barrier_before_any_enters_the_next_block():
     log = []
     run([Made(number, log) for number in range(3)], log)
     reached = [entry for entry in log if isinstance(entry[1], tuple)]
@@ -472,7 +476,7 @@ def test_all_micro_batches_reach_a_barrier_before_the_next_block():
 @pytest.mark.parametrize(
     "other", [(("forward", 1),), (), (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))]
 )
-def test_micro_batch_with_other_blocks_is_refused(other):
+def test_by_layer_refuses_micro_batches_that_run_different_blocks(other):
     with pytest.raises(Refused, match=r"weights\.order=by_micro_batch"):
         run([Made(0, []), Made(1, [], other), Made(2, [])])
     assert left() == []
@@ -494,10 +498,10 @@ def test_micro_batch_threads_inherit_grad_mode_device_and_dispatch_modes():
     assert [entry[:2] for entry in seen] == [(False, "cpu")] * 2 + [(True, "meta")] * 2
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [False, True], ids=["grad mode", "inference mode"])
 def test_backward_in_micro_batch_threads_is_not_multithreaded(inference):
-    """On a card one thread serves all micro-batches, and hooks that wait in it wait for ever: an H200 stood still.
-    Inference mode, on or off, switches torch's threads, so they are switched off after it."""
+    """On a card one autograd thread serves all micro-batches, so a hook that waits in this thread would deadlock.
+    Inference mode changes this setting, so threads must be disabled after inference mode is entered."""
     seen = []
 
     class Asks(Made):
@@ -509,13 +513,13 @@ def test_backward_in_micro_batch_threads_is_not_multithreaded(inference):
     assert seen == [False, False] and torch._C._is_multithreading_enabled()
 
 
-def test_autocast_around_micro_batch_threads_raises():
+def test_autocast_around_micro_batch_threads_raises_an_error():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(AssertionError, match="autocast"):
         run([Made(0, []), Made(1, [])])
     assert left() == []
 
 
-def test_gradient_missing_in_the_last_micro_batch_is_sent_after_the_window():
+def test_gradient_missing_in_the_last_micro_batch_is_sent_to_the_host_after_the_window():
     sent = []
 
     class Sink:
@@ -540,12 +544,12 @@ def test_gradient_missing_in_the_last_micro_batch_is_sent_after_the_window():
 
 
 def test_unknown_weights_order_is_refused_before_loading(config):
-    """Also where a window has one micro-batch, for which the order does not matter."""
+    """Also with one micro-batch per window, where the order has no effect."""
     with pytest.raises(Refused, match=r"weights\.order=by_block: .* auto, by_layer, by_micro_batch"):
         check(config("weights=streamed", "precision=bf16-master", "weights.order=by_block"), {})
 
 
-def test_gradient_outside_the_blocks_is_sent_for_each_micro_batch():
+def test_by_layer_sends_a_gradient_outside_the_blocks_for_each_micro_batch():
     weights = Streamed(network("llama", num_hidden_layers=3), order="by_layer")
     weights._window = ByLayer([Made(0, []), Made(1, [])], Generators.alike(CPU, 2, seed=None), weights.enter)
     for p, leaves in ((nn.Parameter(torch.ones(2)), True), (next(weights.blocks[0].parameters()), False)):

@@ -1,5 +1,5 @@
-"""Weights whose masters and state are on a drive have the bits of weights that have them in memory; and a drive that
-fails ends the run in a sentence."""
+"""Masters and optimizer state on a drive give the bits of masters and state in memory, and a failing drive ends the run
+with a one-line error."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ RECIPE = ("bf16-master", "adamw8bit", "off", "fixed", "state")
 def run(
     config, folder, precision="bf16-master", optim="adamw8bit", clip="off", accumulation="none", holds="state", **how
 ):
-    """Trains two steps. Args: folder: on a drive; None: everything is in memory."""
+    """Trains two steps. Args: folder: a folder on a drive; None: everything is in memory."""
     more = ("loss=tiled", "loss.columns=64", "max_steps=2")
     arguments = list(lines("llama", *more, precision=precision, optim=optim, clip=clip))
     arguments[3] = accumulation
@@ -60,20 +60,20 @@ def changes_no_bit(config, in_memory, tmp_path, *recipe, **how):
 
 @pytest.mark.rows("16-master-adamw-norm-fixed-state", "16-master-adamw8bit-off-none-all", "bf16-sr-adafactor-*")
 @pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
-def test_weights_on_a_drive_have_the_bits_of_weights_in_memory(config, in_memory, tmp_path, recipe):
+def test_training_with_a_drive_has_the_bits_of_training_in_memory(config, in_memory, tmp_path, recipe):
     assert changes_no_bit(config, in_memory, tmp_path, *recipe)
     assert not list(tmp_path.iterdir())  # its files have no name
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_weights_on_a_drive_equal_memory_with_a_stepping_thread(config, in_memory, tmp_path, holds):
-    """As with a card: the thread that steps takes turns while the training loop asks where weights are."""
+def test_drive_with_updates_on_a_host_thread_gives_the_bits_of_memory(config, in_memory, tmp_path, holds):
+    """As with a card: the host thread uses the drive while the training thread asks where weights are."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_weights_on_a_drive_equal_memory_by_layer(config, tmp_path, holds):
+def test_drive_with_weights_order_by_layer_gives_the_bits_of_memory(config, tmp_path, holds):
     arguments = lines("llama", "loss=tiled", "loss.columns=64", "max_steps=2", policy="offload", clip="off")
     place = ["weights=streamed", "weights.order=by_layer"]
     drive = [f"weights.drive={tmp_path}", f"weights.drive_holds={holds}"]
@@ -84,8 +84,8 @@ def test_weights_on_a_drive_equal_memory_by_layer(config, tmp_path, holds):
 
 
 class Made(Disk):
-    """A drive that is slow, does less than it was asked for, or fails. Args: fails: (call, after how many of these,
-    errno); short: most bytes that a call moves; late: seconds of each call."""
+    """A drive that is slow, transfers fewer bytes than requested, or fails. Args: fails: (call, how many of these calls
+    succeed, errno); short: most bytes per call; late: seconds that each call takes."""
 
     def __init__(self, fails=("", 0, 0), short=1 << 40, late=0.0):
         self.fails, self.short, self.late = fails, short, late
@@ -126,7 +126,7 @@ def disk(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"short": PAGE}, {"short": 3 * PAGE + 5}, {"late": 0.002}], ids=str)
-def test_slow_drive_and_short_transfers_change_no_bit(config, in_memory, tmp_path, disk, how):
+def test_slow_drive_or_short_transfers_give_the_bits_of_memory(config, in_memory, tmp_path, disk, how):
     made = disk(**how)
     assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
     assert made.calls["read"] > 0
@@ -150,7 +150,7 @@ def test_drive_error_ends_the_run_with_a_one_line_error(config, tmp_path, disk, 
     assert str(error.value).startswith(f"weights.drive={tmp_path}: ") and words in str(error.value)
 
 
-def test_truncated_swap_file_is_an_error(tmp_path):
+def test_reading_beyond_the_end_of_a_swap_file_raises_an_error(tmp_path):
     drive = Drive(tmp_path)
     file, memory = drive.file(), scratch_file.buffer(4 * PAGE)
     file.grow(2 * PAGE)
@@ -158,7 +158,7 @@ def test_truncated_swap_file_is_an_error(tmp_path):
         file.read(0, memoryview(memory)).result()
 
 
-# --- variants that must not pass --------------------------------------------------------------------------------------
+# --- deliberately wrong variants --------------------------------------------------------------------------------------
 
 
 def without_waiting_for_a_read(monkeypatch):
@@ -182,17 +182,17 @@ def written_when_its_turn_begins(monkeypatch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [without_waiting_for_a_read, written_when_its_turn_begins])
-def test_wrong_variant_of_the_drive_has_other_bits(config, in_memory, tmp_path, disk, monkeypatch, wrong):
+def test_drive_with_a_deliberate_fault_differs_from_memory(config, in_memory, tmp_path, disk, monkeypatch, wrong):
     disk(late=0.002)
     wrong(monkeypatch)
     assert not changes_no_bit(config, in_memory, tmp_path, *RECIPE)
 
 
-# --- turns, room and places -------------------------------------------------------------------------------------------
+# --- swap files -------------------------------------------------------------------------------------------------------
 
 
 def swap_files(folder, count=6, elements=PAGE, ahead=1):
-    """Blocks of one tensor each, which holds the block's number."""
+    """Returns swap files of blocks. Each block has one large tensor, filled with the number of the block."""
     all_of_it = SwapFiles(Drive(folder), ahead)
     every = [all_of_it.new() for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]
@@ -203,7 +203,7 @@ def swap_files(folder, count=6, elements=PAGE, ahead=1):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_few_blocks_are_in_memory_and_every_tensor_is_readable(tmp_path, ahead):
+def test_swapped_blocks_take_the_memory_of_few_blocks_and_keep_all_changes(tmp_path, ahead):
     blocks, every, tensors = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):
         for number, swap_file in enumerate(every):
@@ -219,7 +219,7 @@ def test_few_blocks_are_in_memory_and_every_tensor_is_readable(tmp_path, ahead):
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
     blocks, every, _ = swap_files(tmp_path, ahead=ahead)
-    for _ in range(3):  # in the first round nobody knows yet which is next
+    for _ in range(3):  # in the first round the next block is not known yet
         before = blocks.drive.read_bytes
         for number, swap_file in enumerate(every):
             while any(other.moving() for other in blocks._inside):
@@ -229,7 +229,7 @@ def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
     assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(swap_file.size for swap_file in every)
 
 
-def test_buffers_of_a_mixture_hold_a_block_ahead_and_attention_is_swapped():
+def test_drive_buffers_of_a_mixture_hold_a_block_ahead_and_routers_stay_in_memory():
     """A block has a small router, attention, and two stacks of experts, one twice as large as the other. The buffers
     hold the file that is being written, the pinned file and a block ahead. Buffers of the largest stack's size would
     take more."""
@@ -256,7 +256,7 @@ def test_small_tensors_stay_in_memory_and_unpinned_tensors_are_read_only(tmp_pat
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_checkpoint_of_swapped_tensors_has_their_size_only(tmp_path):
+def test_checkpoint_of_swapped_tensors_has_the_size_of_the_tensors(tmp_path):
     *_, tensors = swap_files(tmp_path)
     torch.save(tensors, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
@@ -282,7 +282,7 @@ def test_tmpfs_folder_is_recognized_as_memory(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_full_drive_ends_the_run(config, tmp_path):
+def test_full_drive_ends_the_run_with_no_space_left_on_device(config, tmp_path):
     image, folder = tmp_path / "image", tmp_path / "mounted"
     folder.mkdir()
     image.write_bytes(bytes(1 << 18))
@@ -299,7 +299,7 @@ def test_full_drive_ends_the_run(config, tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=60)
 
 
-def test_drive_does_not_change_the_device_peak(fit, tmp_path):
+def test_drive_does_not_change_the_peak_memory_of_the_device(fit, tmp_path):
     typed = ("precision=bf16-master", "optim=adamw8bit", "weights=streamed", "gradient_checkpointing=every_layer")
     typed += ("loss=tiled", "clip=null", "max_steps=2", "logger=none", "model.architecture.n_embd=64")
     peaks = []
@@ -310,7 +310,7 @@ def test_drive_does_not_change_the_device_peak(fit, tmp_path):
     assert peaks[0] == peaks[1] == peaks[2]
 
 
-def test_block_uses_two_file_descriptors_for_any_number_of_tensors(tmp_path):
+def test_block_on_a_drive_uses_two_file_descriptors_for_any_number_of_tensors(tmp_path):
     before, blocks = len(os.listdir("/proc/self/fd")), SwapFiles(Drive(tmp_path))
     every = [blocks.new() for _ in range(6)]
     for swap_file in (*every, *every):
@@ -322,13 +322,13 @@ def test_block_uses_two_file_descriptors_for_any_number_of_tensors(tmp_path):
 
 
 @pytest.mark.matrix
-def test_tensor_subclass_state_stays_in_memory_beside_a_drive(config, in_memory, tmp_path):
+def test_adamw4bit_with_a_drive_gives_the_bits_of_memory(config, in_memory, tmp_path):
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw4bit", "off", "none", "state")
 
 
-@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("refused", [False, True], ids=["runs", "refused"])
 def test_run_with_a_drive_restores_the_open_file_limit(fit, tmp_path, monkeypatch, refused):
-    """Also one that is refused after it has raised the limit."""
+    """Also a run that is refused after it has raised the limit."""
     before, seen, assembled = resource.getrlimit(resource.RLIMIT_NOFILE), [], training._assembled
     few = (1024, before[1])
 

@@ -1,4 +1,4 @@
-"""Embedding and head in host memory: the bits of a run whose weights are resident, and neither is on the device."""
+"""Embedding and head in host memory: the bits of resident weights, and neither weight is on the device."""
 
 import threading
 from collections import Counter
@@ -26,7 +26,7 @@ from two_models import configured, linked_by, windows
 
 pytestmark = pytest.mark.kernels
 SHAPES = {
-    "gpt2": {},  # tied, and positions beside it
+    "gpt2": {},  # tied, with learned positions
     "llama": {"tie_word_embeddings": False, "pad_token_id": 7},
     "gemma3_text": {"attn_implementation": "eager"},  # tied, and the embedding has a factor
 }
@@ -39,7 +39,7 @@ def setting(config, clip, accumulation, *more, precision="bf16-master"):
 
 
 def weights_after(cfg, kind, lane=None):
-    """Returns the weights of a run by name, in fp32. Args: lane: makes a lane; None: that of a CPU."""
+    """Returns the weights of a run by name, in fp32. Args: lane: creates a lane; None: the lane of a CPU."""
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
     order = {"order": cfg.order} if cfg.streams else {}
@@ -71,19 +71,19 @@ def same(config, kind, clip, accumulation, lane, **precision):
     ("clip", "accumulation", "lane"),
     [
         ("norm", "fixed", None),
-        ("off", "fixed", SlowLane),  # steps early, in the last of two micro-batches
+        ("off", "fixed", SlowLane),  # early updates, in the last of two micro-batches
         pytest.param("off", "none", None, marks=pytest.mark.matrix),
         pytest.param("off", "none", SlowLane, marks=pytest.mark.matrix),
         pytest.param("both", "fixed", SlowLane, marks=pytest.mark.matrix),
     ],
 )
-def test_streamed_edges_equal_resident_ones(config, kind, clip, accumulation, lane):
+def test_streamed_embedding_and_head_give_the_bits_of_resident_weights(config, kind, clip, accumulation, lane):
     assert same(config, kind, clip, accumulation, lane)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", SHAPES)
-def test_streamed_edges_equal_resident_ones_with_skipped_steps(config, kind, monkeypatch):
+def test_streamed_embedding_and_head_with_skipped_steps_give_the_bits_of_resident_weights(config, kind, monkeypatch):
     scaled = [*parity.WITH["precision=16-master"][:-1], "precision.init_scale=3e5"]
     monkeypatch.setitem(parity.WITH, "precision=16-master", scaled)
     assert same(config, kind, "norm", "fixed", SlowLane, precision="16-master")
@@ -93,7 +93,7 @@ def test_streamed_edges_equal_resident_ones_with_skipped_steps(config, kind, mon
 
 
 def looked_up_before_the_update(monkeypatch):
-    """Every update waits until the next step has looked up its rows: 3 steps of 2 micro-batches each."""
+    """Makes every update wait until the next step has looked up its rows. There are 3 steps of 2 micro-batches."""
     start, gathered, step = Edge.start, Edge._gathered, SplitHostWeight.step
     lookups, steps, changed = [], Counter(), threading.Condition()
 
@@ -124,7 +124,7 @@ def looked_up_before_the_update(monkeypatch):
 
 
 def tied_gradients_each_on_its_own(monkeypatch):
-    """Added in fp32, after each was rounded."""
+    """Rounds the two gradients of a tied weight separately, and adds them in fp32."""
     right = Edge._take_rows
 
     def wrong(self, at, landed, of_head, *piece):
@@ -135,13 +135,13 @@ def tied_gradients_each_on_its_own(monkeypatch):
     monkeypatch.setattr(Edge, "_take_rows", wrong)
 
 
-WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # steps behind, or in backward
+WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # late updates, or early updates
 
 
 @pytest.mark.wrong
 @pytest.mark.rows("tied_gradients*")
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_variant_of_streamed_edges_has_other_bits(config, wrong, monkeypatch):
+def test_streamed_embedding_with_a_deliberate_fault_differs_from_resident_weights(config, wrong, monkeypatch):
     wrong(monkeypatch)
     assert not same(config, "gpt2", WRONG[wrong], "fixed", SlowLane)
 
@@ -149,8 +149,8 @@ def test_wrong_variant_of_streamed_edges_has_other_bits(config, wrong, monkeypat
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_device_holds_only_rows_and_tiles_of_streamed_edges(fit):
-    """As the ledger of a run counts them, at the highest point."""
+def test_device_peak_has_only_rows_and_tiles_of_a_streamed_embedding_and_head(fit):
+    """The ledger of the run counts these bytes at the peak."""
     shape = ("model.architecture.vocab_size=4096", "model.architecture.n_embd=64", "model.architecture.n_layer=3")
     how = ("precision=bf16-master", "gradient_checkpointing=every_layer", "batch_size=1", "seq_len=8", "max_steps=2")
     held = {}
@@ -169,7 +169,7 @@ def test_device_holds_only_rows_and_tiles_of_streamed_edges(fit):
 
 @pytest.fixture
 def started():
-    """kind -> (model, the same with its edges in host memory)."""
+    """Returns a function kind -> (model, an equal model with embedding and head in host memory)."""
 
     def make(kind, **changes):
         whole, apart = (network(kind, **SHAPES[kind] | changes).eval() for _ in range(2))
@@ -183,7 +183,7 @@ def started():
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_streamed_head_returns_the_complete_logits(started, kind, monkeypatch):
+def test_streamed_head_returns_the_logits_of_a_resident_head(started, kind, monkeypatch):
     monkeypatch.setattr(edges, "COLUMNS", 96)
     whole, apart = started(kind)
     ids = torch.randint(0, VOCABULARY, (2, 9))
@@ -198,11 +198,11 @@ def test_second_lookup_of_a_streamed_embedding_in_one_pass_is_refused(started):
     with pytest.raises(Refused, match="twice in one forward pass"):
         apart.model.embed_tokens(ids)
     del first
-    apart.model.embed_tokens(ids)  # what never saw a backward pass is forgotten
+    apart.model.embed_tokens(ids)  # a lookup without backward is forgotten
 
 
-def test_padding_row_has_no_gradient_during_the_next_lookup(started):
-    """The host takes rows while the embedding has others in place of its weight, which have no padding."""
+def test_padding_row_of_a_streamed_embedding_gets_no_gradient_during_the_next_lookup(started):
+    """The host receives gradients while the next rows, which have no padding row, stand in for the weight."""
     whole, apart = started("llama")
     (edge,) = edges.edges(apart, head_in_tiles=False)
     host_block, embedding, taken = HostBlock([whole.model.embed_tokens.weight]), edge.embedding, []
@@ -227,9 +227,9 @@ def test_padding_row_has_no_gradient_during_the_next_lookup(started):
     assert torch.equal(taken[0], right)
 
 
-@pytest.mark.parametrize("by_frequency", [False, True])
+@pytest.mark.parametrize("by_frequency", [False, True], ids=["plain", "by frequency"])
 @pytest.mark.parametrize("padding", [-1, 3])
-def test_rows_summed_by_token_have_the_bits_of_the_dense_gradient(padding, by_frequency):
+def test_row_gradients_summed_by_token_have_the_bits_of_the_dense_embedding_gradient(padding, by_frequency):
     torch.manual_seed(0)
     ids, rows = torch.randint(0, 7, (64,)), torch.randn(64, 16).bfloat16()
     dense = torch.ops.aten.embedding_dense_backward(rows, ids, 11, padding, by_frequency)
@@ -238,7 +238,7 @@ def test_rows_summed_by_token_have_the_bits_of_the_dense_gradient(padding, by_fr
     assert not torch.equal(torch.zeros(11, 16).index_add_(0, ids, rows.float()).bfloat16(), dense)  # rounded once
 
 
-def test_abandoned_tile_read_keeps_the_memory_until_its_copy_is_done(started):
+def test_abandoned_read_of_head_tiles_waits_for_all_its_copies(started):
     class Noted(AtOnceLane):
         asked, held = [], []
 
@@ -259,7 +259,7 @@ def test_abandoned_tile_read_keeps_the_memory_until_its_copy_is_done(started):
     assert set(lane.asked) <= set(lane.held)
 
 
-def test_edge_state_left_by_a_failed_pass_is_discarded(started):
+def test_gradients_of_embedding_and_head_left_by_a_failed_pass_are_discarded(started):
     _, apart = started("gpt2")
     edge = apart.lm_head.source
     edge.start_gradient()
@@ -268,12 +268,12 @@ def test_edge_state_left_by_a_failed_pass_is_discarded(started):
     assert ids is not None and edge._of_head == {} and edge._rows == {}
 
 
-def test_shared_or_renormalized_edges_stay_on_the_device():
+def test_shared_or_renormalized_embedding_or_head_is_not_streamed():
     model = network("llama", **SHAPES["llama"])
     assert [edge.weight.shape for edge in edges.edges(model, True)] == [(VOCABULARY, WIDTH)] * 2
     assert [edge.embedding for edge in edges.edges(model, False)] == [model.model.embed_tokens]
     assert edges.edges(network("gpt2"), False) == []  # tied
-    model.model.embed_tokens.max_norm = 1.0  # its weight is changed by looking it up
+    model.model.embed_tokens.max_norm = 1.0  # a lookup changes the weight
     assert [edge.head for edge in edges.edges(model, True)] == [model.lm_head]
     model.another = nn.Linear(WIDTH, VOCABULARY, bias=False)
     model.another.weight = model.lm_head.weight

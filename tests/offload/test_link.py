@@ -1,4 +1,4 @@
-"""The staged link on a lane whose copies run late: what a card would do, and the races that it would bring."""
+"""The link through staging buffers, with copies that run late as on a card, and possible races."""
 
 import threading
 
@@ -22,7 +22,7 @@ from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 @pytest.mark.rows("adamw-norm", "adafactor-off")
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_staged_link_has_the_bits_of_the_naive_loop(config, clip, optim):
+def test_staged_link_with_late_copies_has_the_bits_of_the_naive_loop(config, clip, optim):
     for precision, loss in zip(PRECISIONS, ("chunked", "full"), strict=True):
         cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
         assert equal(ours(cfg, SlowLane()), naive(cfg))
@@ -44,7 +44,7 @@ def without_calls_of_the_layers(module):
         fuse(block.mlp)
 
 
-def test_fused_kernel_reads_weights_that_the_host_has_updated(config):
+def test_kernel_that_bypasses_layer_calls_reads_weights_that_the_host_has_updated(config):
     arguments = lines("gpt2", "max_steps=3")
     right = trained(config, ["weights=resident"], "gpt2", arguments)
     fused = {"lane": SlowLane(), "prepare": without_calls_of_the_layers}
@@ -52,7 +52,8 @@ def test_fused_kernel_reads_weights_that_the_host_has_updated(config):
 
 
 class Gate:
-    """Holds the host thread in the first step of a window until the loop has done `until`, so that no race is luck."""
+    """Holds the host thread in the first update of a window until the training loop has done `until`, so that a race
+    does not depend on timing."""
 
     def __init__(self, monkeypatch):
         self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
@@ -61,7 +62,7 @@ class Gate:
         def held(optimizer, group, p):
             self.there.set()
             assert self.open.wait(60)
-            if p.grad is not None:  # without one an optimizer says nothing and steps nothing
+            if p.grad is not None:  # an optimizer ignores a weight without a gradient
                 step(optimizer, group, p)
 
         monkeypatch.setattr(HostOptimizer, "step_one", held)
@@ -82,8 +83,8 @@ class Gate:
 
 
 @pytest.mark.wrong
-def test_forward_that_does_not_wait_for_its_weights_has_other_bits(config, monkeypatch):
-    """The deliberately wrong variant: the next forward pass reads what has not come back yet."""
+def test_forward_that_does_not_wait_for_updated_weights_differs_from_the_naive_loop(config, monkeypatch):
+    """The deliberately wrong variant: the next forward pass reads weights before their copy has arrived."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     gate.until(MasterWeights, "on_before_backward")
@@ -91,13 +92,13 @@ def test_forward_that_does_not_wait_for_its_weights_has_other_bits(config, monke
     races.weight_read_before_it_is_back(monkeypatch)
     try:
         assert not equal(ours(cfg, SlowLane()), right)
-    except RuntimeError as error:  # where it came back while backward was still reading the old one
+    except RuntimeError as error:  # a weight arrived while backward still read its old value
         assert "modified by an inplace operation" in str(error)
 
 
-@pytest.mark.parametrize("waited", [True, False])
-def test_weights_at_the_end_of_a_run_are_those_of_the_last_step(config, monkeypatch, waited):
-    """The export reads them. The wrong variant: the host still steps, as after a run that saves nothing."""
+@pytest.mark.parametrize("waited", [True, False], ids=["waited", "not waited"])
+def test_weights_at_the_end_of_a_run_have_the_last_update_unless_the_run_does_not_wait(config, monkeypatch, waited):
+    """The export reads these weights. In the deliberately wrong variant the host has not finished its updates."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
     gate, found, teardown = Gate(monkeypatch), [], InPlace.teardown
 
@@ -114,9 +115,10 @@ def test_weights_at_the_end_of_a_run_are_those_of_the_last_step(config, monkeypa
     assert all(map(torch.equal, found, ours(cfg, SlowLane())[1])) == waited
 
 
-@pytest.mark.parametrize("disturbed", [False, True])
-def test_host_step_is_not_disturbed_by_the_training_loop(config, monkeypatch, disturbed):
-    """The loop drops gradients and steps the schedule while the host still steps; disturbed: it drops those, too."""
+@pytest.mark.parametrize("disturbed", [False, True], ids=["undisturbed", "disturbed"])
+def test_host_update_is_unaffected_by_the_loop_unless_its_gradients_are_dropped(config, monkeypatch, disturbed):
+    """The loop drops gradients and steps the schedule while the host still updates. In the disturbed, deliberately
+    wrong variant it also drops the gradients of the host."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     if disturbed:
@@ -125,8 +127,8 @@ def test_host_step_is_not_disturbed_by_the_training_loop(config, monkeypatch, di
     assert equal(ours(cfg, SlowLane()), right) != disturbed
 
 
-def test_error_of_the_training_loop_is_raised_while_the_host_steps(config, monkeypatch):
-    """Lightning walks through the optimizer's state when a run ends by an error; the host adds to it until then."""
+def test_error_of_the_training_loop_is_raised_after_the_host_thread_has_ended(config, monkeypatch):
+    """After an error Lightning iterates over the optimizer's state, to which the host thread must no longer add."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     gate, walked = Gate(monkeypatch), []
 
@@ -145,7 +147,7 @@ def test_error_of_the_training_loop_is_raised_while_the_host_steps(config, monke
     assert walked and "host-step" not in walked[-1]
 
 
-def test_error_of_the_host_thread_ends_the_run(config, monkeypatch):
+def test_error_of_the_host_thread_is_raised_and_ends_the_run(config, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("on the host")
 
@@ -154,9 +156,9 @@ def test_error_of_the_host_thread_ends_the_run(config, monkeypatch):
         ours(configured(config, "bf16-master", "adamw", "off", "none", "linear"), SlowLane())
 
 
-def test_gradients_queue_on_the_device_up_to_a_byte_limit():
-    """Two slots of 64 bytes are taken and their copies stand still; 160 bytes more may wait, and what is asked for
-    meanwhile keeps its place."""
+def test_gradients_wait_on_the_device_up_to_a_byte_limit_and_keep_their_order():
+    """Two slots of 64 bytes are in use and their copies are blocked. 160 more bytes may wait, and later requests keep
+    their order."""
     arrives, done = threading.Event(), []
 
     class Still(SlowLane):
@@ -176,7 +178,7 @@ def test_gradients_queue_on_the_device_up_to_a_byte_limit():
     fetch(1, 16), fetch(2, 16), fetch(3, 20), fetch(4, 20)
     link._ask(lambda: done.append("step"))
     assert done == []
-    late = threading.Thread(target=fetch, args=(5, 1), daemon=True)  # 4 bytes that have no room
+    late = threading.Thread(target=fetch, args=(5, 1), daemon=True)  # 4 bytes beyond the limit
     late.start()
     late.join(0.2)
     assert late.is_alive()
@@ -188,8 +190,8 @@ def test_gradients_queue_on_the_device_up_to_a_byte_limit():
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_error_of_a_copy_is_raised_without_a_deadlock(ahead):
-    """Many more pieces than slots: a slot that did not come back would be waited for."""
+def test_error_of_a_copy_down_is_raised_without_a_deadlock(ahead):
+    """There are many more pieces than slots. If a failed slot were not released, the next piece would wait forever."""
 
     class Broken(SlowLane):
         def copy(self, to, source, after):
@@ -207,7 +209,7 @@ def test_error_of_a_copy_is_raised_without_a_deadlock(ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_closed_link_serves_a_second_fit(ahead):
+def test_closed_link_receives_the_gradients_of_a_second_fit(ahead):
     link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
     link.ahead = ahead
     for _ in range(2):
@@ -218,7 +220,7 @@ def test_closed_link_serves_a_second_fit(ahead):
 
 
 def test_gradient_is_flattened_before_its_copy_event_is_recorded(monkeypatch):
-    """To flatten one that lies otherwise is work for the device, of which the mark must know."""
+    """Flattening a transposed gradient is work of the device, which the event must include."""
     done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
     mark, reshape = link.lane.mark, torch.Tensor.reshape
     monkeypatch.setattr(link.lane, "mark", lambda: done.append("mark") or mark())
@@ -230,8 +232,8 @@ def test_gradient_is_flattened_before_its_copy_event_is_recorded(monkeypatch):
 
 # --- on a card --------------------------------------------------------------------------------------------------------
 
-ELEMENTS = 5_000_000  # 20 MB: a segment of its own
-LONG = 200_000_000  # cycles that a stream is kept busy: a tenth of a second
+ELEMENTS = 5_000_000  # 20 MB: the caching allocator gives it a separate segment
+LONG = 200_000_000  # cycles for which a stream is busy: about 0.1 s
 
 
 @pytest.fixture
@@ -243,16 +245,16 @@ def lane():
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_on_a_card_the_staged_link_has_the_bits_of_the_naive_loop(config, deterministic, lane, precision, clip):
-    """Through few small slots, where everything has to wait for everything, and through the run's own."""
+def test_staged_link_on_a_card_has_the_bits_of_the_naive_loop(config, deterministic, lane, precision, clip):
+    """Once through a few small slots, where copies wait for each other, and once through the default slots."""
     cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
     right = naive(cfg)
     assert equal(ours(cfg, lane), right) and equal(ours(cfg), right)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_a_copy_waits_for_the_computation_of_its_source(lane, wrong):
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_copy_on_a_card_waits_for_its_source_unless_given_an_earlier_event(lane, wrong):
     slot, gradient = lane.staging(4 * ELEMENTS), torch.zeros(ELEMENTS, device="cuda")
     assert slot.is_pinned()
     torch.cuda.synchronize()
@@ -264,8 +266,8 @@ def test_on_a_card_a_copy_waits_for_the_computation_of_its_source(lane, wrong):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_memory_of_a_pending_copy_is_not_reused(lane, monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_memory_of_a_pending_copy_on_a_card_is_not_reused_unless_unrecorded(lane, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")
@@ -281,8 +283,8 @@ def test_on_a_card_memory_of_a_pending_copy_is_not_reused(lane, monkeypatch, wro
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [False, True])
-def test_on_a_card_compute_waits_for_the_copied_weight(lane, wrong):
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_compute_on_a_card_waits_for_a_copied_weight_unless_the_wait_is_left_out(lane, wrong):
     rounded, weight = lane.staging(4 * ELEMENTS).view(torch.float32).fill_(1.0), torch.zeros(ELEMENTS, device="cuda")
     with lane._up:
         torch.cuda._sleep(LONG)

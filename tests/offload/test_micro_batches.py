@@ -10,8 +10,8 @@ CPU = torch.device("cpu")
 
 
 def drawn(count, order=None) -> list[Tensor]:
-    """Draws twice for each micro-batch, whose turns come in an order; then once after the window. Args: order: of
-    numbers of micro-batches, each twice; None: one after the other."""
+    """Draws twice for each micro-batch in the given order, then once after the window. Args: order: the number of each
+    micro-batch twice; None: one micro-batch after the other."""
     numbers = [[] for _ in range(count)]
     generators = Generators.of_window(CPU, count)
     for number in order or [number for number in range(count) for _ in range(2)]:
@@ -22,7 +22,7 @@ def drawn(count, order=None) -> list[Tensor]:
     return [torch.cat(each) for each in numbers] + [torch.rand(3)]
 
 
-def test_each_micro_batch_draws_its_own_numbers_in_any_order():
+def test_micro_batches_draw_equal_random_numbers_in_any_order():
     torch.manual_seed(3)
     right = drawn(3)
     for order in ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 1, 2]):
@@ -40,12 +40,12 @@ def test_first_micro_batch_and_code_after_the_window_draw_the_numbers_of_a_plain
         assert torch.equal(torch.cat([first, after]), alone)
 
 
-def test_next_window_draws_other_numbers():
+def test_second_window_draws_other_random_numbers_than_the_first():
     one, other = drawn(3), drawn(3)
     assert not any(torch.equal(a, b) for a in one for b in other)
 
 
-def test_window_without_draws_leaves_the_generator_unchanged():
+def test_window_without_draws_leaves_the_random_generator_unchanged():
     before, generators = captured(CPU), Generators.of_window(CPU, 3)
     for number in range(3):
         generators.resume(number)

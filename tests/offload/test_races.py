@@ -1,5 +1,5 @@
-"""Tests that nothing is read or written too early, on every path between host and device, without a card and without
-luck: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wait.
+"""No memory is read or written too early on any path between host and device. The tests need no card and do not depend
+on timing: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wait.
 """
 
 import signal
@@ -21,19 +21,19 @@ from streams import POLICIES, lines
 from traced_lane import TracedLane, watched
 
 EVERY = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
-FEW = 500  # accesses that a run has at least: with none seen, no race could be
+FEW = 500  # least number of accesses in a run; without accesses no race could be found
 STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
 
 def traced(model, arguments, weights=STREAM, registers=True, may_fail=()):
-    """Returns the races of a training. Args: may_fail: errors with which a wrong variant ends."""
+    """Returns the races of a training run. Args: may_fail: errors with which a wrong variant ends."""
     with watched() as found, suppress(*may_fail):
         races.run(TracedLane(found, registers), model, arguments, weights)
     return found
 
 
 def closed(processes, tmp_path, *arguments, wrong=None, registers=True, weights=STREAM):
-    """Trains on memory that is closed while it is copied. Returns: the exit code, and the stack of a fault."""
+    """Trains with memory that is inaccessible while it is copied. Returns the exit code, and the stack of a fault."""
     log = tmp_path / "stacks"
     process = processes.Process(target=closed_lane.live, args=(log, wrong, registers, *arguments, weights))
     process.start()
@@ -59,7 +59,7 @@ RIGHT = {
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
 def test_streamed_weights_have_no_race(case, registers):
-    """With memory that is registered, and through staging where it is not."""
+    """With registered memory, and through staging buffers."""
     found = traced(*RIGHT[case], registers=registers)
     assert found.errors == [], said(found)
     assert found.checked > FEW
@@ -67,7 +67,7 @@ def test_streamed_weights_have_no_race(case, registers):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
-def test_streamed_weights_have_no_race_in_any_pair_of_choices(model, policy, slots, clip):
+def test_streamed_weights_have_no_race_in_any_pair_of_settings(model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     found = traced(model, arguments, (*STREAM, f"weights.slots={slots}"), registers=slots != 3)
     assert found.errors == [], said(found)
@@ -88,7 +88,7 @@ RUN = (
 @pytest.mark.parametrize("loss", ["chunked", "tiled"])
 @pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
 def test_run_that_evaluates_saves_fails_and_resumes_has_no_race(fit, tmp_path, monkeypatch, precision, loss, clip):
-    """It raises in a backward pass, while copies are under way, and goes on from its checkpoint."""
+    """The run raises an error in backward, while copies are under way, and resumes from its checkpoint."""
     lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
     if precision == "16-master":
         lines += ("precision.init_scale=1e7",)  # the first steps are skipped
@@ -121,7 +121,7 @@ def raises_in_backward(monkeypatch, checkpoints):
 
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_streamed_weights_touch_no_protected_memory(processes, tmp_path, case, registers):
+def test_streamed_weights_access_no_memory_that_is_protected_during_copies(processes, tmp_path, case, registers):
     assert closed(processes, tmp_path, *RIGHT[case], registers=registers)[0] == 0
 
 
@@ -148,7 +148,7 @@ WRONG = {
     races.boundary_read_before_it_is_back: OFFLOAD,
     races.boundary_fetched_before_it_has_left: OFFLOAD,
 }
-# What a closed memory shows: accesses of the program to slots, host blocks and staging, not the device's own order.
+# Faults that protected memory reveals: accesses of the CPU to slots, host blocks and staging, not the device's order.
 SHOWN = (
     races.without_hold,
     races.slot_taken_from_a_block_that_backward_reads,
@@ -178,10 +178,10 @@ def test_missing_wait_reads_protected_memory_and_crashes(processes, tmp_path, wr
     assert code == -signal.SIGSEGV and "lowmem" in stack, (code, stack)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_host_block_is_updated_after_its_last_read(waits):
-    """In a training the gradient that updates a host block was computed from what was read there, which orders the two
-    as well. A copy that nobody computes with is waited for by `update_block` alone."""
+@pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
+def test_host_block_is_updated_after_its_last_copy_unless_the_copy_is_not_registered(waits):
+    """In training, the gradient of an update depends on the copied weight, which also orders the copy and the update.
+    Only `update_block` orders an update and a copy that is not used."""
     with watched() as found:
         lane, host_block = TracedLane(found), HostBlock([nn.Parameter(torch.ones(64))])
         staged, up = StagedLink(lane, 4096, 2), Registered(lane, [host_block.flat])

@@ -1,4 +1,4 @@
-"""Memory that weights stream from: registered for the card and given back, or through slots where that fails."""
+"""Host memory of streamed weights: registered for the card and unregistered, or copied through staging slots."""
 
 import threading
 from collections import deque
@@ -22,7 +22,7 @@ WHY = "operation not permitted"
 
 
 class Container(SlowLane):
-    """One that lets so many buffers be registered, and no more."""
+    """A lane that registers at most `most` buffers, as in a container."""
 
     def __init__(self, most):
         super().__init__()
@@ -35,7 +35,7 @@ class Container(SlowLane):
 
 
 class Shut(SlowLane):
-    """Whose copies begin when it is opened."""
+    """A lane whose copies begin when `open` is set."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Shut(SlowLane):
 
 
 class Forgetful(deque):
-    """The deliberately wrong variant: of every slot it says that its last copy has landed."""
+    """The deliberately wrong variant: it reports for every slot that its last copy is complete."""
 
     def append(self, slot):
         super().append((slot[0], AtOnce()))
@@ -71,8 +71,8 @@ def bytes_(count):
 def test_streamed_weights_have_equal_bits_registered_or_staged_and_memory_is_unregistered(
     config, monkeypatch, caplog, loss, most, said
 ):
-    """Three blocks, of which each, one or none can be registered; staging slots are smaller than a weight. With tiles
-    of the head, parts of its memory travel, and the embedding's rows beside it."""
+    """All three blocks, one or none can be registered; staging slots are smaller than a weight. With the tiled loss,
+    tiles of the head and rows of the embedding are copied, too."""
     lane = Container(most)
     monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
@@ -91,11 +91,11 @@ def test_streamed_weights_have_equal_bits_registered_or_staged_and_memory_is_unr
         found = {name: ours(configured(config, *line, typed)) for name, typed in where.items()}
     assert equal(found["streamed"], found["resident"])
     assert lane.moved and said in caplog.text
-    assert len(lane.registered) == min(most, 3) and lane.registered.total() == 0  # given back by the end of the run
+    assert len(lane.registered) == min(most, 3) and lane.registered.total() == 0  # unregistered at the end of the run
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_staging_slot_is_refilled_only_after_its_copy_has_completed(wrong):
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "forgetful"])
+def test_staging_slot_is_refilled_after_its_copy_has_completed_unless_forgetful(wrong):
     lane, source = Container(0), bytes_(4000)
     way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
     if wrong:
@@ -106,7 +106,7 @@ def test_staging_slot_is_refilled_only_after_its_copy_has_completed(wrong):
 
 
 def test_training_loop_does_not_wait_for_host_copies_into_staging():
-    """Ten pieces, and two slots that the device does not empty: whoever copied them himself would stand still."""
+    """Ten pieces, and two slots whose copies do not start: a training thread that filled the slots would hang."""
     lane, source = Shut(), bytes_(640)
     lane.register = lambda memory: WHY
     way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
@@ -118,8 +118,8 @@ def test_training_loop_does_not_wait_for_host_copies_into_staging():
     way.close()
 
 
-def test_copies_keep_their_order_if_only_some_use_staging():
-    """Into one slot, each after the one before: what a slot that is freed unread is used for."""
+def test_copies_up_keep_their_order_if_only_some_use_staging():
+    """All copies go into one slot, each after the previous copy, as if the slot were released unread."""
     sources = [bytes_(640) for _ in range(4)]
     way, to = Registered(Container(2), sources, slot_bytes=64), torch.zeros(640, dtype=torch.uint8)
     after = way.mark()
@@ -130,7 +130,7 @@ def test_copies_keep_their_order_if_only_some_use_staging():
     way.close()
 
 
-def test_staging_error_is_raised_to_the_waiter_and_memory_is_unregistered():
+def test_error_of_a_staged_copy_is_raised_where_it_is_awaited_and_memory_is_unregistered():
     class Broken(Container):
         def copy(self, to, source, after):
             raise ZeroDivisionError("in the copy")
@@ -147,7 +147,7 @@ def test_staging_error_is_raised_to_the_waiter_and_memory_is_unregistered():
 
 @pytest.mark.parametrize("most", [0, 9])
 def test_evaluation_in_inference_mode_reads_weights_copied_by_other_threads(monkeypatch, most):
-    """In torch's inference mode, which is a thread's own."""
+    """Torch's inference mode is a setting of each thread."""
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
     weights = Streamed(apart, head_in_tiles=True)
@@ -160,7 +160,7 @@ def test_evaluation_in_inference_mode_reads_weights_copied_by_other_threads(monk
 
 
 @pytest.mark.parametrize("failed", ["copy", "step"])
-def test_weights_are_restored_after_a_failed_copy_or_step(failed):
+def test_streamed_weights_are_restored_after_a_failed_copy_or_update(failed):
     class Broken(SlowLane):
         def copy(self, to, source, after):
             raise ZeroDivisionError("in the copy")
@@ -192,7 +192,7 @@ def lane():
 
 
 @pytest.mark.gpu
-def test_on_a_card_memory_is_registered_in_place_and_unregistered(lane):
+def test_memory_registered_on_a_card_is_pinned_in_place_until_unregistered(lane):
     memory = bytes_(5_000_001)
     place = memory.data_ptr()
     assert lane.register(memory) is None and memory.is_pinned() and memory.data_ptr() == place
@@ -201,7 +201,7 @@ def test_on_a_card_memory_is_registered_in_place_and_unregistered(lane):
 
 
 @pytest.mark.gpu
-def test_on_a_card_freed_memory_is_unregistered(lane):
+def test_registered_memory_on_a_card_is_unregistered_when_freed(lane):
     array = bytes_(5_000_000).numpy()
     memory, view = torch.from_numpy(array), torch.from_numpy(array)  # the same memory, which lives on
     assert lane.register(memory) is None and view.is_pinned()
@@ -210,7 +210,7 @@ def test_on_a_card_freed_memory_is_unregistered(lane):
 
 
 @pytest.mark.gpu
-def test_on_a_card_failed_registration_is_reported_and_leaves_no_cuda_error(lane):
+def test_failed_registration_on_a_card_is_reported_and_leaves_no_cuda_error(lane):
     memory = bytes_(5_000_000)
     assert lane.register(memory) is None
     assert "already" in lane.register(memory)
@@ -219,8 +219,8 @@ def test_on_a_card_failed_registration_is_reported_and_leaves_no_cuda_error(lane
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("refused", [False, True])
-def test_on_a_card_streamed_weights_have_the_bits_of_resident_weights(
+@pytest.mark.parametrize("refused", [False, True], ids=["registered", "staged"])
+def test_streamed_weights_on_a_card_have_the_bits_of_resident_weights(
     config, deterministic, lane, monkeypatch, refused
 ):
     if refused:

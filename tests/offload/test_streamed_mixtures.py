@@ -7,7 +7,7 @@ import parity
 import streams
 from streams import lines, trained
 
-# Each stores or computes its experts in another way.
+# Each family stores or computes its experts differently.
 FAMILIES = {
     "deepseek_v3": "a dense first block, shared experts",
     "gpt_oss": "stacks (experts, in, out) with biases",
@@ -35,7 +35,7 @@ EXPERTS = "adapter.experts=lora"
 @pytest.mark.parametrize("order", ["by_layer", "by_micro_batch"])
 @pytest.mark.parametrize("adapter", ["none", "qlora", f"lora {EXPERTS}", f"qlora {EXPERTS}"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_mixture_equals_a_resident_one(config, family, adapter, order):
+def test_streamed_mixture_of_experts_trains_with_the_bits_of_resident_weights(config, family, adapter, order):
     adapted = [] if adapter == "none" else [*f"adapter={adapter}".split(), "adapter.r=4"]
     asked = lines(family, "max_steps=2", *adapted, policy="every_layer")
     resident = trained(config, ["weights=resident"], family, asked)

@@ -1,4 +1,4 @@
-"""memory.limit ends a run where the card would have; what waits on the host does not count."""
+"""memory.limit ends a run that needs more memory than the limit; host memory does not count."""
 
 import errno
 import io
@@ -25,7 +25,7 @@ from lowmem.training.module import CausalLM
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("1.5 GiB", 3 * 2**29), ("900MiB", 900 * 2**20), (4096, 4096), ("7B", 7), (None, None)],
 )
-def test_sizes_with_binary_units_are_parsed(text, size):
+def test_sizes_in_binary_units_are_parsed_to_bytes(text, size):
     assert cap.parse_bytes(text) == size
 
 
@@ -35,12 +35,12 @@ def test_sizes_with_other_units_are_refused(text):
         cap.parse_bytes(text)
 
 
-def test_invalid_memory_limit_is_refused_as_typed(command):
+def test_memory_limit_in_decimal_units_is_refused_with_the_binary_unit(command):
     code, said = command("memory.limit=12GB")
     assert code == 1 and "12GiB" in said
 
 
-def test_operator_that_exceeds_the_limit_raises():
+def test_operator_that_exceeds_the_memory_limit_raises_an_error():
     with StorageTracker({}, limit=10_000) as tracker:
         kept = torch.zeros(1000)
         for _ in range(10):  # freed in time
@@ -50,7 +50,7 @@ def test_operator_that_exceeds_the_limit_raises():
             torch.zeros(2000)
 
 
-def test_host_memory_does_not_count_towards_the_limit():
+def test_host_memory_does_not_count_towards_the_memory_limit():
     with StorageTracker({}, limit=10_000) as tracker:
         host = torch.zeros(2000)
         belongs(host, "activations", "host")
@@ -62,7 +62,7 @@ def test_host_memory_does_not_count_towards_the_limit():
     assert max(point.total for point in points) == 8000
 
 
-def test_fetched_boundary_equals_the_original_and_prefetches_the_previous_boundary():
+def test_fetched_block_input_equals_the_original_and_prefetches_the_previous_block_input():
     make = Chain().make
     first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     one, two = make(0, first), make(1, second)
@@ -72,7 +72,7 @@ def test_fetched_boundary_equals_the_original_and_prefetches_the_previous_bounda
     assert torch.equal(one.fetch(), first)
 
 
-def test_boundaries_of_several_micro_batches_are_prefetched_in_backward_order():
+def test_block_inputs_of_several_micro_batches_are_prefetched_in_backward_order():
     chain = Chain()
     made = {(block, n): chain.make(block, torch.randn(2)) for block in range(2) for n in range(2)}
     order = [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -81,7 +81,7 @@ def test_boundaries_of_several_micro_batches_are_prefetched_in_backward_order():
         assert [other for other, boundary in made.items() if boundary.back is not None] == ([coming] if coming else [])
 
 
-def test_run_over_its_limit_ends_with_advice_and_without_a_traceback(command, tmp_path):
+def test_run_over_its_memory_limit_ends_with_advice_and_without_a_traceback(command, tmp_path):
     code, said = command("memory.limit=300KiB")
     assert code == 1 and "Out of memory" in said and "activations" in said and "Traceback" not in said
 
@@ -99,7 +99,7 @@ def test_cuda_limit_sets_the_process_memory_fraction_and_resets_it(monkeypatch):
 
 
 def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
-    """The deliberately wrong variant: the quotient itself, of which torch makes one byte less for many sizes."""
+    """The deliberately wrong variant passes the quotient itself: for many sizes torch then allows one byte too few."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
     assert all(size <= int(cap._share(size, total) * total) <= size + 1 for size, total in caps)
@@ -107,7 +107,7 @@ def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
 
 
 @pytest.mark.gpu
-def test_on_a_card_the_limit_fails_an_allocation_and_is_lifted_after():
+def test_memory_limit_on_a_card_fails_a_larger_allocation_and_is_lifted_after():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + 2**28
     with cap.capped(room, "cuda"):
@@ -153,7 +153,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("kind", "said", "side"), SAID, ids=[f"{kind.__name__}-{said[:40]}" for kind, said, _ in SAID])
-def test_out_of_memory_messages_of_libraries_are_recognized(kind, said, side):
+def test_errors_of_libraries_are_classified_as_out_of_memory_on_device_or_host_or_neither(kind, said, side):
     error = kind.__new__(kind, said)
     error.args = (said,)
     assert errors.out_of_memory(error) == side
@@ -162,7 +162,7 @@ def test_out_of_memory_messages_of_libraries_are_recognized(kind, said, side):
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch):
-    """Fails as CUDA does on a full host, at the second allocation: the message is that of a full card."""
+    """Makes the second pinned allocation fail as CUDA does on a full host: with the message of a full card."""
     empty, made = torch.empty, []
 
     def full(*shape, pin_memory=False, **how):

@@ -1,4 +1,4 @@
-"""The meter inside real runs: phases, categories, sides, CUDA's columns, and nothing it measures changes."""
+"""The memory meter in real runs: phases, categories, device and host, and CUDA's columns."""
 
 import csv
 import math
@@ -62,7 +62,7 @@ def test_categories_sum_to_the_peak_and_equal_the_sizes_of_the_objects(rows):
     held = {r["phase"]: int(r["held_bytes"]) for r in rows if r["step"] == "5"}  # a step that is not sampled
     state = 8 * parameters + 4 * 28  # two moments, and a step count for each of the 28 tensors
     assert held == {
-        "forward": 4 * parameters + state + 4 * parameters,  # the second micro-batch's, gradients already there
+        "forward": 4 * parameters + state + 4 * parameters,  # in the second micro-batch, when gradients exist already
         "backward": 4 * parameters + state + 4 * parameters,
         "step": 4 * parameters + state,
     }
@@ -80,7 +80,7 @@ def test_categories_sum_to_the_peak_and_equal_the_sizes_of_the_objects(rows):
 @pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit, monkeypatch, precision):
-    """Also with masters, whose gradients are still on their way to the host then."""
+    """Also with masters, whose gradients are still being copied to the host."""
     meters, seen, started = [], [], MemoryMeter.on_train_start
 
     def start(self, *arguments):
@@ -107,8 +107,8 @@ def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit
     assert seen == [*micro_batch, *micro_batch, ("finish", "step")]
 
 
-def test_ledger_is_not_summed_between_sampled_steps(fit, monkeypatch):
-    """A sampled step sums it after each phase of each micro-batch: twelve times for nine readings and three rows."""
+def test_memory_ledger_is_summed_in_sampled_steps_only(fit, monkeypatch):
+    """A sampled step sums the ledger twelve times: for nine readings after each phase, and for three rows."""
     counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
 
     def counted(self, side="device"):
@@ -126,13 +126,13 @@ def test_ledger_is_not_summed_between_sampled_steps(fit, monkeypatch):
     assert windows == [12, 12, 12, 0, 0, 0]
 
 
-def test_resident_memory_is_at_least_the_live_memory(rows):
+def test_recorded_resident_memory_is_at_least_the_live_memory(rows):
     assert all(int(r["rss_peak_bytes"]) >= int(r["live_peak_bytes"] or 0) for r in rows)
     assert all(int(r["rss_bytes"]) > 100 * 2**20 for r in rows)
 
 
 def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
-    """Each block has the lower halves of its matrices' masters and two moments there, as far as they fill a page."""
+    """The drive has, for each block, the lower halves of its matrices' masters and two moments, if they fill a page."""
     streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
     streamed += ("model.architecture.n_embd=32", "model.architecture.n_layer=6", "max_steps=6")
     _, run = fit(*streamed, f"weights.drive={tmp_path / 'drive'}")
@@ -148,7 +148,7 @@ def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
     assert abs(sum(int(row["drive_read_bytes"]) for row in steady) - len(steady) * file) <= ahead
 
 
-def test_activations_grow_with_the_tokens_and_weights_do_not(fit):
+def test_recorded_activations_grow_with_the_tokens_and_weights_do_not(fit):
     small, _ = fit("seq_len=8", "batch_size=1")
     large, _ = fit("seq_len=64", "batch_size=8", folder="large")
     ratio = [r["peak_bytes_by_category"]["activations"] for r in (large, small)]
@@ -174,7 +174,7 @@ def test_buffers_replaced_by_a_device_move_are_counted(tmp_path):
     assert meter.ledger.bytes()["weights"] == 2 * 2048 * 4 + 8  # and the count of batches
 
 
-def test_memory_sampling_changes_no_bit(fit, monkeypatch):
+def test_memory_sampling_changes_no_bit_of_the_weights(fit, monkeypatch):
     _, sampled = fit("max_steps=5")
     monkeypatch.setattr(MemoryMeter, "_track", lambda self: None)
     _, plain = fit("max_steps=5", folder="plain")
@@ -185,7 +185,7 @@ def test_memory_sampling_changes_no_bit(fit, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_compiled_blocks_compile_and_memory_by_category_is_off(fit, caplog):
+def test_compiled_blocks_stay_compiled_and_memory_by_category_is_not_measured(fit, caplog):
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -195,8 +195,8 @@ def test_compiled_blocks_compile_and_memory_by_category_is_off(fit, caplog):
     assert "Memory by category is not measured" in caplog.text
     assert not any(r["live_peak_bytes"] for r in read(run) if r["phase"] in ("forward", "backward"))
     assert all(int(r["rss_bytes"]) for r in read(run))
-    assert summary["peak_bytes_by_category"]["activations"] == 0  # what is owned is still known
-    assert summary["peak_bytes"]["device"] is None  # and what is not is not made up
+    assert summary["peak_bytes_by_category"]["activations"] == 0  # tensors with an owner are still counted
+    assert summary["peak_bytes"]["device"] is None  # and the peak is unknown
     assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
 
 
@@ -216,7 +216,7 @@ def test_active_tracker_leaves_torch_compile_on():
 
 
 def test_cuda_allocator_figures_are_recorded_per_phase(fit, monkeypatch):
-    """The path that a GPU takes, on an allocator that is made up: peaks since the last reset, highest of a window."""
+    """The code path of a GPU, with a fake allocator: peaks since the last reset, and the highest peak of a window."""
     allocator = Allocator()
     allocator.install(monkeypatch)
     summary, run = fit()
@@ -241,8 +241,8 @@ def test_metrics_of_memory_have_units_in_their_names():
 
 
 @pytest.mark.gpu
-def test_on_a_card_allocated_memory_equals_tracked_memory_and_workspaces(fit):
-    """In addition it holds rounding, and workspaces of cuBLAS: up to 32 MiB for each thread that calls it."""
+def test_allocated_memory_on_a_card_is_tracked_memory_plus_less_than_256_mib(fit):
+    """The allocator also counts rounding, and workspaces of cuBLAS: up to 32 MiB for each thread that calls cuBLAS."""
     wide = ("model.architecture.n_embd=512", "model.architecture.n_layer=4", "batch_size=64")
     summary, run = fit("device=cuda", *wide)
     rows = [row for row in read(run) if row["live_peak_bytes"] and row["phase"] in ("forward", "backward", "step")]
@@ -253,11 +253,11 @@ def test_on_a_card_allocated_memory_equals_tracked_memory_and_workspaces(fit):
 
 
 def test_memory_csv_is_read_twice_per_run(fit, monkeypatch):
-    """The file of 100,000 steps has 50 MB, and 270 as dictionaries."""
+    """The file of 100,000 steps has 50 MB, which take 270 MB as dictionaries."""
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
     fit("max_steps=2")
-    assert read_back.count("memory.csv") == 2  # when the run begins, rows of before a resume; and for the picture
+    assert read_back.count("memory.csv") == 2  # at the start, for rows before a resume, and for the picture
 
 
 def test_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
@@ -267,7 +267,7 @@ def test_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
     assert (run / "memory_step.csv").read_text().count("\n") > 10
 
 
-def test_peak_bytes_of_a_resumed_run_equal_those_of_its_file(fit):
+def test_peak_bytes_in_the_summary_of_a_resumed_run_equal_its_memory_csv(fit):
     fit("max_steps=3", "save_every=2", "val_every=2", "precision=bf16-master")
     summary, run = fit("max_steps=4", "val_every=2", "precision=bf16-master", "resume=auto")
     phases = {row["phase"] for row in read(run)}

@@ -1,4 +1,4 @@
-"""The allocator's snapshot: on CUDA alone, and always when its memory runs out."""
+"""The snapshot of CUDA's allocator: recorded only on CUDA, and always written when memory runs out."""
 
 import pickle
 from pathlib import Path
@@ -29,8 +29,8 @@ def asked(monkeypatch):
 OFF = {"enabled": None}
 
 
-@pytest.mark.parametrize("stacks", [True, False])
-def test_successful_run_leaves_a_snapshot_only_if_requested(asked, tmp_path, stacks, caplog):
+@pytest.mark.parametrize("stacks", [True, False], ids=["requested", "not requested"])
+def test_successful_run_leaves_a_memory_snapshot_only_if_requested(asked, tmp_path, stacks, caplog):
     caplog.set_level("INFO", "lowmem")
     with snapshot.recorded(tmp_path, stacks, "cuda"):
         pass
@@ -40,13 +40,13 @@ def test_successful_run_leaves_a_snapshot_only_if_requested(asked, tmp_path, sta
     )
 
 
-def test_out_of_memory_always_leaves_a_snapshot(asked, tmp_path):
+def test_out_of_memory_leaves_a_memory_snapshot_without_being_requested(asked, tmp_path):
     with pytest.raises(torch.OutOfMemoryError), snapshot.recorded(tmp_path, False, "cuda"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert asked[1:] == ["dump", OFF]
 
 
-def test_errors_other_than_out_of_memory_leave_no_snapshot(asked, tmp_path):
+def test_error_other_than_out_of_memory_leaves_no_memory_snapshot(asked, tmp_path):
     with pytest.raises(ValueError), snapshot.recorded(tmp_path, False, "cuda"):
         raise ValueError
     assert asked[1:] == [OFF]
@@ -81,8 +81,8 @@ def test_snapshot_actions_and_frames_are_read_from_torchs_format(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stacks", [True, False])
-def test_on_a_card_the_snapshot_names_the_allocating_source_lines(fit, stacks):
+@pytest.mark.parametrize("stacks", [True, False], ids=["requested", "not requested"])
+def test_snapshot_on_a_card_names_the_allocating_source_lines_only_if_requested(fit, stacks):
     _, run = fit("device=cuda", f"memory.snapshot={str(stacks).lower()}")
     file = run / snapshot.FILE
     assert file.exists() == stacks == ({"alloc", "free_completed"} <= snapshots.actions(file))

@@ -1,4 +1,4 @@
-"""The tracker counts what is alive, once, and settles who owned it."""
+"""The memory tracker counts each live storage once, and assigns it to a category."""
 
 import threading
 
@@ -20,7 +20,7 @@ def floats(kib):
     return torch.zeros(kib * KIB // 4)
 
 
-def test_live_storages_are_summed():
+def test_tracked_memory_is_the_sum_of_live_storages_after_each_event():
     with StorageTracker({}) as tracker:
         a = floats(4)
         b = a + 1
@@ -52,7 +52,7 @@ def test_storages_older_than_the_tracker_are_counted_once():
     assert [point.bytes["weights"] for point in tracker.timeline()] == [4 * KIB]
 
 
-def test_training_step_assigns_gradients_and_optimizer_state():
+def test_tracker_assigns_gradients_and_optimizer_state_of_a_training_step():
     module = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     ledger = Ledger()
@@ -73,7 +73,7 @@ def test_training_step_assigns_gradients_and_optimizer_state():
     assert last.bytes["optimizer"] == 2 * size + 4  # two moments and the step count
     peaks = highest(tracker.timeline())
     assert peaks["forward"].bytes["gradients"] == 0
-    assert peaks["backward"].bytes["gradients"] == size  # known only afterwards, filed where it was born
+    assert peaks["backward"].bytes["gradients"] == size  # assigned only later, but counted from its allocation
     assert peaks["step"].bytes["other"] >= size  # the looped step's temporaries
 
 
@@ -91,8 +91,8 @@ def test_host_tensors_do_not_count_on_the_device():
 
 
 @pytest.mark.parametrize("device", ["meta", None])
-def test_unowned_host_memory_is_not_counted_on_a_separate_device(device):
-    """Such as slots for copies, which nobody owns: an H200 counted them as its own. None: a CPU is both."""
+def test_unowned_host_memory_counts_on_a_cpu_but_not_on_a_separate_device(device):
+    """Staging slots, for example, have no owner and are not on the card. device=None: a CPU is host and device."""
     with StorageTracker({}, device=device) as tracker:
         kept = [floats(4), torch.zeros(2 * KIB, dtype=torch.uint8, device="meta")]
         assert peak(tracker) == (2 if device else 6) * KIB
@@ -115,8 +115,8 @@ def test_tied_weights_and_nested_state_are_counted_once():
 
 
 @pytest.mark.wrong
-def test_tracker_that_misses_releases_is_caught(monkeypatch):
-    """The deliberately wrong variant: a tracker that forgets to hold its weak references never sees a release."""
+def test_tracker_without_weak_references_never_sees_a_release(monkeypatch):
+    """The deliberately wrong variant: the tracker does not keep its weak references."""
 
     class Forgetful(list):
         def append(self, item):
@@ -132,7 +132,7 @@ def test_tracker_that_misses_releases_is_caught(monkeypatch):
 
 
 def test_storage_older_than_the_tracker_counts_until_it_is_freed():
-    """Replaced state, dropped gradients: a storage that is then born at the same address is another one."""
+    """State may be replaced, and gradients dropped. A later storage at the same address is a new one."""
     held, ledger = [floats(8), floats(4)], Ledger()
     ledger.own("optimizer", lambda: held[:1])
     ledger.own("gradients", lambda: held[1:], "host")
@@ -147,9 +147,10 @@ def test_storage_older_than_the_tracker_counts_until_it_is_freed():
     assert tracker.now == 8 * KIB and points[-1].bytes["optimizer"] == 8 * KIB
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_device_allocation_during_host_work_of_another_thread_counts_on_the_device(beside):
-    """On a card the host thread steps masters while the loop goes on; `beside`: in a thread of its own, or in this."""
+@pytest.mark.parametrize("beside", [True, False], ids=["other thread", "same thread"])
+def test_allocation_during_host_work_counts_on_the_device_if_the_work_is_in_another_thread(beside):
+    """On a card the host thread updates masters while training continues. beside: whether the host work runs in another
+    thread."""
 
     def work() -> None:
         with host_side():
@@ -174,8 +175,8 @@ def test_device_allocation_during_host_work_of_another_thread_counts_on_the_devi
     assert (peak(tracker) == 4 * KIB) == beside
 
 
-def test_resized_storage_counts_while_it_has_memory():
-    """fully_shard does this with the gathered weights of a block, also of one that is gathered when tracking begins."""
+def test_resized_storage_counts_with_its_current_size():
+    """fully_shard resizes the storages of gathered weights, also of a block that is gathered when tracking begins."""
     early = floats(8).untyped_storage()
     early.resize_(0)
     with StorageTracker({}) as tracker:
@@ -189,7 +190,7 @@ def test_resized_storage_counts_while_it_has_memory():
         early.resize_(0)
     assert [point.total // KIB for point in tracker.timeline()] == [0, 4, 0, 2, 6, 14, 10, 2]
     assert b.untyped_storage().nbytes() == 2 * KIB
-    assert "resize_" not in vars(torch.UntypedStorage)  # nobody tracks any more
+    assert "resize_" not in vars(torch.UntypedStorage)  # the tracker has removed its patch
 
 
 def test_optimizer_state_can_be_read_while_another_thread_adds_to_it():

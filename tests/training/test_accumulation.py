@@ -1,4 +1,4 @@
-"""A window's update is that of one big batch: lengths that differ, masked tokens, a short last window, any schedule."""
+"""Gradient accumulation equals one big batch: ragged lengths, masked tokens, a short last window, any schedule."""
 
 import ast
 import inspect
@@ -24,12 +24,13 @@ from networks import fp64_loss
 from tolerances import FP64, SGD_FP32
 
 pytestmark = pytest.mark.kernels
-STEPS = 5  # windows of 8 and 1 sequences by turns
+STEPS = 5  # windows alternately have 8 sequences and 1 sequence
 
 
 @pytest.fixture
 def trained(config, monkeypatch):
-    """(sequences per micro-batch, micro-batches, dtype, optim) -> gradients of every step, weights at the end."""
+    """Returns a function (sequences per micro-batch, micro-batches, dtype, optim) -> (gradients of each step, final
+    weights)."""
 
     def run(batch_size, batches, dtype="float64", optim="adamw"):
         if dtype == "float64":
@@ -80,7 +81,7 @@ def last_micro_batch_dropped(self, window, index):
 
 
 def mean_of_means(self, window, index):
-    """Every micro-batch counts the same, however many of its tokens do (Lightning #20350)."""
+    """Weights all micro-batches equally, although their numbers of labels differ (Lightning #20350)."""
     weights = [
         window.learned_tokens / (len(window.micro_batches) * batch.learned_tokens) for batch in window.micro_batches
     ]
@@ -97,7 +98,7 @@ RIGHT = CausalLM.training_step
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [divided_by_the_full_window, last_micro_batch_dropped, mean_of_means])
-def test_wrong_variant_of_accumulation_is_caught(trained, wrong, monkeypatch):
+def test_accumulation_with_a_deliberate_fault_differs_from_the_big_batch(trained, wrong, monkeypatch):
     big, big_fp32 = trained(8, 1), trained(8, 1, "float32", "sgd")
     monkeypatch.setattr(CausalLM, "training_step", wrong)
     gradients, weights = furthest(trained(2, 4), big)
@@ -105,7 +106,7 @@ def test_wrong_variant_of_accumulation_is_caught(trained, wrong, monkeypatch):
     assert furthest(trained(2, 4, "float32", "sgd"), big_fp32)[1] > 10 * SGD_FP32
 
 
-def test_logged_loss_is_the_mean_over_tokens(fit):
+def test_logged_loss_of_four_micro_batches_equals_the_loss_of_one_batch(fit):
     whole, _ = fit("batch_size=8", "max_steps=1", "lr=1e-9")
     parts, _ = fit("batch_size=2", "accumulation=fixed", "accumulation.batches=4", "max_steps=1", "lr=1e-9", folder="b")
     assert whole["tokens"] == parts["tokens"]
@@ -118,7 +119,7 @@ def masked_tokens_counted(self, window, index):
 
 
 @pytest.mark.parametrize("wrong", [None, masked_tokens_counted])
-def test_masked_tokens_do_not_count_in_loss_or_gradient(config, monkeypatch, wrong):
+def test_logged_loss_is_the_mean_over_tokens_with_labels_unless_masked_tokens_are_counted(config, monkeypatch, wrong):
     """The logged loss of a ragged window is the oracle's mean over the tokens that have a label."""
     seen = []
 
@@ -160,8 +161,8 @@ def test_accumulation_schedule_changes_at_window_boundaries():
     assert sizes(by_step({0: 3, 1: 1, 2: 4}), 3, 1) == [[1, 1, 1], [1], [1, 1, 1, 1]]
 
 
-def test_steps_and_learning_rates_are_correct_across_an_accumulation_change(fit):
-    """The schedule counts optimizer steps, whatever their windows hold."""
+def test_steps_and_learning_rates_do_not_depend_on_a_change_of_accumulation(fit):
+    """The learning rate schedule counts optimizer steps, for any number of micro-batches."""
     lines = ("scheduler=linear", "max_steps=6", "lr=1e-2", "log_every=1", "batch_size=2")
     _, plain = fit(*lines, folder="plain")
     _, changing = fit(*lines, "accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}", folder="changing")
@@ -203,14 +204,14 @@ def test_effective_batch_not_divisible_by_batch_size_is_refused_with_advice(comm
 
 
 @pytest.mark.matrix
-def test_accumulation_schedule_is_typed_as_in_the_yaml(command, tmp_path):
+def test_accumulation_by_step_accepts_typed_sizes_and_is_refused_without_sizes(command, tmp_path):
     code, said = command("accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}")
     assert code == 0, said
     code, said = command("accumulation=by_step", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "accumulation.sizes" in said
 
 
-def test_micro_batches_count_tokens_with_labels():
+def test_learned_tokens_of_a_micro_batch_are_the_tokens_with_labels():
     rows = torch.zeros(3, 5, dtype=torch.long)
     labels = rows.clone()
     labels[0, :4] = -100
@@ -219,7 +220,7 @@ def test_micro_batches_count_tokens_with_labels():
 
 
 def test_devices_divide_a_window_and_know_its_total_tokens():
-    """Each of its sequences is on one of them."""
+    """Each sequence of the window is on exactly one device."""
     whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
     shares = [
         next(iter(WindowLoader(parity.Ragged(), Share(2, rank=r, world_size=2), fixed(2), seed=0))) for r in (0, 1)
@@ -234,7 +235,7 @@ def test_devices_divide_a_window_and_know_its_total_tokens():
 
 
 def imported(module):
-    """Top-level packages that the source of a module names in an import."""
+    """Returns the top-level packages that a module imports."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     named += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -243,11 +244,11 @@ def imported(module):
 
 def test_oracle_does_not_import_lowmem():
     assert "torch" in imported(oracle) and "lowmem" not in imported(oracle)
-    assert "lowmem" in imported(parity)  # is seen where it is
+    assert "lowmem" in imported(parity)  # an import is found
 
 
 class Silent(parity.Ragged):
-    """One sequence at most has something to learn."""
+    """Sequences of which at most one has labels."""
 
     def __init__(self, telling=0):
         super().__init__()
@@ -260,8 +261,8 @@ class Silent(parity.Ragged):
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
-def test_window_without_labels_changes_no_weight_and_is_counted(config, precision):
-    """No division by zero, and none of the weight decay or momentum that a step of zero gradients would be."""
+def test_window_without_labels_changes_no_weight_and_counts_as_skipped_step(config, precision):
+    """Nothing is divided by zero. A step with zero gradients would apply weight decay and momentum."""
     cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
     module = causal_lm(cfg, describe(cfg))
     read = []

@@ -1,4 +1,4 @@
-"""epochs= is the steps that they take: of the schedule, of a resume, and of its end. tokenizer= is another's."""
+"""Runs with epochs= equal runs with max_steps=. Also: tokenizer= takes the tokenizer of another folder."""
 
 import pytest
 import yaml
@@ -23,13 +23,13 @@ def per_epoch(config):
 
 
 def curve(folder):
-    """Returns what does not depend on the clock, by step."""
+    """Returns the logged values of each step that do not depend on time."""
     names, *values = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines())
     kept = [i for i, name in enumerate(names) if "second" not in name and "gib" not in name]
     return [[line[i] for i in kept] for line in values]
 
 
-def test_run_of_epochs_equals_a_run_of_their_steps(fit, per_epoch):
+def test_run_of_two_epochs_has_the_logged_values_of_a_run_of_as_many_steps(fit, per_epoch):
     assert per_epoch > 1
     by_epochs, folder = fit(*RUN, "epochs=2", folder="epochs")
     by_steps, other = fit(*RUN, f"max_steps={2 * per_epoch}", folder="steps")
@@ -37,7 +37,7 @@ def test_run_of_epochs_equals_a_run_of_their_steps(fit, per_epoch):
     assert curve(folder) == curve(other)
 
 
-def test_resume_of_epochs_continues_to_the_same_end(fit, per_epoch):
+def test_resumed_run_of_epochs_ends_with_the_steps_and_values_of_the_unbroken_run(fit, per_epoch):
     _, unbroken = fit(*RUN, "epochs=2", "save_every=1", "checkpoint.keep=9", folder="unbroken")
     stopped = unbroken / "checkpoints" / "step-00000001.ckpt"
     summary, folder = fit(*RUN, "epochs=2", f"resume={stopped}", folder="resumed")
@@ -53,7 +53,7 @@ def test_steps_of_an_epoch_do_not_depend_on_batch_size(config):
 
 @pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)])
 def test_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
-    """Epochs are counted on the rows that are trained on: files are read and tokens are made for the run alone."""
+    """Epochs are counted on the training rows themselves, so files are read and tokenized only once."""
     opened, open_source = [], StoredSource.opened
     monkeypatch.setattr(StoredSource, "opened", lambda self, wanted: opened.append(self) or open_source(self, wanted))
     base = tuple(line for line in small if not line.startswith(("max_steps=", "scheduler.")))
@@ -92,14 +92,14 @@ def test_override_typed_for_a_resume_replaces_its_mutually_exclusive_keys(tmp_pa
 
 @pytest.fixture
 def other_tokenizer(config, tmp_path):
-    """A folder with one that was trained on other text, of fewer tokens."""
+    """Returns a folder with a tokenizer that was trained on other text and has fewer tokens."""
     (tmp_path / "words.txt").write_text("elephants never forget " * 40)
     cfg = config(f"data.path={tmp_path / 'words.txt'}")
     tokenize(instantiate(cfg.data), tmp_path / "cache", 280).tokenizer.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
-def test_tokenizer_of_another_folder_makes_the_tokens(config, other_tokenizer):
+def test_tokenizer_of_another_folder_tokenizes_the_training_data(config, other_tokenizer):
     ours, theirs = (build.data(config(*more)).tokens for more in ((), (f"tokenizer={other_tokenizer}",)))
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
@@ -117,7 +117,7 @@ def test_tokenizer_of_another_folder_is_exported_and_used_for_evaluation(fit, ot
     assert evaluated["val_loss"] == pytest.approx(trained["val_loss"], abs=1e-6)
 
 
-def test_folder_without_a_tokenizer_is_refused(tmp_path):
+def test_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(Refused, match=r"\(the folder has no tokenizer.json\). Give a folder that contains a tokenizer"):
         tokenizer(str(tmp_path), False, key="tokenizer")
 

@@ -1,4 +1,4 @@
-"""Validation sets: each with the loss that plain transformers gives for the exported folder, document by document."""
+"""Validation sets: each loss equals the loss of plain transformers with the exported folder, document by document."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=2
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Text to train on, and two files of other text, one of which is in the same folder."""
+    """Returns a folder of training text and other text: a folder `near`, and a file in the training folder."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "train").mkdir()
     for number in range(40):
@@ -46,7 +46,7 @@ def typed(files, *more):
 
 
 def plain(folder, micro_batches):
-    """(loss, mean of the micro-batches' means) of plain transformers, each document by itself."""
+    """Returns (loss, mean of the means of micro-batches) of plain transformers, document by document."""
     model, sums = AutoModelForCausalLM.from_pretrained(folder).eval(), []
     for batch in micro_batches:
         nats, count = 0.0, 0
@@ -75,7 +75,7 @@ def test_loss_of_every_validation_set_equals_transformers_on_the_export(fit, con
         assert one["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         means.append(abs(mean_of_means - loss))
     assert summary["val_loss"] == summary["validation"][0]["loss"] != summary["validation"][1]["loss"]
-    if packing != "joined":  # where micro-batches have unequal counts, a mean of means would not have passed
+    if packing != "joined":  # micro-batches have unequal counts, so a mean of means would fail
         assert max(means) > 1e-4
 
 
@@ -95,7 +95,7 @@ def test_validation_loss_of_a_chat_counts_assistant_tokens_only(fit, config, pac
     every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
     assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions do not count
     said = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])["prompt"]
-    assert "Who are you?" in said and said != "Who are you?"  # in the template's words
+    assert "Who are you?" in said and said != "Who are you?"  # with the chat template
     kept = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in kept and (run / "model" / "chat_template.jinja").is_file()
 
@@ -108,12 +108,12 @@ def test_metrics_have_a_column_for_each_validation_set(fit, files):
     assert float(rows[-1]["val_loss"]) == summary["val_loss"] and "perplexity" not in rows[0]
 
 
-def test_first_validation_set_decides_and_all_sets_are_excluded_from_training(fit, config, files, monkeypatch):
+def test_first_validation_set_decides_stopping_and_no_validation_set_is_trained_on(fit, config, files, monkeypatch):
     both = build.data(config(*typed(files)))
     alone = build.data(config(*typed(files, f"data.val_path={files / 'near'}")))
     assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is not training text
     assert torch.equal(next(iter(both.val[0])).input_ids[:, 1:8], next(iter(both.val[0])).labels[:, :7])
-    losses = iter([[9.0, 9.0], [2.0, 5.0], [3.0, 4.0], [4.0, 3.0], [5.0, 1.0]])  # the others fall
+    losses = iter([[9.0, 9.0], [2.0, 5.0], [3.0, 4.0], [4.0, 3.0], [5.0, 1.0]])  # the losses of the second set fall
     evaluated = CausalLM.on_validation_epoch_end
 
     def given(self):
@@ -132,7 +132,7 @@ def test_invalid_validation_set_is_refused(fit, files):
         ("{a:/none}", "no such file"),
         (f"{{near:{files / 'train'}}}", "this is also data.path"),
         ("{a:x,b c:y}", "several with names"),
-        ("{}", "no such file"),  # a name, as any other
+        ("{}", "no such file"),  # {} is read as a file name
     ):
         with pytest.raises(Refused, match=says):
             fit("data=text", f"data.path={files / 'train'}", f"data.val_path={val_path}", *LINES)
@@ -166,7 +166,7 @@ SMALL_DATA = {
 
 
 @pytest.mark.parametrize("name", SMALL_DATA)
-def test_small_validation_set_is_reported_with_advice(config, caplog, tmp_path, name):
+def test_small_validation_set_is_reported_with_advice_and_a_large_one_is_not(config, caplog, tmp_path, name):
     typed, records, told = SMALL_DATA[name]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = (*typed.split(), f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
@@ -178,7 +178,7 @@ def test_small_validation_set_is_reported_with_advice(config, caplog, tmp_path, 
 
 
 @pytest.mark.parametrize(("count", "is_told"), [(9, True), (10, False)])
-def test_ten_validation_documents_are_enough(config, caplog, tmp_path, count, is_told):
+def test_nine_validation_documents_are_reported_as_few_and_ten_are_not(config, caplog, tmp_path, count, is_told):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, PAIRS[:30])))
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, PAIRS[30 : 30 + count])))
     lines = ("data=jsonl", "data.field=chosen", f"data.path={tmp_path / 'a.jsonl'}", "seq_len=32")
@@ -186,7 +186,7 @@ def test_ten_validation_documents_are_enough(config, caplog, tmp_path, count, is
 
 
 def test_small_validation_text_is_reported_in_sequences(config, caplog, tmp_path):
-    """A set that was typed is not held out, so that no share would change it."""
+    """data.val_path is not held out of the training data, so data.val_fraction would not change it."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")
@@ -196,7 +196,7 @@ def test_small_validation_text_is_reported_in_sequences(config, caplog, tmp_path
 
 
 def test_export_reports_no_small_validation_set(config, caplog, tmp_path):
-    """It evaluates nothing."""
+    """An export evaluates nothing."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")
     assert told_of_few(config, caplog, *text)

@@ -1,4 +1,4 @@
-"""The exported folder: what transformers would write of the whole model at once, written one shard after the other."""
+"""The exported folder has the files that transformers would write, but lowmem writes one shard after the other."""
 
 import json
 
@@ -37,7 +37,7 @@ def made(name, dtype=torch.float32):
 
 
 def contents(folder):
-    """The bytes of each file, and config.json as `old_config` spells it."""
+    """Returns the bytes of each file, and config.json as `old_config` converts it."""
     found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
     return found | {"config.json": old_config(json.loads(found["config.json"]))}
 
@@ -46,7 +46,7 @@ def contents(folder):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_folder_equals_save_pretrained_byte_for_byte(tmp_path, monkeypatch, name, dtype, shard):
-    """The model's parameters have 16 bits, and their full precision is elsewhere."""
+    """The model's parameters have 16 bits; their fp32 values are separate masters."""
     monkeypatch.setattr(exporting, "FILE_BYTES", shard)
     wide = made(name)
     held = made(name, torch.bfloat16)
@@ -62,7 +62,7 @@ def test_exported_folder_equals_save_pretrained_byte_for_byte(tmp_path, monkeypa
 
 
 def test_loaded_model_is_exported_with_equal_files(tmp_path):
-    """transformers keeps how it has renamed and joined what it read."""
+    """transformers remembers how it renamed and joined tensors while loading."""
     made("llama untied").save_pretrained(tmp_path / "in")
     export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
@@ -70,16 +70,16 @@ def test_loaded_model_is_exported_with_equal_files(tmp_path):
 
 @pytest.mark.matrix
 @linux
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 @in_a_new_process
-def test_export_adds_one_shard_to_memory(tmp_path, monkeypatch, wrong):
-    """Wrong: all of it is one shard."""
+def test_export_raises_memory_by_one_shard_unless_all_weights_are_one_shard(tmp_path, monkeypatch, wrong):
+    """The deliberately wrong variant writes all weights as one shard."""
     keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **keys), dtype=torch.bfloat16)
     network.to_empty(device="cpu")
     weights = 4 * sum(p.numel() for p in network.parameters())
-    monkeypatch.setattr(exporting, "FILE_BYTES", "50GB" if wrong else "17MB")  # the embedding has 16.4
+    monkeypatch.setattr(exporting, "FILE_BYTES", "50GB" if wrong else "17MB")  # the embedding has 16.4 MB
     with Highest() as highest:
         export(network, ModelFolder(tmp_path / "model", Nothing(), "float32"))
     assert (highest.rise < 17e6 + 0.1 * weights) != wrong

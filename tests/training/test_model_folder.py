@@ -1,4 +1,4 @@
-"""Models in folders, as people have them and as others open them: several files, tied heads, chats that end."""
+"""Model folders, loaded and exported: several files, tied heads, and chat models that end their turn."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def built(folder):
     return loading.load(loading.Described(spec, loading.architecture(spec)), torch.float32)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_sharded_model_folder_is_loaded_and_exported_completely(tmp_path, tied):
     whole, ids = llama(tie_word_embeddings=tied), torch.arange(12)[None]
     whole.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
@@ -40,14 +40,14 @@ def test_sharded_model_folder_is_loaded_and_exported_completely(tmp_path, tied):
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert torch.equal(loaded.eval()(ids).logits, whole(ids).logits)
     with torch.no_grad():
-        loaded.model.embed_tokens.weight.add_(0.1)  # as training does: of a tied head too
+        loaded.model.embed_tokens.weight.add_(0.1)  # as training does; also changes a tied head
     export(loaded, ModelFolder(tmp_path / "out", Nothing()))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(opened(ids).logits, loaded(ids).logits)
     assert torch.equal(opened.lm_head.weight, opened.model.embed_tokens.weight) == tied
 
 
-def test_missing_shard_is_refused(tmp_path):
+def test_model_folder_with_a_missing_shard_is_refused(tmp_path):
     llama().save_pretrained(tmp_path, max_shard_size="4KB")
     next(tmp_path.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(Refused, match=r"weights cannot be loaded"):
@@ -55,7 +55,7 @@ def test_missing_shard_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "deliberately wrong"])
-def test_exported_chat_model_stops_at_the_end_of_turn(tmp_path, ends):
+def test_exported_chat_model_stops_at_the_end_of_its_turn(tmp_path, ends):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", "<|im_start|>", "<|im_end|>", "a", "b"])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -65,7 +65,7 @@ def test_exported_chat_model_stops_at_the_end_of_turn(tmp_path, ends):
     tokenizer.chat_template = template
     assert end_of_turn(tokenizer) == ids["<|im_end|>"]
     network = llama(tie_word_embeddings=False, eos_token_id=ids["<end>"])
-    with torch.no_grad():  # whatever is asked, it ends its turn
+    with torch.no_grad():  # the model always ends its turn
         network.model.embed_tokens.weight.fill_(1.0)
         network.lm_head.weight.fill_(0.0)
         hidden = network.model(torch.tensor([[4]])).last_hidden_state[0, 0]

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite is named, ends the run or is skipped, and is in no checkpoint."""
+"""A non-finite loss or gradient is named, ends the run or is skipped, and never reaches a checkpoint."""
 
 import csv
 import logging
@@ -22,7 +22,8 @@ OTHER = (("clip=null",), ("clip_value=0.1",), ("precision=bf16-true",))
 
 @pytest.fixture
 def broken(monkeypatch):
-    """(what, windows) -> in these windows, counted from 1, the loss or the gradient of a parameter is not finite."""
+    """Returns a function (what, windows) that makes the loss, or the gradient of a parameter, non-finite in these
+    windows, counted from 1."""
 
     def arrange(what, which):
         window, step, full = [0], CausalLM.training_step, losses.full
@@ -69,7 +70,7 @@ def test_non_finite_first_step_in_fp16_suggests_bf16_and_no_resume(fit, broken):
     assert "resume=" not in str(refused.value)
 
 
-def test_sequences_named_in_the_error_are_those_of_the_window(fit, broken, monkeypatch):
+def test_error_of_a_non_finite_loss_names_the_sequences_of_its_micro_batches(fit, broken, monkeypatch):
     from lowmem.data.packing import Joined
 
     read, made = [], Joined.micro_batch
@@ -86,7 +87,9 @@ def test_sequences_named_in_the_error_are_those_of_the_window(fit, broken, monke
 @pytest.mark.rows("loss-32", "transformer*-bf16-master")
 @pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
-def test_skipped_non_finite_step_changes_only_its_count(fit, broken, caplog, monkeypatch, precision, what):
+def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_without_it(
+    fit, broken, caplog, monkeypatch, precision, what
+):
     """The weights equal the weights of a run that never saw the window."""
     if what == GRADIENT and precision == "bf16-master":
         pytest.skip("its gradients leave before a hook sees them: test_master_run.py breaks them on their way")
@@ -94,11 +97,13 @@ def test_skipped_non_finite_step_changes_only_its_count(fit, broken, caplog, mon
     broken(what, {2})
     summary, run = fit(*lines)
     assert summary["steps"] == 3 and summary["skipped_steps"] == 1
-    overflowed = precision == "16" and what == GRADIENT  # left to the scaler: not a fault, and not reported
+    overflowed = (
+        precision == "16" and what == GRADIENT
+    )  # the loss scale handles this overflow: it is not reported as a fault
     assert ("In step 2" in caplog.text and "Skipping this step." in caplog.text) != overflowed
     rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["train_loss"]]
     assert all(float(row["train_loss"]) < 100 for row in rows)
-    if precision == "16":  # the scale was halved, and so other bits were rounded
+    if precision == "16":  # the loss scale was halved, so other bits are rounded
         return
     usable = CausalLM._usable
 
@@ -114,8 +119,8 @@ def test_skipped_non_finite_step_changes_only_its_count(fit, broken, caplog, mon
 
 
 @pytest.mark.wrong
-def test_training_on_after_a_non_finite_gradient_is_caught(fit, broken, monkeypatch):
-    """The deliberately wrong variant: it goes on with weights that are not finite."""
+def test_checkpoint_of_weights_made_non_finite_by_an_ignored_gradient_is_refused(fit, broken, monkeypatch):
+    """The deliberately wrong variant: training continues with non-finite weights."""
     broken(GRADIENT, {2})
     monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
     usable = CausalLM._usable
@@ -124,7 +129,7 @@ def test_training_on_after_a_non_finite_gradient_is_caught(fit, broken, monkeypa
         fit("save_every=2")
 
 
-def test_too_many_non_finite_steps_in_a_row_end_the_run(fit, broken, caplog):
+def test_twenty_non_finite_steps_in_a_row_end_a_run_that_skips_them(fit, broken, caplog):
     broken("loss", range(1, 1000))
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):
         fit("on_nonfinite=skip")
@@ -133,7 +138,7 @@ def test_too_many_non_finite_steps_in_a_row_end_the_run(fit, broken, caplog):
 
 @pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
-def test_overflow_while_the_loss_scale_still_halves_is_no_error(fit, caplog, precision):
+def test_overflow_while_the_loss_scale_still_halves_does_not_end_the_run(fit, caplog, precision):
     caplog.set_level(logging.INFO)
     summary, _ = fit(f"precision={precision}", "precision.init_scale=1e15")
     assert summary["steps"] == 4 and summary["skipped_steps"] > 20 and "not finite" not in caplog.text
@@ -148,7 +153,7 @@ def test_overflow_at_the_smallest_loss_scale_ends_the_run(fit, broken, precision
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16-master", "16-master"])
-def test_gradients_that_are_never_finite_end_a_run_with_skip(fit, broken, caplog, precision):
+def test_gradients_that_are_never_finite_end_a_run_that_skips_them(fit, broken, caplog, precision):
     broken(GRADIENT, range(1, 1000))
     scale = [f"precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):

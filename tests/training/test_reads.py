@@ -1,4 +1,4 @@
-"""A window reads the device once: `device_reads.py` says how reads are counted."""
+"""An optimizer step reads values from the device once. `device_reads.py` explains how reads are counted."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lowmem.memory.tracker import host_side
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.training.module import CausalLM
 
-WINDOW = 2  # is counted, of 3: optimizer state exists, and nothing is logged, evaluated or saved
+WINDOW = 2  # the counted window, of 3: optimizer state exists, and nothing is logged, evaluated or saved
 FOUR = ("accumulation=fixed", "accumulation.batches=4", "batch_size=2")
 MASTERS, EARLY = ("precision=bf16-master", *FOUR), ("clip=null",)
 STREAMED = (*MASTERS, "weights=streamed", "gradient_checkpointing=every_layer", "optim=adamw8bit")
@@ -20,7 +20,7 @@ DOCUMENTS = ("data=jsonl", "data.path=notes.jsonl", "data.packing=documents", "s
 SHAPE = "{model_type: mistral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
 SHAPE += "num_attention_heads: 2, num_key_value_heads: 1, sliding_window: 8}"
 SLIDING = ("model=hf", "model.name=sliding", "model.pretrained=false", f"model.architecture={SHAPE}")
-# recipe -> overrides, and how often a window may read the device
+# recipe -> overrides, and the largest number of device reads of a window
 RECIPES = {
     "plain": ((), 1),
     "accumulation": (FOUR, 1),
@@ -52,7 +52,7 @@ RECIPES = {
 
 @pytest.fixture
 def reads_of(fit, tmp_path, monkeypatch):
-    """(overrides) -> the device reads of a small run. Notes are so short that several are in a row."""
+    """Returns a function (overrides) -> the device reads of a small run. Several notes fit in a row."""
     monkeypatch.chdir(tmp_path)
     notes = (" ".join(f"note{j}" for j in range(i % 7 + 2)) for i in range(400))
     (tmp_path / "notes.jsonl").write_text("".join(f'{{"text": "{note}"}}\n' for note in notes))
@@ -67,17 +67,17 @@ def reads_of(fit, tmp_path, monkeypatch):
 
 @pytest.mark.rows("plain", "mixture", "masters early", "by layer", "16")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_window_reads_the_device_once(reads_of, recipe):
+def test_optimizer_step_reads_values_from_the_device_once(reads_of, recipe):
     lines, most = RECIPES[recipe]
     reads = reads_of(*lines)
     read = reads.lines(WINDOW)
     assert 1 <= read.total() <= most, read
-    if recipe.startswith("documents"):  # transformers asks where they begin, and the host answers
+    if recipe.startswith("documents"):  # transformers asks where documents begin, and gets the answer from host memory
         assert not (of_model := reads.lines(WINDOW, of_model=True)), of_model
 
 
-def test_log_step_reads_only_its_logged_values(reads_of):
-    """The loss, the auxiliary loss, the norm and the balance of experts."""
+def test_step_with_logging_reads_only_its_four_logged_values_in_addition(reads_of):
+    """These are the loss, the auxiliary loss, the gradient norm and the balance of experts."""
     read = reads_of(*MIXTURE, "log_every=1").lines(WINDOW)
     logged = sum(count for line, count in read.items() if line.startswith("lowmem/report/"))
     assert (read.total(), logged) == (5, 4), read
@@ -128,13 +128,13 @@ def weight_read_by_the_host_thread(monkeypatch):
         (weight_read_by_the_host_thread, "masters early"),
     ],
 )
-def test_additional_device_read_in_a_window_is_caught(reads_of, monkeypatch, wrong, recipe):
+def test_additional_device_reads_in_an_optimizer_step_are_counted(reads_of, monkeypatch, wrong, recipe):
     wrong(monkeypatch)
     lines, most = RECIPES[recipe]
     assert reads_of(*lines).lines(WINDOW).total() >= most + 4
 
 
-def test_reads_of_host_tensors_are_not_counted():
+def test_reads_of_device_tensors_are_counted_and_reads_of_host_tensors_are_not():
     with as_on_a_card() as reads:
         reads.window = 0
         device = torch.ones(3)

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities equal a second model's bit for bit, are stored once, and changes are noticed."""
+"""The reference model's log-probabilities equal a second model's bits, are cached, and changes are noticed."""
 
 import csv
 import gc
@@ -46,7 +46,7 @@ def pairs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def preferring(config, pairs, tmp_path):
-    """(overrides) -> a run on pairs, with a cache of its own."""
+    """Returns a function (overrides) -> a run on pairs, with a separate cache."""
 
     def make(*lines: str):
         typed = {line.split("=")[0] for line in lines}
@@ -58,7 +58,7 @@ def preferring(config, pairs, tmp_path):
 
 @pytest.fixture
 def computed(caplog):
-    """Returns how many pairs the reference has computed since it was asked last."""
+    """Returns a function () -> the number of pairs that the reference has computed since the last call."""
     caplog.set_level(logging.INFO, "lowmem")
 
     def count() -> int:
@@ -79,7 +79,7 @@ def numbers(folder: Path, split: str) -> np.ndarray:
 
 
 def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
-    """Returns the numbers of the training pairs that a run has stored."""
+    """Returns the log-probabilities of the training pairs that a run has stored."""
     fit_run(preferring(*lines, f"cache_dir={tmp_path / 'own' / 'cache'}"), tmp_path / "own" / "run")
     found = numbers(tmp_path / "own", "train")
     shutil.rmtree(tmp_path / "own")
@@ -87,7 +87,7 @@ def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
 
 
 def second_model(run):
-    """The one that others hold beside the trained one, and batches of all rows: it reads the same rows, and stays."""
+    """Returns a separate reference model, as other trainers keep it in memory, and batches of all rows."""
     data = build.data(run)
     seed_everything(run.seed, verbose=False)
     second, rows = build.module(run, data), data.train.sequences
@@ -105,7 +105,7 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
             answers, real = second.own_loss.answers(second.model.eval(), batch)
             whole, _ = pair_oracle.log_probabilities(second.model, batch)
         assert np.array_equal(answers.logp[real].numpy(), stored[batches.units[number]])
-        # whole logits in fp32, of answers with up to ten tokens: measured 2e-6, and another model is off by 0.1
+        # with all logits in fp32, for answers of up to ten tokens: measured 2e-6; another model is off by 0.1
         assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)
     assert not np.isnan(stored).any()
 
@@ -113,7 +113,7 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
 @pytest.mark.matrix
 @pytest.mark.kernels
 def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring, tmp_path):
-    """With their own prompts, and with the prompts of mismatched rows."""
+    """The answers are read with their prompts, and with the prompts of mismatched rows."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
     for number, (batch,) in enumerate(batches):
@@ -144,7 +144,7 @@ def test_streamed_weights_give_equal_reference_log_probabilities(preferring, tmp
 
 @pytest.mark.matrix
 def test_reference_of_an_adapter_is_its_base_model(preferring, tmp_path, computed):
-    """The numbers equal the model's without the adapter, and adapters of other sizes share them."""
+    """The log-probabilities equal the model's without the adapter, and adapters of other sizes share the cache."""
     plain = stored_by(preferring, tmp_path)
     fit_run(preferring("adapter=lora"), tmp_path / "a")
     known = ~np.isnan(plain)
@@ -171,13 +171,13 @@ def test_reference_is_computed_for_read_rows_only_and_cached(preferring, tmp_pat
     ids=["killed", "interrupted", "streamed"],
 )
 def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, computed, monkeypatch, killed, lines):
-    """It computes what it lacks, in the same micro-batches: to the bit."""
+    """The next run computes the missing log-probabilities in the same micro-batches, so all bits are equal."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
     store, stored = reference.ReferenceLogProbs.store, []
 
     def ends_at_the_third(self, numbers):
-        """The first is that of the start. What a killed run did not store then is lost."""
+        """The first call stores the start. Log-probabilities that a killed run has not stored are lost."""
         stored.append(self.name)
         if len(stored) <= 3 or not killed:
             store(self, numbers)
@@ -197,8 +197,8 @@ def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, 
 
 
 @pytest.mark.matrix
-def test_concurrent_runs_keep_each_others_stored_reference(preferring, tmp_path):
-    """The one that is behind writes last."""
+def test_run_with_fewer_reference_values_keeps_the_values_stored_by_a_concurrent_run(preferring, tmp_path):
+    """The run that has computed less writes last."""
     fit_run(preferring("max_steps=20"), tmp_path / "run")
     complete = numbers(tmp_path, "train")
     run = preferring("max_steps=20").resolved()
@@ -222,7 +222,7 @@ def test_unwritable_reference_cache_is_refused_before_the_pass(preferring, tmp_p
 
 
 @pytest.mark.matrix
-def test_changed_model_has_its_own_reference_cache(preferring, tmp_path, computed):
+def test_reference_of_a_model_with_another_seed_dtype_or_head_count_is_computed_again(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     before = computed()
     fit_run(preferring("seed=1"), tmp_path / "other")
@@ -244,7 +244,7 @@ def test_damaged_reference_cache_is_computed_again(preferring, tmp_path, compute
 
 
 class OfTwoPairs:
-    """A split of which nothing but the number of its pairs is asked."""
+    """A split of two pairs, without their rows."""
 
     unit_count = 2
 
@@ -261,14 +261,14 @@ def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_p
             wanted.file.write_bytes(damaged)
             assert np.isnan(wanted.read()).all()
     assert caplog.text.count("is damaged, so its log-probabilities are computed again") == 4
-    np.save(wanted.file, numbers)  # as it was stored without a checksum
+    np.save(wanted.file, numbers)  # the older format has no checksum
     assert np.array_equal(wanted.read(), numbers, equal_nan=True)
 
 
 @pytest.mark.rows("loss=dpo")
 @BOTH
-def test_resumed_preference_run_equals_the_unbroken_run(preferring, tmp_path, computed, loss):
-    """Numbers that are still missing, and all numbers without the cache, are computed with the initial model."""
+def test_resumed_preference_run_has_the_val_loss_of_the_unbroken_run(preferring, tmp_path, computed, loss):
+    """Missing log-probabilities, or all if the cache is gone, are computed with the initial model."""
     longer = partial(preferring, "max_steps=8", CONSTANT, loss)
     unbroken = fit_run(longer(), tmp_path / "unbroken")["val_loss"]
     shutil.rmtree(tmp_path / "cache")
@@ -283,7 +283,7 @@ def test_resumed_preference_run_equals_the_unbroken_run(preferring, tmp_path, co
 
 
 @pytest.mark.matrix
-def test_resume_with_another_initial_model_is_refused(preferring, tmp_path):
+def test_resume_of_a_dpo_run_with_another_initial_model_is_refused(preferring, tmp_path):
     fit_run(preferring("max_steps=2"), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(Refused, match=r"compares with the initial model of the run.*Type the model="):
@@ -308,7 +308,7 @@ def test_non_finite_reference_log_probabilities_are_refused(preferring, tmp_path
         fit_run(preferring(), tmp_path / "run")
 
 
-def test_early_stopping_can_watch_the_accuracy(config, preferring, tmp_path):
+def test_early_stop_on_accuracy_ends_a_dpo_run_and_is_refused_with_loss_full(config, preferring, tmp_path):
     run = preferring("early_stop.patience=1", "early_stop.watch=accuracy", "val_every=1", "max_steps=50", "lr=1e-9")
     summary = fit_run(run, tmp_path / "run")
     assert summary["stopped_early"] and summary["steps"] < 50
@@ -318,10 +318,10 @@ def test_early_stopping_can_watch_the_accuracy(config, preferring, tmp_path):
 
 
 @pytest.mark.kernels
-def test_loss_on_rated_answers_does_not_depend_on_the_micro_batch_size(preferring, tmp_path, monkeypatch, no_picture):
-    """Compares the second window's loss in fp32: in the first window z is 0, and a step of SGD amplifies no rounding.
-    test_kto.py compares gradients, also of weights that stream. Rows are not sorted here: which of them are in a window
-    would depend on the size of its micro-batches."""
+def test_kto_loss_does_not_depend_on_the_micro_batch_size(preferring, tmp_path, monkeypatch, no_picture):
+    """Compares the loss of the second window in fp32: in the first window the KL estimate is 0, and a step of SGD does
+    not amplify rounding. test_kto.py compares gradients, also with streamed weights. Rows are not sorted by length
+    here, because the rows of a window would then depend on the size of micro-batches."""
     monkeypatch.setattr(RatedAnswers, "arranged", lambda self, permutation, rows_per_step: permutation)
     size = "max_steps=2", "optim=sgd", "lr=3", "loss=kto", "loss.beta=0.5", "val_every=1000"
 
@@ -337,8 +337,8 @@ def test_loss_on_rated_answers_does_not_depend_on_the_micro_batch_size(preferrin
     assert abs(second(*cut, folder="wrong") / whole - 1) > 100 * FP32_REORDERED
 
 
-def test_preference_training_disables_dropout(preferring, tmp_path):
-    """A reference has none: the first loss is that of equal models."""
+def test_dpo_training_disables_dropout_so_its_first_loss_is_log_2(preferring, tmp_path):
+    """The reference has no dropout, so the first loss is the loss of two equal models."""
     dropout = "model.architecture.resid_pdrop=0.5", "model.architecture.embd_pdrop=0.5"
     fit_run(preferring(*dropout, "max_steps=1"), tmp_path / "run")
     (first, *_) = csv.DictReader((tmp_path / "run" / "metrics.csv").open())
@@ -348,7 +348,7 @@ def test_preference_training_disables_dropout(preferring, tmp_path):
 @pytest.mark.rows("resident")
 @pytest.mark.parametrize("lines", [(), STREAMED], ids=["resident", "streamed"])
 def test_reference_and_trained_model_are_never_in_memory_together(preferring, tmp_path, monkeypatch, lines):
-    """Each module is gone when the next one is built, and none is kept by the trainer of the reference."""
+    """Each model is freed before the next model is built, and the reference's trainer keeps no model."""
     built, alive, make = [], [], build.module
 
     def counted(*args, **kwargs):
@@ -360,6 +360,6 @@ def test_reference_and_trained_model_are_never_in_memory_together(preferring, tm
     monkeypatch.setattr(build, "module", counted)
     fit_run(preferring(*lines), tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
-    gc.collect()  # the model of the run before
+    gc.collect()  # the model of the previous run
     fit_run(preferring(*lines, "max_steps=6", f"resume={tmp_path / 'run'}"), tmp_path / "on")
     assert len(alive) == 5 and not any(alive)

@@ -1,4 +1,4 @@
-"""Tests that what a run has left is resumed, evaluated and exported, and completed if it was cut short."""
+"""Runs are resumed, evaluated and exported from their folders, and completed if they were interrupted."""
 
 import csv
 import errno
@@ -33,7 +33,8 @@ LINES = ("save_every=2", "val_every=2")
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
-    """(precision) -> the folder of a run of four steps, with checkpoints at 2 and 4; it is copied, never changed."""
+    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints at 2 and 4. Tests copy the
+    folder, and never change it."""
     made = {}
 
     def run(precision="32"):
@@ -47,7 +48,7 @@ def whole(small, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """(precision) -> a copy in the folder in which `fit` works."""
+    """Returns a function (precision) -> a copy of such a run in the folder that `fit` uses."""
     return lambda precision="32": shutil.copytree(whole(precision), tmp_path / "run")
 
 
@@ -67,7 +68,7 @@ def zero_a_page(file):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """() -> from now on nothing trains."""
+    """Returns a function () that makes every later training step fail the test."""
     return lambda: monkeypatch.setattr(CausalLM, "training_step", lambda *_: pytest.fail("trained"))
 
 
@@ -83,7 +84,7 @@ def test_resume_auto_starts_continues_and_finishes_a_run(fit, whole, caplog, no_
     assert summary["steps"] == 4 and summary["resumed_from"].endswith("step-00000002.ckpt")
     assert same(last(run)["state_dict"], last(whole())["state_dict"])
     rows = list(csv.DictReader((run / "metrics.csv").open()))
-    assert [int(row["step"]) for row in rows if row["train_loss"]] == [1, 2, 3, 4]  # of both lives
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == [1, 2, 3, 4]  # the steps of both attempts
     no_training()
     assert fit(*lines)[0]["val_loss"] == summary["val_loss"] and "the evaluation and the export are done" in caplog.text
 
@@ -101,15 +102,15 @@ def test_damaged_checkpoint_is_skipped_by_resume_auto_and_refused_by_name(fit, c
 
 
 @pytest.mark.wrong
-def test_checkpoint_check_without_digests_is_caught(fit, copy, whole, monkeypatch):
-    """The deliberately wrong variant: any zip archive will do."""
+def test_resume_from_a_damaged_checkpoint_without_digest_checks_fails_or_changes_weights(fit, copy, whole, monkeypatch):
+    """The deliberately wrong variant accepts every zip archive as a checkpoint."""
     run = copy()
     zero_a_page(run / "checkpoints" / "step-00000002.ckpt")
     (run / "checkpoints" / "step-00000004.ckpt").unlink()
     monkeypatch.setattr("lowmem.saving.checkpoint.intact", lambda path: True)
     try:
         fit(*LINES, "resume=auto")
-    except Exception:  # what it loads may be anything
+    except Exception:  # damaged content may raise any error
         return
     assert not same(last(run)["state_dict"], last(whole())["state_dict"])
 
@@ -172,7 +173,7 @@ def test_missing_evaluation_or_export_of_a_finished_run_is_completed_by_resume(
     for figure in ("steps", "tokens", "train_loss", "val_loss", "bits_per_byte", "parameters", "skipped_steps"):
         assert found[figure] == expected[figure], figure
     assert (run / "metrics.csv").read_text().startswith((unbroken / "metrics.csv").read_text())
-    with pytest.raises(Refused, match="max_steps=8"):  # and now nothing is
+    with pytest.raises(Refused, match="max_steps=8"):  # now nothing is missing
         fit(*LINES, f"precision={precision}", f"resume={run}", folder="other")
 
 
@@ -200,12 +201,12 @@ def test_export_accepts_a_run_and_a_checkpoint_without_training(fit, whole, no_t
     assert summary["steps"] == 2 and summary_of(other)["val_loss"] is None
 
 
-def test_evaluate_and_export_work_on_the_command_line(command, whole, tmp_path):
+def test_evaluate_and_export_commands_succeed_and_training_in_their_folder_is_refused(command, whole, tmp_path):
     (whole() / ".hydra").mkdir(exist_ok=True)
     (whole() / ".hydra" / "overrides.yaml").write_text("- lr=0.5\n")
     code, said = command(f"export={whole()}")
     assert code == 0 and "Traceback" not in said and (tmp_path / "run" / "model").is_dir(), said
-    for _ in range(2):  # a second time says the same again
+    for _ in range(2):  # evaluation can be repeated in its folder
         code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
         assert code == 0, said
     code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/evaluated")
@@ -218,7 +219,7 @@ def test_evaluate_and_export_work_on_the_command_line(command, whole, tmp_path):
 
 @pytest.fixture
 def typed_run(copy, small, monkeypatch):
-    """A run with the lines of its command, as Hydra leaves them."""
+    """Returns a run with the overrides of its command, as Hydra stores them."""
     run = copy()
     (run / ".hydra").mkdir(exist_ok=True)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*small, *LINES]))
@@ -227,7 +228,7 @@ def typed_run(copy, small, monkeypatch):
 
 
 def contents(run):
-    """Every file of a run except model/ and Hydra's log, with its bytes."""
+    """Returns the bytes of every file of a run, except model/ and Hydra's log."""
     files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
     return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
 
@@ -252,7 +253,7 @@ def test_export_of_a_failed_run_keeps_its_failure_reason(command, typed_run):
 
 
 def test_export_of_an_earlier_checkpoint_or_live_run_keeps_the_model_of_the_run(command, typed_run, monkeypatch):
-    """The folder is named before the work."""
+    """The output names the folder before the export begins."""
     trained = (typed_run / "model" / "model.safetensors").read_bytes()
     earlier = typed_run / "checkpoints" / "step-00000002.ckpt"
     busy = lambda folder: folder == typed_run  # noqa: E731
@@ -274,11 +275,11 @@ def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
     assert summary["steps"] == 3 and summary["stopped_early"] and not summary["interrupted"]
     assert [path.name for path in complete(run / "checkpoints")][-1] == "step-00000003.ckpt"
     no_training()
-    assert fit(*lines)[0]["steps"] == 3  # the same command again has nothing to do
+    assert fit(*lines)[0]["steps"] == 3  # the repeated command has nothing to do
 
 
 def test_early_stop_refuses_a_validation_set_without_labels(command, tmp_path):
-    """Its loss is a mean over no token: Lightning would end training at the first evaluation, as if it were done."""
+    """The loss is a mean over zero tokens: Lightning would end training at the first evaluation."""
     for name, question in (("path", "short"), ("val_path", "long " * 200)):
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8)
@@ -287,17 +288,17 @@ def test_early_stop_refuses_a_validation_set_without_labels(command, tmp_path):
     lines += ["seq_len=32", "val_sequences=2", "max_steps=1"]
     code, said = command(*lines, "early_stop.patience=1")
     assert code == 1 and "early_stop.patience=1: the first 2 validation sequences" in said and "Traceback" not in said
-    code, said = command(*lines)  # without it the run trains, in the same folder
+    code, said = command(*lines)  # without early_stop the run trains, in the same folder
     assert code == 0, said
 
 
-def test_error_advice_does_not_suggest_the_current_precision(fit):
+def test_advice_after_non_finite_steps_does_not_suggest_the_current_precision(fit):
     with pytest.raises(Refused, match=r"The 20 steps before it were not finite either\. Type a smaller lr") as refused:
         fit("precision=bf16-master", "optim=sgd", "on_nonfinite=skip", "lr=1e30")
     assert "precision=" not in str(refused.value)
 
 
-def test_common_lightning_callbacks_work(fit):
+def test_lightning_early_stopping_and_learning_rate_monitor_take_effect(fit):
     summary, run = fit(
         "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
         "+callbacks.early.monitor=val_loss",
@@ -319,7 +320,7 @@ def test_unsupported_lightning_callback_is_refused(command, tmp_path):
     assert code == 1 and "logger" in said and "Traceback" not in said
 
 
-def test_best_checkpoint_is_kept_beside_the_newest_after_a_resume(fit, monkeypatch):
+def test_best_and_newest_checkpoint_are_kept_after_a_resume(fit, monkeypatch):
     losses = iter([9.0, 5.0, 1.0, 4.0, 3.0, 2.0])  # the first is of the check before step 1
     evaluated = CausalLM.on_validation_epoch_end
 
@@ -354,13 +355,13 @@ def test_failed_save_of_a_better_checkpoint_keeps_the_previous_best(fit, full, m
         self.val_losses = [next(losses)]
 
     monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
-    full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved at every evaluation that is better, and in the end
+    full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved after each better evaluation, and at the end
     with pytest.raises(Refused, match="only the weights were written"):
         fit("val_every=1", "save_every=100", "checkpoint.keep=best")
     assert [path.name[-6:] for path in complete(tmp_path / "run" / "checkpoints")] == ["2.ckpt"]
 
 
-def test_checkpoint_can_be_named_relative_to_its_folder(fit, whole, monkeypatch):
+def test_resume_accepts_a_checkpoint_path_relative_to_the_working_directory(fit, whole, monkeypatch):
     monkeypatch.chdir(whole() / "checkpoints")
     with pytest.raises(Refused, match="4 steps are done and max_steps=4"):
         fit(*LINES, "resume=step-00000004.ckpt")
@@ -382,7 +383,7 @@ def test_resume_from_a_checkpoint_saved_after_an_evaluation_equals_the_unbroken_
     _, whole = fit(*lines, "max_steps=5", folder="whole")
     _, part = fit(*lines, "max_steps=3", "scheduler.total_steps=5", folder="part")
     saved = torch.load(complete(part / "checkpoints")[-1], weights_only=True)
-    assert saved["callbacks"]["Checkpoints"]["best_step"] == 3  # it was written again, after the evaluation
+    assert saved["callbacks"]["Checkpoints"]["best_step"] == 3  # the checkpoint was written again after the evaluation
     _, run = fit(*lines, "max_steps=5", f"resume={part}", folder="run")
     assert same(last(run)["state_dict"], last(whole)["state_dict"])
     rows = list(csv.DictReader((run / "metrics.csv").open()))
@@ -396,7 +397,7 @@ def test_save_every_minutes_keeps_the_requested_number_of_checkpoints(fit, monke
         now = 0.0
 
         def monotonic(self):
-            self.now += 20.0  # seconds between two looks
+            self.now += 20.0  # seconds between two calls
             return self.now
 
     monkeypatch.setattr(checkpoint, "time", Clock())
@@ -405,19 +406,21 @@ def test_save_every_minutes_keeps_the_requested_number_of_checkpoints(fit, monke
     assert steps == [15, 18, 20]
 
 
-def test_commands_printed_at_the_end_of_a_run_work(command, tmp_path):
+def test_commands_printed_at_the_end_of_a_run_are_accepted_and_resume_continues_it(command, tmp_path):
     _, said = command(f"hydra.run.dir={tmp_path}/a run")
     typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
     assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
     for line in typed:
-        cli.prepare(shlex.split(line)[2:])  # it is not refused
+        cli.prepare(shlex.split(line)[2:])  # the command is not refused
     code, said = command(*shlex.split(typed[-1])[2:], f"hydra.run.dir={tmp_path}/run", base=())
     new, old = tmp_path / "run", tmp_path / "a run"
     assert code == 0 and summary_of(new)["steps"] == 8
     assert said.startswith(f"resume={old}: continues in a new folder, {new}. The old folder is not changed.\n")
 
 
-def test_interrupted_run_prints_the_command_to_resume(capsys, tmp_path, monkeypatch):
+def test_end_of_a_run_prints_evaluate_and_resume_commands_and_generate_unless_interrupted(
+    capsys, tmp_path, monkeypatch
+):
     for name in (".hydra", "model"):
         (tmp_path / "run" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -431,12 +434,12 @@ def test_interrupted_run_prints_the_command_to_resume(capsys, tmp_path, monkeypa
         assert capsys.readouterr().out.split("python train.py ")[1:] == [f"{line}\n" for line in expected]
 
 
-# --- no room ----------------------------------------------------------------------------------------------------------
+# --- full disk --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def full(monkeypatch):
-    """(owner, name, which) -> from now on these calls of a function find that no file may grow beyond 2 kB."""
+    """Returns a function (owner, name, which) that limits files to 2 kB during these calls of a function."""
 
     def arrange(owner, name, which):
         function, calls = getattr(owner, name), iter(range(1, 1000))
@@ -471,7 +474,7 @@ def test_failed_save_ends_the_run_and_keeps_old_checkpoint_and_current_weights(c
     assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
 
 
-def test_full_disk_at_the_last_checkpoint_writes_the_weights_alone(command, full, tmp_path):
+def test_full_disk_at_the_last_checkpoint_writes_only_the_weights_which_evaluate(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {1})
     code, said = command()
     run = tmp_path / "run"
@@ -491,7 +494,7 @@ def test_full_disk_for_checkpoint_and_weights_reports_the_last_checkpoint(comman
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written either (" in said
     assert "type resume=" in said and "step-00000002.ckpt to continue" in said and not (run / "model").exists()
-    assert summary_of(run)["steps"] == 4  # what else fits is written
+    assert summary_of(run)["steps"] == 4  # other files that fit are written
 
 
 def test_full_disk_at_export_keeps_other_files_and_export_can_be_repeated(command, full, tmp_path):
@@ -505,9 +508,9 @@ def test_full_disk_at_export_keeps_other_files_and_export_can_be_repeated(comman
     assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").is_file(), said
 
 
-def test_full_disk_while_writing_metrics_is_reported_in_one_line(command, tmp_path, monkeypatch):
+def test_full_disk_while_writing_metrics_is_reported_without_a_traceback(command, tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, which does not say whose it is
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, without a file name
 
     monkeypatch.setattr(Metrics, "_write", full)
     code, said = command()
@@ -529,7 +532,9 @@ def test_full_disk_while_writing_metrics_is_reported_in_one_line(command, tmp_pa
         (OSError(errno.EIO, "Input/output error", "/a/disk/file"), "/a/disk/file: Input/output error"),
     ],
 )
-def test_system_error_is_reported_in_one_line_if_another_folder_helps(command, tmp_path, monkeypatch, error, said):
+def test_system_error_is_reported_without_a_traceback_only_if_another_folder_helps(
+    command, tmp_path, monkeypatch, error, said
+):
     places = {"run": tmp_path / "run", "cache": tmp_path / "cache"}
     if error.filename:
         error.filename = error.filename.format(**places)

@@ -12,7 +12,7 @@ WRAPS = re.compile(
     r"\.forward = (?!None)|(?<!self)\.__class__ = |"
     r"patch\.object\(\w[\w.]*, \"forward\"|\.register_(?!load)[a-z_]*hook\(|\.register_hook\("
 )
-OTHERS = {"plan"}  # it traces a run, which has hooks of its own
+OTHERS = {"plan"}  # traces runs, with separate hooks
 
 
 def wrapping(files) -> set[str]:
@@ -28,7 +28,7 @@ def named(text: str) -> set[str]:
     return found
 
 
-def test_docstring_lists_every_file_that_wraps_a_module():
+def test_docstring_of_build_lists_every_file_that_wraps_a_module():
     files = {
         f"{file.parent.name}/{file.name}": file.read_text()
         for file in SOURCE.rglob("*.py")
@@ -40,5 +40,5 @@ def test_docstring_lists_every_file_that_wraps_a_module():
 @pytest.mark.parametrize(
     "line", ["block.forward = compiled", "p.register_hook(f)", 'patch.object(self.head, "forward", f)']
 )
-def test_unlisted_file_that_wraps_a_module_is_found(line):
+def test_file_that_wraps_a_module_is_found_by_the_search(line):
     assert wrapping({"loss/new.py": line}) == {"loss/new.py"}

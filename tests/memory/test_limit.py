@@ -86,7 +86,7 @@ def test_run_over_its_memory_limit_ends_with_advice_and_without_a_traceback(comm
     assert code == 1 and "Out of memory" in said and "activations" in said and "Traceback" not in said
 
 
-def test_cuda_limit_sets_the_process_memory_fraction_and_resets_it(monkeypatch):
+def test_memory_limit_on_cuda_sets_the_process_memory_fraction_and_resets_it(monkeypatch):
     said = []
     card = type("Card", (), {"total_memory": 48 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
@@ -122,7 +122,7 @@ TOO_LARGE = {"cpu": ("memory.limit=300KiB",), "cuda": ("memory.limit=300MiB", *W
 
 
 @each_device
-def test_out_of_memory_ends_with_advice_and_a_snapshot_on_cuda(command, tmp_path, device):
+def test_out_of_memory_ends_a_run_with_advice_and_on_cuda_also_with_a_snapshot(command, tmp_path, device):
     code, said = command(f"device={device}", *TOO_LARGE[device])
     assert code == 1 and "Out of memory" in said and "Traceback" not in said
     assert "Memory at the peak, by category" in said and "Try these overrides" in said
@@ -178,12 +178,12 @@ def no_pinned_memory(monkeypatch):
     monkeypatch.setattr(boundary, "_lane", lambda _: OnHost())
 
 
-def test_unpinnable_host_memory_ends_with_advice(no_pinned_memory, command):
+def test_failed_pinning_of_host_memory_ends_the_run_with_advice(no_pinned_memory, command):
     code, said = command("gradient_checkpointing=offload", "max_steps=1")
     assert code == 1 and "Out of memory" in said and "seq_len=8" in said and "Traceback" not in said
 
 
-def test_unpinnable_memory_is_an_out_of_memory_error_of_the_host(no_pinned_memory):
+def test_failed_pinning_raises_a_memory_error_that_counts_as_out_of_memory_on_the_host(no_pinned_memory):
     lane = boundary._lane(torch.device("cuda"))
     lane.staging(4)
     with pytest.raises(MemoryError, match="host memory cannot be pinned") as full:

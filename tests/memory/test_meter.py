@@ -35,7 +35,7 @@ def rows(fit):
     return read(run)
 
 
-def test_every_step_has_its_phases_and_sampled_steps_have_categories(rows):
+def test_memory_csv_has_rows_for_every_phase_and_live_bytes_in_sampled_steps_only(rows):
     for step in range(1, 26):
         of_step = {r["phase"]: r for r in rows if int(r["step"]) == step}
         assert {"forward", "backward", "step"} <= set(of_step)
@@ -54,7 +54,7 @@ def test_evaluation_before_the_first_step_is_not_counted_as_loading(fit, monkeyp
     assert (load["rss_bytes"], load["rss_peak_bytes"]) == ("100", "200")
 
 
-def test_categories_sum_to_the_peak_and_equal_the_sizes_of_the_objects(rows):
+def test_recorded_memory_categories_sum_to_the_peak_and_equal_the_sizes_of_the_tensors(rows):
     for row in rows:
         if row["live_peak_bytes"]:
             assert sum(int(row[c]) for c in LIVE) == int(row["live_peak_bytes"])
@@ -143,7 +143,7 @@ def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
     stored, file = 6 * sum(sizes), 6 * (3 * PAGE + sum(map(pages, sizes)))  # the first page of a file is free
     steady = rows[3:]
     assert {int(row["drive_bytes"]) for row in steady} == {stored}
-    assert {int(row["drive_written_bytes"]) for row in steady} == {file}  # and not all that was written until then
+    assert {int(row["drive_written_bytes"]) for row in steady} == {file}  # bytes of this step, not of the run
     ahead = 2 * file // 6  # parts of the first blocks of the next step are read already, or not yet
     assert abs(sum(int(row["drive_read_bytes"]) for row in steady) - len(steady) * file) <= ahead
 
@@ -156,7 +156,7 @@ def test_recorded_activations_grow_with_the_tokens_and_weights_do_not(fit):
     assert large["peak_bytes_by_category"]["weights"] == small["peak_bytes_by_category"]["weights"]
 
 
-def test_buffers_replaced_by_a_device_move_are_counted(tmp_path):
+def test_buffers_replaced_by_a_device_move_are_counted_as_weights(tmp_path):
     """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
     meter = MemoryMeter(tmp_path / "memory.csv")
     module = torch.nn.BatchNorm1d(1024, affine=False)
@@ -200,7 +200,7 @@ def test_compiled_blocks_stay_compiled_and_memory_by_category_is_not_measured(fi
     assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
 
 
-def test_active_tracker_leaves_torch_compile_on():
+def test_function_compiles_while_the_memory_tracker_is_active():
     from lowmem.memory.tracker import StorageTracker
 
     compiled = []
@@ -215,7 +215,7 @@ def test_active_tracker_leaves_torch_compile_on():
     assert compiled
 
 
-def test_cuda_allocator_figures_are_recorded_per_phase(fit, monkeypatch):
+def test_values_of_the_cuda_allocator_are_recorded_per_phase(fit, monkeypatch):
     """The code path of a GPU, with a fake allocator: peaks since the last reset, and the highest peak of a window."""
     allocator = Allocator()
     allocator.install(monkeypatch)

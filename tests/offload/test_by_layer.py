@@ -418,7 +418,9 @@ def left():
     ("breaks", "error"), [(raises_in_forward, Broken), (raises_in_backward, Broken), (interrupts, BaseException)]
 )
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
-def test_error_in_one_micro_batch_ends_all_threads_and_the_next_run_is_exact(config, model, breaks, error):
+def test_by_layer_error_in_a_micro_batch_ends_all_threads_and_the_next_run_has_resident_bits(
+    config, model, breaks, error
+):
     arguments = lines(model, "loss=chunked", "max_steps=2")
     with pytest.raises(error) as raised:
         trained(config, BY_LAYER, model, arguments, prepare=breaks)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.kernels
 SHAPES = {
     "gpt2": {},  # tied, with learned positions
     "llama": {"tie_word_embeddings": False, "pad_token_id": 7},
-    "gemma3_text": {"attn_implementation": "eager"},  # tied, and the embedding has a factor
+    "gemma3_text": {"attn_implementation": "eager"},  # tied, and the embedding is scaled
 }
 TIED = [kind for kind in SHAPES if kind != "llama"]
 

@@ -22,7 +22,7 @@ from two_models import OPTIMIZERS, PRECISIONS, configured, equal, naive, ours
 @pytest.mark.rows("adamw-norm", "adafactor-off")
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_staged_link_with_late_copies_has_the_bits_of_the_naive_loop(config, clip, optim):
+def test_staged_link_with_late_copies_has_the_bits_of_a_naive_training_loop(config, clip, optim):
     for precision, loss in zip(PRECISIONS, ("chunked", "full"), strict=True):
         cfg = configured(config, precision, optim, clip, "fixed", "linear", f"loss={loss}", "max_steps=3")
         assert equal(ours(cfg, SlowLane()), naive(cfg))
@@ -83,7 +83,7 @@ class Gate:
 
 
 @pytest.mark.wrong
-def test_forward_that_does_not_wait_for_updated_weights_differs_from_the_naive_loop(config, monkeypatch):
+def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_training_loop(config, monkeypatch):
     """The deliberately wrong variant: the next forward pass reads weights before their copy has arrived."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
@@ -245,7 +245,7 @@ def lane():
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_staged_link_on_a_card_has_the_bits_of_the_naive_loop(config, deterministic, lane, precision, clip):
+def test_staged_link_on_a_card_has_the_bits_of_a_naive_training_loop(config, deterministic, lane, precision, clip):
     """Once through a few small slots, where copies wait for each other, and once through the default slots."""
     cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
     right = naive(cfg)

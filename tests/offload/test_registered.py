@@ -146,7 +146,7 @@ def test_error_of_a_staged_copy_is_raised_where_it_is_awaited_and_memory_is_unre
 
 
 @pytest.mark.parametrize("most", [0, 9])
-def test_evaluation_in_inference_mode_reads_weights_copied_by_other_threads(monkeypatch, most):
+def test_streamed_evaluation_in_inference_mode_has_the_logits_of_resident_weights(monkeypatch, most):
     """Torch's inference mode is a setting of each thread."""
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))

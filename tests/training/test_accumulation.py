@@ -219,7 +219,7 @@ def test_learned_tokens_of_a_micro_batch_are_the_tokens_with_labels():
     assert MicroBatch(rows, torch.full_like(rows, losses.IGNORED)).learned_tokens == 0
 
 
-def test_devices_divide_a_window_and_know_its_total_tokens():
+def test_ranks_divide_the_sequences_of_a_window_and_know_its_total_tokens():
     """Each sequence of the window is on exactly one device."""
     whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
     shares = [
@@ -282,7 +282,7 @@ def test_window_without_labels_changes_no_weight_and_counts_as_skipped_step(conf
         assert same != stepped and math.isfinite(loss)
 
 
-def test_evaluation_without_labels_has_no_loss(config):
+def test_validation_without_labels_gives_val_loss_none(config):
     cfg = config(*parity.overrides(), base=())
     module = causal_lm(cfg, describe(cfg))
     for telling in (0, None):

@@ -61,7 +61,7 @@ def test_exported_folder_equals_save_pretrained_byte_for_byte(tmp_path, monkeypa
         assert torch.equal(one, other.to(opened.dtype)), name
 
 
-def test_loaded_model_is_exported_with_equal_files(tmp_path):
+def test_exported_files_of_a_loaded_model_equal_the_files_that_it_was_loaded_from(tmp_path):
     """transformers remembers how it renamed and joined tensors while loading."""
     made("llama untied").save_pretrained(tmp_path / "in")
     export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))

@@ -122,7 +122,7 @@ def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring
                 answers, real = second.own_loss.answers(second.model.eval(), read)
                 whole, _ = pair_oracle.log_probabilities(second.model, read)
             assert np.array_equal(answers.logp[real].numpy()[:, 0], stored[batches.units[number], side])
-            assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)  # as above
+            assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)  # the tolerance of the test above
     assert not np.isnan(stored).any() and not np.allclose(stored[:, 0], stored[:, 1])
 
 
@@ -143,7 +143,9 @@ def test_streamed_weights_give_equal_reference_log_probabilities(preferring, tmp
 
 
 @pytest.mark.matrix
-def test_reference_of_an_adapter_is_its_base_model(preferring, tmp_path, computed):
+def test_reference_log_probabilities_with_lora_equal_its_base_model_and_are_shared_by_any_rank(
+    preferring, tmp_path, computed
+):
     """The log-probabilities equal the model's without the adapter, and adapters of other sizes share the cache."""
     plain = stored_by(preferring, tmp_path)
     fit_run(preferring("adapter=lora"), tmp_path / "a")
@@ -154,7 +156,7 @@ def test_reference_of_an_adapter_is_its_base_model(preferring, tmp_path, compute
     assert computed() == 0
 
 
-def test_reference_is_computed_for_read_rows_only_and_cached(preferring, tmp_path, computed):
+def test_reference_log_probabilities_are_computed_for_read_pairs_only_and_cached(preferring, tmp_path, computed):
     fit_run(preferring(), tmp_path / "first")
     val = len(numbers(tmp_path, "val"))
     assert computed() == 4 * 2 + val
@@ -177,7 +179,7 @@ def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, 
     store, stored = reference.ReferenceLogProbs.store, []
 
     def ends_at_the_third(self, numbers):
-        """The first call stores the start. Log-probabilities that a killed run has not stored are lost."""
+        """The first call is at the start of the pass. Log-probabilities that a killed run has not stored are lost."""
         stored.append(self.name)
         if len(stored) <= 3 or not killed:
             store(self, numbers)
@@ -210,7 +212,7 @@ def test_run_with_fewer_reference_values_keeps_the_values_stored_by_a_concurrent
     assert np.array_equal(numbers(tmp_path, "train"), complete) and not np.isnan(complete).any()
 
 
-def test_unwritable_reference_cache_is_refused_before_the_pass(preferring, tmp_path, monkeypatch):
+def test_unwritable_reference_cache_is_refused_before_the_reference_pass(preferring, tmp_path, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 

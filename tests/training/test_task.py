@@ -177,7 +177,9 @@ def test_missing_evaluation_or_export_of_a_finished_run_is_completed_by_resume(
         fit(*LINES, f"precision={precision}", f"resume={run}", folder="other")
 
 
-def test_evaluate_accepts_a_run_a_checkpoint_and_a_model_without_training(fit, whole, no_training, tmp_path):
+def test_evaluate_of_a_run_checkpoint_or_model_gives_the_val_loss_of_the_run_without_training(
+    fit, whole, no_training, tmp_path
+):
     run = whole()
     no_training()
     for named in (run, run / "checkpoints" / "step-00000004.ckpt", run / "model"):
@@ -189,7 +191,7 @@ def test_evaluate_accepts_a_run_a_checkpoint_and_a_model_without_training(fit, w
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
-def test_export_accepts_a_run_and_a_checkpoint_without_training(fit, whole, no_training, precision):
+def test_export_of_a_run_or_checkpoint_writes_its_weights_without_training(fit, whole, no_training, precision):
     run = whole(precision)
     no_training()
     summary, other = fit(f"export={run}", f"precision={precision}", folder="other")
@@ -520,8 +522,8 @@ def test_full_disk_while_writing_metrics_is_reported_without_a_traceback(command
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None),  # of a tracker
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "g++"), None),  # a compiler
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), None),  # raised by an experiment tracker
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "g++"), None),  # raised by a compiler
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "{run}/curve/of a bug"), None),
         (PermissionError(errno.EACCES, "Permission denied", "/etc/shadow"), None),
         (

@@ -137,7 +137,7 @@ def gemma3n():
     }
     model = network("gemma3n_text", **shape)
     for p in model.parameters():
-        nn.init.normal_(p, std=0.1)  # some start as zeros, behind which gradients are zero
+        nn.init.normal_(p, std=0.1)  # weights that start at zero would make other gradients zero
     return model
 
 

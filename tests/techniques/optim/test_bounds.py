@@ -99,7 +99,7 @@ BOUNDS = {
     "adamw4bit": adam_in_codes,
     "adamw8bit": adam_in_codes,
     "lion8bit": sign,
-    "muon": muon,  # of a matrix; embeddings step with AdamW
+    "muon": muon,  # for matrices; embeddings are updated with AdamW
     "paged_adamw32bit": adam,
     "paged_adamw8bit": adam_in_codes,
     "sgd": descent,
@@ -121,7 +121,7 @@ def in_fp32(model, make):
 
 
 def in_bf16_sr(model, make):
-    """The precision widens one weight at a time for the step, and rounds the new one at random."""
+    """The precision widens one weight at a time for the step, and rounds the updated weight stochastically."""
     p = model.weight
     narrow = BFloat16Stochastic().optimizer(make(model), model, norm_of_all)
     p.data = p.data.bfloat16()
@@ -214,7 +214,9 @@ def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compil
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "paged_adamw8bit"])
-def test_second_moment_rounded_to_zero_breaks_the_update_bound(moved, without_compiler, monkeypatch, optim):
+def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_100_times(
+    moved, without_compiler, monkeypatch, optim
+):
     """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The CUDA
     kernels of bitsandbytes make the same step as these operators."""
     without_compiler()
@@ -223,7 +225,7 @@ def test_second_moment_rounded_to_zero_breaks_the_update_bound(moved, without_co
 
 
 @pytest.mark.wrong
-def test_second_moment_in_float8_breaks_the_update_bound(moved, monkeypatch):
+def test_adamw_with_float8_second_moments_exceeds_the_update_bound_100_times(moved, monkeypatch):
     """The deliberately wrong variant: torchao's AdamWFp8. In float8, numbers below 2e-6 of a block's
     largest number become zero. The second moment holds squares, so it becomes zero first."""
     import torchao.optim

@@ -66,7 +66,7 @@ def crowded(device):
     try:
         yield
     finally:
-        taken.untyped_storage().resize_(0)  # the traceback of a test that failed holds the tensor
+        taken.untyped_storage().resize_(0)  # the traceback of a failed test keeps the tensor alive
         release()
 
 

@@ -104,7 +104,7 @@ def test_host_optimizer_updates_a_non_contiguous_weight():
     assert own.narrow.is_contiguous()
 
 
-def test_full_precision_of_a_frozen_streamed_weight_is_available_during_the_run(config):
+def test_full_precision_of_a_frozen_streamed_weight_is_its_16_bit_value_while_it_is_nan(config):
     module = built(configured(config, *lines("llama", *STREAMED)), "llama")
     frozen = module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     expected = frozen.detach().bfloat16()
@@ -148,7 +148,7 @@ def test_gradient_of_a_master_is_released_after_its_step_but_an_fp32_sum_is_kept
     assert master.gradient().tolist() == [1.0] * 4
 
 
-def test_host_buffer_freed_during_memory_counting_is_tolerated():
+def test_gradient_freed_while_host_memory_is_counted_raises_no_error():
     class Dropping(HostWeight):
         """A weight whose gradient is gone at the second read."""
 
@@ -171,7 +171,7 @@ def test_host_buffer_freed_during_memory_counting_is_tolerated():
     [
         ({"random_roundings": {"weight": 3, "bias": 2}}, 3),
         ({"BFloat16Stochastic": {"steps": {"weight": 3}}}, 3),  # of an earlier version
-        ({"BFloat16Stochastic": {"held": {}}}, 0),  # of a run that stepped on the device
+        ({"BFloat16Stochastic": {"held": {}}}, 0),  # from a run whose optimizer ran on the device
         ({}, 0),
     ],
 )

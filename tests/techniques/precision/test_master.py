@@ -35,7 +35,7 @@ QUICK = [("none", "cosine"), ("fixed", "linear"), ("by_epoch", "constant")]
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_masters_have_the_bits_of_the_naive_loop(config, precision, clip, optim):
+def test_masters_have_the_bits_of_a_naive_training_loop(config, precision, clip, optim):
     for accumulation, scheduler in QUICK[:: 1 if optim == "adamw" else 2]:
         cfg = configured(config, precision, optim, clip, accumulation, scheduler)
         assert equal(ours(cfg), naive(cfg)), (accumulation, scheduler)
@@ -46,7 +46,7 @@ def test_masters_have_the_bits_of_the_naive_loop(config, precision, clip, optim)
     ("precision", "clip", "optim", "accumulation", "scheduler"),
     pairwise(PRECISIONS, CLIPS, OPTIMIZERS, ACCUMULATIONS, SCHEDULERS),
 )
-def test_masters_have_the_bits_of_the_naive_loop_with_every_accumulation_and_schedule(
+def test_masters_have_the_bits_of_a_naive_training_loop_with_every_accumulation_and_schedule(
     config, precision, clip, optim, accumulation, scheduler
 ):
     cfg = configured(config, precision, optim, clip, accumulation, scheduler)
@@ -58,7 +58,7 @@ def test_masters_have_the_bits_of_the_naive_loop_with_every_accumulation_and_sch
     ("precision", "clip", "optim", "checkpointing", "loss"),
     pairwise(PRECISIONS, ("norm", "off"), OPTIMIZERS, CHECKPOINTINGS, LOSSES),
 )
-def test_masters_have_the_bits_of_the_naive_loop_with_every_checkpointing_and_loss(
+def test_masters_have_the_bits_of_a_naive_training_loop_with_every_checkpointing_and_loss(
     config, precision, clip, optim, checkpointing, loss
 ):
     more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
@@ -67,7 +67,7 @@ def test_masters_have_the_bits_of_the_naive_loop_with_every_checkpointing_and_lo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_the_naive_loop(config, precision):
+def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_a_naive_training_loop(config, precision):
     """A quick case of the matrix above."""
     more = ("gradient_checkpointing=every_layer", "loss=chunked")
     cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
@@ -75,14 +75,14 @@ def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_the_naive_
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_masters_on_a_cpu_without_16_bit_units_have_the_bits_of_the_naive_loop(config, without_units, precision):
+def test_masters_on_a_cpu_without_16_bit_units_have_the_bits_of_a_naive_training_loop(config, without_units, precision):
     cfg = configured(config, precision, "adamw8bit", "norm", "fixed", "linear")
     assert equal(ours(cfg), naive(cfg))
 
 
 @pytest.mark.rows("norm")
 @pytest.mark.parametrize("clip", ["norm", "off"])
-def test_overflow_with_masters_skips_steps_as_the_naive_scaler_does(config, clip):
+def test_overflow_with_masters_skips_the_steps_that_a_naive_loss_scaler_skips(config, clip):
     cfg = configured(config, "16-master", "adamw", clip, "fixed", "linear", INIT_SCALE.format(2.0**30))
     found = ours(cfg)
     assert found[2] > 3 and equal(found, naive(cfg))
@@ -102,7 +102,7 @@ def test_early_updates_of_masters_have_the_bits_of_late_updates(config):
         assert equal(early, late)
 
 
-def test_tied_weights_with_masters_stay_tied_and_have_the_bits_of_the_naive_loop(config):
+def test_tied_weights_with_masters_stay_tied_and_have_the_bits_of_a_naive_training_loop(config):
     def both(tied):
         cfg = configured(
             config, "bf16-master", "adamw", "norm", "fixed", "linear", f"model.architecture.tie_word_embeddings={tied}"
@@ -186,7 +186,7 @@ def summed_in_16_bits(monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [masters_from_rounded_weights, clipped_before_unscaling, one_gradient_dropped, summed_in_16_bits]
 )
-def test_masters_with_a_deliberate_fault_differ_from_the_naive_loop(config, wrong, monkeypatch):
+def test_masters_with_a_deliberate_fault_differ_from_a_naive_training_loop(config, wrong, monkeypatch):
     cfg = configured(config, "16-master", "adamw", "norm", "fixed", "linear")
     assert equal(ours(cfg), naive(cfg))
     wrong(monkeypatch)

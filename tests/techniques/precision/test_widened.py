@@ -283,7 +283,7 @@ def test_every_precision_creates_a_plugin_with_its_dtype_and_the_typed_device(pr
     assert plugin.dtype == torch.float32 or plugin.device == "meta"
 
 
-def test_cpu_units_are_queried_by_names_that_torch_has(monkeypatch):
+def test_queries_for_16_bit_cpu_units_exist_in_torch_and_missing_queries_disable_widening(monkeypatch):
     """The names are private. If torch drops the names, nothing is widened, and fp16 on a CPU takes 40 times as long."""
     if platform.machine() == "x86_64":
         assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))

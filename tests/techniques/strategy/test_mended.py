@@ -72,7 +72,7 @@ def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fi
 @pytest.mark.parametrize("follows", [True, False], ids=["follows", "move ignored"])
 def test_optimizer_parameters_follow_weights_that_ddp_moves_unless_the_move_is_ignored(fit, monkeypatch, follows):
     """A move to a card replaces the `data` of each weight. The optimizer's parameters must follow, also if restoring a
-    checkpoint has created them before. In the deliberately wrong variant the parameters stay at the old place."""
+    checkpoint has created them before. In the deliberately wrong variant the parameters keep the old memory."""
     move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
 
     def moving(self):
@@ -117,7 +117,7 @@ def test_weights_and_optimizer_state_stay_on_the_device_after_a_run_unless_light
     moved, move = [], strategies._optimizers_to_device
     monkeypatch.setattr(CausalLM, "cpu", lambda module: moved.append("weights"))
     monkeypatch.setattr(strategies, "_optimizers_to_device", lambda *which: moved.append("state") or move(*which))
-    monkeypatch.setattr(Callback, "on_train_end", lambda *_: moved.clear())  # before the first step state is moved, too
+    monkeypatch.setattr(Callback, "on_train_end", lambda *_: moved.clear())  # ignore moves before the end of training
     if not ours:
         monkeypatch.delattr(InPlace, "teardown")
     fit(f"strategy={strategy}", "max_steps=1")

@@ -83,7 +83,7 @@ def test_rendezvous_failure_is_explained_as_missing_ranks_or_as_a_taken_port(sai
 @pytest.mark.parametrize(
     "error", [ValueError(CLOSED), RuntimeError("CUDA out of memory"), TimeoutError("Timed out"), OSError("Broken pipe")]
 )
-def test_errors_not_caused_by_other_ranks_are_left_unchanged(error):
+def test_error_not_caused_by_another_rank_is_not_reported_as_a_lost_rank(error):
     assert lost_ranks.rank_lost(raised("/site/mine.py", ("step",), error), 60) is None
 
 
@@ -103,7 +103,7 @@ def test_nccl_watchdog_message_names_the_collective_that_timed_out():
     assert lost_ranks.watchdog_message("step 3\nSegmentation fault") is None
 
 
-def test_real_rendezvous_timeout_is_explained(monkeypatch):
+def test_real_rendezvous_timeout_is_explained_as_ranks_that_did_not_join(monkeypatch):
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(RuntimeError) as error:

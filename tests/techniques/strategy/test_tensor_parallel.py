@@ -153,7 +153,9 @@ def test_heads_or_widths_that_ranks_cannot_divide_are_refused_with_a_valid_numbe
     fused = built("gpt_neox", num_attention_heads=8, hidden_size=96)
     layers = "gpt_neox.layers.*.attention"
     fused.tp_plan = {f"{layers}.query_key_value": "colwise", f"{layers}.dense": "rowwise"}
-    with pytest.raises(Refused, match=r"query_key_value has 8 heads"):  # three times as many would divide
+    with pytest.raises(
+        Refused, match=r"query_key_value has 8 heads"
+    ):  # 3 x 8 heads in the fused layer would be divisible
         divide(fused, group(3))
 
 
